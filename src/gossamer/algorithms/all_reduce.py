@@ -1,0 +1,41 @@
+"""AllReduce: the exact mean of the gradients, in fused buckets."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from gossamer.algorithms.base import Algorithm, Context
+from gossamer.buckets import Bucket
+from gossamer.codecs.cast import Wire, wire_codec
+from gossamer.comm.ops import Flow, all_reduce
+from gossamer.state import State
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Algorithm):
+    """Every worker uses the mean gradient of all: DDP's result, over GradientFlow's lazy (fused) all-reduce.
+
+    Per bucket and step, one ring all-reduce: 2·(p−1)/p of the gradient's bytes (half of that with a 16-bit
+    ``wire``), 2·(p−1) messages. The mean is divided before the wire, because a half-precision sum overflows.
+
+    Not the choice when the network is the bottleneck and the accuracy can stand less than exact gradients.
+
+    Source: Sun et al. 2019 (arXiv 1902.06855), section on lazy all-reduce; C_FP_S of Gan et al. 2021 (arXiv 2107.01499).
+    """
+
+    exact: ClassVar[bool] = True
+
+    wire: Wire = "fp32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wire_codec(self.wire)
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        codec = wire_codec(self.wire)
+        share = bucket.flat / ctx.world
+        # Full precision needs no second copy; a narrow wire does.
+        narrow = codec.wire_dtype(share.dtype) != share.dtype
+        mean = yield from all_reduce(codec.encode(share) if narrow else share)
+        return codec.decode(mean, share.dtype)

@@ -1,0 +1,142 @@
+"""Bucket: the flat tensor in which the gradients (or weights) of several parameters travel as one."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The place of one parameter in a bucket: elements ``offset … offset + numel`` in the parameter's own strides."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    numel: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter-shaped view of a flat tensor."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a bucket holds: its segments in order, all of one dtype and on one device."""
+
+    segments: tuple[Segment, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(segment.numel for segment in self.segments)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Parameter names, in order."""
+        return tuple(segment.name for segment in self.segments)
+
+    def allocate(self) -> Tensor:
+        """A zero flat tensor for this layout."""
+        return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which parameters travel together, and in which order the buckets are launched: the same on every rank."""
+
+    layouts: tuple[Layout, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every parameter name, in launch order."""
+        return tuple(name for layout in self.layouts for name in layout.names)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The order and the cuts, as plain lists of names."""
+        return {"buckets": [list(layout.names) for layout in self.layouts]}
+
+    def digest(self) -> str:
+        """A hash over names, shapes, strides and dtypes in order: equal plans, equal digests."""
+        rows = [(str(a.dtype), [(s.name, s.shape, s.stride) for s in a.segments]) for a in self.layouts]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own strides where it fills its memory densely (channels-last does); contiguous ones otherwise."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def make_layout(tensors: Mapping[str, Tensor]) -> Layout:
+    """One bucket that holds ``tensors`` (all of one dtype, on one device) in the order given."""
+    ends = list(accumulate(tensor.numel() for tensor in tensors.values()))
+    segments = tuple(
+        Segment(name, tuple(tensor.shape), dense_stride(tensor), end - tensor.numel(), tensor.numel())
+        for (name, tensor), end in zip(tensors.items(), ends, strict=True)
+    )
+    first = next(iter(tensors.values()))
+    return Layout(segments, first.dtype, first.device)
+
+
+def make_plan(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Plan:
+    """Cut ``tensors``, in the order given, into buckets of at least ``bucket_bytes`` each (the last of a dtype: less).
+
+    A bucket is launched when it is complete, so buckets stand in the order in which their last tensor comes.
+    """
+    layouts: list[Layout] = []
+    waiting: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        held = waiting.setdefault((tensor.dtype, tensor.device), {})
+        held[name] = tensor
+        if sum(t.numel() * t.element_size() for t in held.values()) >= bucket_bytes:
+            layouts.append(make_layout(waiting.pop((tensor.dtype, tensor.device))))
+    layouts.extend(make_layout(held) for held in waiting.values())
+    return Plan(tuple(layouts))
+
+
+def plan_from_names(names: Iterable[Sequence[str]], tensors: Mapping[str, Tensor]) -> Plan:
+    """The plan with exactly these buckets, as saved by :meth:`Plan.to_dict`."""
+    return Plan(tuple(make_layout({name: tensors[name] for name in bucket}) for bucket in names))
+
+
+class Bucket:
+    """A flat tensor and the parameter-shaped views into it. This is what an algorithm is given.
+
+    ``index`` is its place in the plan; ``segments`` give name, shape and offset of each parameter in ``flat``.
+    """
+
+    def __init__(self, index: int, layout: Layout) -> None:
+        self.index = index
+        self.layout = layout
+        self.flat = layout.allocate()
+        self.views = self.split(self.flat)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Name, shape, strides and offset of each parameter."""
+        return self.layout.segments
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The parameter-shaped views of another tensor laid out like this bucket."""
+        return [segment.view(flat) for segment in self.segments]
+
+    def __str__(self) -> str:
+        names = self.layout.names
+        return (
+            f"bucket {self.index} ({names[0]} … {names[-1]}, {self.layout.nbytes} bytes)"
+            if names
+            else f"bucket {self.index} (empty)"
+        )

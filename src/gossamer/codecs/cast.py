@@ -1,0 +1,52 @@
+"""Cast: a narrower floating-point type on the wire."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gossamer.codecs.base import Codec
+from gossamer.errors import ConfigurationError
+
+Wire = Literal["fp32", "fp16", "bf16"]
+
+_NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast(Codec):
+    """Round to ``wire`` when that is narrower than the tensor; ``"fp32"`` is full precision: the tensor's own dtype.
+
+    Bytes: 2 per element for ``"fp16"`` and ``"bf16"``. fp16 keeps 11 significant bits but overflows above 65504;
+    bf16 keeps 8 and the range of fp32.
+    """
+
+    wire: Wire = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.wire not in get_args(Wire):
+            raise ConfigurationError(f"wire must be one of {', '.join(get_args(Wire))}; got {self.wire!r}")
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that a tensor of type ``dtype`` has on the wire; never a wider one."""
+        narrow = _NARROW.get(self.wire, dtype)
+        return narrow if narrow.itemsize < dtype.itemsize else dtype
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.wire_dtype(tensor.dtype), copy=True)
+
+    def decode(self, payload: Tensor, dtype: torch.dtype) -> Tensor:
+        return payload.to(dtype)
+
+    def error_bound(self, tensor: Tensor) -> Tensor:
+        narrow = self.wire_dtype(tensor.dtype)
+        if narrow == tensor.dtype:
+            return torch.zeros_like(tensor)
+        info = torch.finfo(narrow)
+        return tensor.abs() * (info.eps / 2) + info.smallest_normal * info.eps
+
+
+def wire_codec(wire: Wire) -> Cast:
+    """The codec for an algorithm's ``wire`` field."""
+    return Cast(wire=wire)

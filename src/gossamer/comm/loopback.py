@@ -1,0 +1,240 @@
+"""Loopback: N ranks inside one process, without a network.
+
+One thread per rank, exactly one of them running at a time. The baton is passed only where a rank waits for others, and
+the state of the random number generators travels with it, so a run is deterministic and each rank draws the numbers
+it would draw in a process of its own. Ranks that disagree raise at once; ranks that wait for each other in vain, too.
+"""
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.comm import ops
+from gossamer.comm.ops import Decide, Flow, Op
+from gossamer.comm.runner import InlineRunner, Meter, Ticket
+from gossamer.errors import CommunicationError, ConfigurationError, DisagreementError
+
+T = TypeVar("T")
+
+_here = threading.local()
+
+
+@dataclass
+class Meeting:
+    """The k-th operation of a channel: what each rank brought, and in the end what each takes away."""
+
+    brought: dict[int, Op] = field(default_factory=dict)
+    labels: dict[int, str] = field(default_factory=dict)
+    results: list[Tensor] | None = None
+
+
+class World:
+    """The ranks of one loopback run, and the baton between them."""
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ConfigurationError(f"a loopback world needs at least one rank; got {size}")
+        self.size = size
+        self.failure: BaseException | None = None
+        self._turn = threading.Condition()
+        self._running = 0
+        self._waits: dict[int, tuple[Meeting, str]] = {}
+        self._finished: set[int] = set()
+        self._meetings: dict[tuple[int, int], Meeting] = {}
+        self._channels = [0] * size
+        self._random: list[Any] = [random_state() for _ in range(size)]
+
+    def open_channel(self, rank: int) -> int:
+        """A number for a new runner, equal on all ranks that open runners in the same order."""
+        self._channels[rank] += 1
+        return self._channels[rank]
+
+    def bring(self, rank: int, key: tuple[int, int], op: Op, label: str) -> Meeting:
+        """Start an operation; raises if another rank brought a different one to the same meeting."""
+        meeting = self._meetings.setdefault(key, Meeting())
+        for other, theirs in meeting.brought.items():
+            if str(theirs) != str(op):
+                raise DisagreementError(
+                    f"operation {key[1]} differs between ranks: rank {other} yielded {theirs} ({meeting.labels[other]}), "
+                    f"rank {rank} yielded {op} ({label})"
+                )
+        meeting.brought[rank], meeting.labels[rank] = op, label
+        if len(meeting.brought) == self.size:
+            meeting.results = carry_out([meeting.brought[r] for r in range(self.size)])
+            del self._meetings[key]
+        return meeting
+
+    def take(self, rank: int, meeting: Meeting) -> Tensor:
+        """The result for ``rank``; passes the baton until every rank has come."""
+        if meeting.results is None:
+            self._waits[rank] = (meeting, f"{meeting.brought[rank]} ({meeting.labels[rank]})")
+            self._pass_baton(rank)
+            self._waits.pop(rank, None)
+        if meeting.results is None:
+            raise self._stopped(rank)
+        return meeting.results[rank]
+
+    def enter(self, rank: int) -> None:
+        """Wait for the first turn."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._running == rank or self.failure is not None)
+        restore_random_state(self._random[rank])
+
+    def finish(self, rank: int, error: BaseException | None) -> None:
+        """End this rank's turn for good."""
+        with self._turn:
+            if error is not None and self.failure is None:
+                self.failure = error
+            self._finished.add(rank)
+        self._pass_baton(rank, wait=False)
+
+    def stop(self, error: BaseException) -> None:
+        """Wake every rank with an error."""
+        with self._turn:
+            self.failure = self.failure or error
+            self._turn.notify_all()
+
+    def _runnable(self, rank: int) -> bool:
+        if rank in self._finished:
+            return False
+        return rank not in self._waits or self._waits[rank][0].results is not None
+
+    def _pass_baton(self, rank: int, wait: bool = True) -> None:
+        self._random[rank] = random_state()
+        with self._turn:
+            after = [(rank + k) % self.size for k in range(1, self.size + 1)]
+            following = next((r for r in after if self._runnable(r)), None)
+            if following is None and len(self._finished) < self.size and self.failure is None:
+                self.failure = DisagreementError(self._deadlock())
+            self._running = self._running if following is None else following
+            self._turn.notify_all()
+            if wait:
+                self._turn.wait_for(lambda: self._running == rank or self.failure is not None)
+        if wait:
+            restore_random_state(self._random[rank])
+
+    def _deadlock(self) -> str:
+        waiting = "; ".join(f"rank {rank} waits in {what}" for rank, (_, what) in sorted(self._waits.items()))
+        ended = f"; ended: {sorted(self._finished)}" if self._finished else ""
+        return f"ranks wait for each other in vain: {waiting}{ended}"
+
+    def _stopped(self, rank: int) -> BaseException:
+        if isinstance(self.failure, DisagreementError):
+            return type(self.failure)(str(self.failure))
+        return CommunicationError(f"rank {rank} gave up: another rank failed: {self.failure!r}")
+
+
+class LoopbackPort:
+    """One runner's channel of one rank."""
+
+    def __init__(self, world: World, rank: int, meter: Meter) -> None:
+        self.label = ""
+        self._world, self._rank, self._meter = world, rank, meter
+        self._channel, self._count = world.open_channel(rank), 0
+
+    def start(self, op: Op) -> Meeting:
+        self._meter.count(op, self._world.size)
+        self._count += 1
+        return self._world.bring(self._rank, (self._channel, self._count), op, self.label)
+
+    def wait(self, handle: Meeting) -> Tensor:
+        return self._world.take(self._rank, handle)
+
+    def decide(self, decision: Decide) -> Any:
+        return decision.fn()
+
+
+class LoopbackRunner(InlineRunner):
+    """The runner of one rank of a loopback world."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        meter = Meter()
+        self._loopback_port = LoopbackPort(world, rank, meter)
+        super().__init__(self._loopback_port, meter, rank, world.size)
+
+    def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0) -> Ticket[T]:
+        self._loopback_port.label = label
+        return super().submit(make_flow, label, lane)
+
+
+def current_runner() -> LoopbackRunner | None:
+    """A new runner for the rank that this thread is, or None outside of a loopback run."""
+    place = getattr(_here, "place", None)
+    return None if place is None else LoopbackRunner(*place)
+
+
+def loopback(fn: Callable[[int], T], world: int) -> list[T]:
+    """Run ``fn(rank)`` for every rank of a world inside this process and return the results in order of rank.
+
+    Inside ``fn``, :func:`gossamer.replicate` joins the loopback world: convergence of many workers on one machine,
+    deterministic, without processes. Raises the first error that any rank raised.
+    """
+    ranks = World(world)
+    results: list[Any] = [None] * world
+    before = random_state()
+
+    def body(rank: int) -> None:
+        _here.place = (ranks, rank)
+        error: BaseException | None = None
+        ranks.enter(rank)
+        try:
+            if ranks.failure is None:
+                results[rank] = fn(rank)
+        except BaseException as caught:
+            error = caught
+        ranks.finish(rank, error)
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(world)]
+    _join(threads, ranks)
+    restore_random_state(before)
+    if ranks.failure is not None:
+        raise ranks.failure
+    return results
+
+
+def _join(threads: list[threading.Thread], world: World) -> None:
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)
+    except BaseException as error:
+        world.stop(error)
+        raise
+
+
+def carry_out(brought: list[Op]) -> list[Tensor]:
+    """What every rank receives when these operations (one per rank, of one kind) meet."""
+    first, tensors = brought[0], [op.tensor for op in brought]
+    if isinstance(first, ops.AllReduce):
+        total = torch.stack(tensors).sum(0, dtype=first.tensor.dtype) if first.reduce == "sum" else torch.stack(tensors).amax(0)
+        return [tensor.copy_(total) for tensor in tensors]
+    if isinstance(first, ops.Broadcast):
+        origin = tensors[first.source].clone()
+        return [tensor.copy_(origin) for tensor in tensors]
+    if isinstance(first, ops.Permute):
+        return [tensors[first.permutation.source(rank)].clone() for rank in range(len(tensors))]
+    if isinstance(first, ops.AllToAll):
+        return [torch.stack([tensor[rank] for tensor in tensors]) for rank in range(len(tensors))]
+    if isinstance(first, ops.AllGather):
+        return [torch.stack(tensors) for _ in tensors]
+    raise TypeError(f"the loopback runner does not know {first}")
+
+
+def random_state() -> tuple[Any, ...]:
+    """The state of Python's, NumPy's and PyTorch's (CPU) generators."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def restore_random_state(state: tuple[Any, ...]) -> None:
+    """Put a state of :func:`random_state` back."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])

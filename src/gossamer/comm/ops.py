@@ -1,0 +1,212 @@
+"""Operation: what an algorithm may ask of the network, as data.
+
+An algorithm is a generator. It yields a :class:`Start` and is sent back a handle; it yields a :class:`Wait` for that
+handle and is sent back the result. ``yield from all_reduce(x)`` is both. The same vocabulary is carried out by three
+runners: real processes, ranks inside one process, and virtual time on ``meta`` tensors.
+
+Ownership: from its start until its result arrives the tensor of an operation belongs to the runner. ``AllReduce`` and
+``Broadcast`` write their result into it; the others only read it and return a new tensor.
+"""
+
+import math
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.topology import Permutation
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one rank hands to the transport: payload ``bytes`` sent, and ``rounds`` of messages that follow each other."""
+
+    bytes: int
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """One communication operation over all members. ``tensor`` is contiguous; its shape and dtype agree on all ranks."""
+
+    name: ClassVar[str] = "op"
+    tensor: Tensor
+
+    def traffic(self, world: int) -> Traffic:
+        """Payload bytes and successive messages of one rank among ``world``."""
+        raise NotImplementedError
+
+    def detail(self) -> str:
+        """Whatever besides shape and dtype must agree between ranks."""
+        return ""
+
+    def peers(self, rank: int, world: int) -> str:
+        """The ranks that this operation waits for, in words."""
+        return f"all {world} ranks"
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def __str__(self) -> str:
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return f"{self.name}({dtype}{list(self.tensor.shape)}{self.detail()})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllReduce(Op):
+    """Sum (or maximum) over all ranks, in place; every rank receives the same bits."""
+
+    name: ClassVar[str] = "all_reduce"
+    reduce: Literal["sum", "max"] = "sum"
+
+    def traffic(self, world: int) -> Traffic:
+        """A ring: 2·(p−1)/p of the tensor, in 2·(p−1) rounds."""
+        return Traffic(math.ceil(2 * (world - 1) * self.nbytes / world), 2 * (world - 1))
+
+    def detail(self) -> str:
+        return "" if self.reduce == "sum" else f", {self.reduce}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Permute(Op):
+    """Every rank sends its tensor along a permutation and receives one of the same shape."""
+
+    name: ClassVar[str] = "permute"
+    permutation: Permutation
+
+    def traffic(self, world: int) -> Traffic:
+        """One message; none where a rank is its own partner."""
+        return Traffic(0, 0) if self.permutation.to == tuple(range(world)) else Traffic(self.nbytes, 1)
+
+    def detail(self) -> str:
+        return f", to={list(self.permutation.to)}"
+
+    def peers(self, rank: int, world: int) -> str:
+        return f"rank {self.permutation.source(rank)} (sending to rank {self.permutation.destination(rank)})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllToAll(Op):
+    """Row ``j`` of a ``(world, n)`` tensor goes to rank ``j``; row ``i`` of the result came from rank ``i``."""
+
+    name: ClassVar[str] = "all_to_all"
+
+    def traffic(self, world: int) -> Traffic:
+        """(p−1)/p of the tensor; all messages at once."""
+        return Traffic(self.nbytes * (world - 1) // world, min(1, world - 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllGather(Op):
+    """Every rank receives a ``(world, *shape)`` tensor whose row ``i`` is the tensor of rank ``i``."""
+
+    name: ClassVar[str] = "all_gather"
+
+    def traffic(self, world: int) -> Traffic:
+        """p−1 times the tensor; all messages at once."""
+        return Traffic(self.nbytes * (world - 1), min(1, world - 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Broadcast(Op):
+    """Every rank receives the tensor of rank ``source``, in place."""
+
+    name: ClassVar[str] = "broadcast"
+    source: int = 0
+
+    def traffic(self, world: int) -> Traffic:
+        """A binomial tree, priced at its root: ⌈log2 p⌉ times the tensor."""
+        depth = (world - 1).bit_length()
+        return Traffic(self.nbytes * depth, depth)
+
+    def detail(self) -> str:
+        return f", source={self.source}"
+
+    def peers(self, rank: int, world: int) -> str:
+        return f"rank {self.source}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """Ask for an operation; the runner sends back a handle at once."""
+
+    op: Op
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wait:
+    """Wait for a started operation; the runner sends back its result."""
+
+    handle: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decide:
+    """A decision that depends on data. Runners with values send back ``fn()``; those without send ``default``."""
+
+    name: str
+    default: Any
+    fn: Callable[[], Any]
+
+
+Command = Start | Wait | Decide
+Flow = Generator[Command, Any, T]
+
+
+def start(op: Op) -> Start:
+    """``handle = yield start(op)``."""
+    return Start(op)
+
+
+def wait(handle: Any) -> Wait:
+    """``result = yield wait(handle)``."""
+    return Wait(handle)
+
+
+def decide(name: str, default: T, fn: Callable[[], T]) -> Decide:
+    """``choice = yield decide(name, default, fn)``: on ``meta`` tensors the default is taken."""
+    return Decide(name, default, fn)
+
+
+def perform(op: Op) -> Flow[Tensor]:
+    """Start an operation and wait for its result."""
+    handle = yield Start(op)
+    result: Tensor = yield Wait(handle)
+    return result
+
+
+def all_reduce(tensor: Tensor, reduce: Literal["sum", "max"] = "sum") -> Flow[Tensor]:
+    """Sum or maximum of ``tensor`` over all ranks. Divide before, not after: a half-precision sum overflows."""
+    return (yield from perform(AllReduce(tensor, reduce)))
+
+
+def permute(tensor: Tensor, permutation: Permutation) -> Flow[Tensor]:
+    """Send ``tensor`` along ``permutation``; the result is what arrived."""
+    return (yield from perform(Permute(tensor, permutation)))
+
+
+def all_to_all(tensor: Tensor) -> Flow[Tensor]:
+    """Transpose a ``(world, n)`` tensor between the ranks."""
+    return (yield from perform(AllToAll(tensor)))
+
+
+def all_gather(tensor: Tensor) -> Flow[Tensor]:
+    """The tensors of all ranks, stacked: ``(world, *tensor.shape)``."""
+    return (yield from perform(AllGather(tensor)))
+
+
+def broadcast(tensor: Tensor, source: int = 0) -> Flow[Tensor]:
+    """The tensor of rank ``source``."""
+    return (yield from perform(Broadcast(tensor, source)))
+
+
+def result_like(op: Op, world: int) -> Tensor:
+    """An uninitialised tensor of the shape of the result of ``op``, for operations that do not work in place."""
+    shape = (world, *op.tensor.shape) if isinstance(op, AllGather) else op.tensor.shape
+    return torch.empty(shape, dtype=op.tensor.dtype, device=op.tensor.device)

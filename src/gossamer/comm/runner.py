@@ -1,0 +1,163 @@
+"""Runner: carries out flows for one rank, in the order in which they are submitted."""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from gossamer.comm.flow import Port, drive
+from gossamer.comm.ops import Decide, Flow, Op
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Meter:
+    """Counts what one rank handed to the transport: payload bytes, messages, and seconds spent waiting for the wire.
+
+    Written by the lanes, read by the main thread; each lane has its own, so that no lock is needed.
+    """
+
+    bytes: int = 0
+    messages: int = 0
+    wire_seconds: float = 0.0
+    busy_seconds: float = 0.0
+
+    def count(self, op: Op, world: int) -> None:
+        """Add one operation."""
+        traffic = op.traffic(world)
+        self.bytes += traffic.bytes
+        self.messages += traffic.rounds
+
+
+class Ticket(Generic[T]):
+    """The promise of one flow's result.
+
+    Ownership: the lane writes ``doing`` while the flow runs, then ``result`` or ``error``, then sets ``done``; the
+    main thread reads the first at any time, the others only after ``done``.
+    """
+
+    __slots__ = ("doing", "done", "error", "label", "peers", "result", "sequence")
+
+    def __init__(self, sequence: int, label: str) -> None:
+        self.sequence = sequence
+        self.label = label
+        self.doing = "not started yet"
+        self.peers = ""
+        self.done = threading.Event()
+        self.result: T | None = None
+        self.error: BaseException | None = None
+
+    def carry_out(self, make_flow: Callable[[], Flow[T]], port: Port) -> None:
+        """Run the flow to its end, keeping its result or its error."""
+        try:
+            self.result = drive(make_flow(), port)
+        except BaseException as error:
+            self.error = error
+        self.done.set()
+
+    def __str__(self) -> str:
+        return f"{self.doing} of {self.label}" + (f", waiting for {self.peers}" if self.peers else "")
+
+
+class Runner(ABC):
+    """One rank's way to the others. Flows submitted to one lane run one after the other, in the same order on all ranks.
+
+    ``rank`` and ``world`` count within the group; ``members`` are the stable ids of its ranks.
+    """
+
+    rank: int
+    world: int
+    lanes: int
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Stable ids of the current members."""
+        return tuple(range(self.world))
+
+    @abstractmethod
+    def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0) -> Ticket[T]:
+        """Queue a flow on a lane. Every rank submits the same flows in the same order."""
+
+    @abstractmethod
+    def wait(self, ticket: Ticket[T]) -> T:
+        """The result of a flow; raises what went wrong, with operation, bucket, peers and step named."""
+
+    @abstractmethod
+    def run(self, make_flow: Callable[[], Flow[T]], label: str) -> T:
+        """Run a small flow (an agreement, a broadcast of buffers) on a lane of its own and wait for it."""
+
+    @abstractmethod
+    def meters(self) -> list[Meter]:
+        """The counters of every lane."""
+
+    def alarm(self, message: str) -> None:
+        """Tell the other ranks that this one failed, so that none of them waits for it."""
+
+    def agree_on_opening(self) -> None:
+        """Meet the other ranks before the first exchange."""
+
+    def close(self, graceful: bool = True) -> None:
+        """Leave. Ranks that still wait for this one are told."""
+
+
+class LocalPort:
+    """A port for a world of one: every operation is its own result."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def start(self, op: Op) -> Op:
+        self._meter.count(op, 1)
+        return op
+
+    def wait(self, handle: Op) -> Tensor:
+        return alone(handle)
+
+    def decide(self, decision: Decide) -> Any:
+        return decision.fn()
+
+
+def alone(op: Op) -> Tensor:
+    """What an operation gives in a world of one."""
+    from gossamer.comm.ops import AllGather
+
+    return op.tensor.unsqueeze(0).clone() if isinstance(op, AllGather) else op.tensor
+
+
+class InlineRunner(Runner):
+    """Runs every flow to its end where it is submitted: for a world of one, and the base of the loopback runner."""
+
+    def __init__(self, port: Port, meter: Meter, rank: int = 0, world: int = 1) -> None:
+        self.rank, self.world, self.lanes = rank, world, 1
+        self._port, self._meter = port, meter
+        self._submitted = 0
+
+    def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0) -> Ticket[T]:
+        ticket: Ticket[T] = Ticket(self._submitted, label)
+        self._submitted += 1
+        begin = time.perf_counter()
+        ticket.carry_out(make_flow, self._port)
+        self._meter.busy_seconds += time.perf_counter() - begin
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket
+
+    def wait(self, ticket: Ticket[T]) -> T:
+        return ticket.result  # type: ignore[return-value]
+
+    def run(self, make_flow: Callable[[], Flow[T]], label: str) -> T:
+        return self.wait(self.submit(make_flow, label))
+
+    def meters(self) -> list[Meter]:
+        return [self._meter]
+
+
+def solo_runner() -> InlineRunner:
+    """The runner of a world of one, with or without an initialised process group."""
+    meter = Meter()
+    return InlineRunner(LocalPort(meter), meter)

@@ -1,0 +1,110 @@
+"""Lane: one ordered queue of flows, run beside the training loop.
+
+Note, who owns what, until when (cited by the modules that depend on it):
+
+1. The *main thread* (the one that runs backward and the optimizer) submits flows, in the plan's order, the same on
+   every rank. A flow is created inside its lane, so an algorithm's code never runs on the main thread of a host lane.
+2. From submission until its ticket is done, the bucket's flat tensor belongs to the flow: the main thread neither
+   reads nor writes it. Parameters always belong to the main thread; flows never touch them.
+3. Each host lane is one thread with process groups of its own, so operations of two lanes can pass each other on the
+   wire while those of one lane meet their counterparts in order.
+4. On a device, one thread (the one that submits) issues everything, in plan order, on a side stream: several
+   communicators used from several threads can deadlock. Nothing waits on the host; a ticket carries an event.
+5. The first error in any lane ends all lanes: what is queued fails at once with the same error. The main thread,
+   which waits in short slices, raises it.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from gossamer.comm.flow import Port
+from gossamer.comm.ops import Flow
+from gossamer.comm.runner import Meter, Ticket
+
+T = TypeVar("T")
+
+_Job = Callable[[], None]
+
+
+class ThreadLanes:
+    """Host lanes: one daemon thread per port. Daemons, because a thread inside a wait on the network cannot be stopped."""
+
+    def __init__(self, ports: list[Port], meters: list[Meter]) -> None:
+        self.error: BaseException | None = None
+        self._ports, self._meters = ports, meters
+        self._queues: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue() for _ in ports]
+        self._threads = [
+            threading.Thread(target=self._loop, args=(jobs,), name=f"gossamer-lane-{index}", daemon=True)
+            for index, jobs in enumerate(self._queues)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, ticket: Ticket[T], make_flow: Callable[[], Flow[T]], lane: int) -> None:
+        """Queue a flow on ``lane``."""
+        port, meter = self._ports[lane], self._meters[lane]
+        self._queues[lane].put(lambda: self._carry_out(ticket, make_flow, port, meter))
+
+    def close(self) -> None:
+        """End the threads once their queues are empty."""
+        for jobs in self._queues:
+            jobs.put(None)
+
+    def _carry_out(self, ticket: Ticket[T], make_flow: Callable[[], Flow[T]], port: Any, meter: Meter) -> None:
+        if self.error is not None:
+            ticket.error = self.error
+            ticket.done.set()
+            return
+        port.ticket = ticket
+        begin = time.perf_counter()
+        ticket.carry_out(make_flow, port)
+        meter.busy_seconds += time.perf_counter() - begin
+        if ticket.error is not None:
+            self.error = ticket.error
+
+    @staticmethod
+    @torch.no_grad()
+    def _loop(jobs: "queue.SimpleQueue[_Job | None]") -> None:
+        while (job := jobs.get()) is not None:
+            job()
+            del job  # the closure holds tensors; do not keep them while waiting for the next
+
+
+class StreamLanes:
+    """Device lanes: flows are issued at once by the submitting thread, on one side stream per lane."""
+
+    def __init__(self, port: Port, meter: Meter, device: torch.device, lanes: int) -> None:
+        self.error: BaseException | None = None
+        self._port, self._meter, self._device = port, meter, device
+        self._streams: list[Any] = [torch.Stream(device) for _ in range(lanes)]
+        self._events: dict[int, Any] = {}
+
+    @torch.no_grad()
+    def submit(self, ticket: Ticket[T], make_flow: Callable[[], Flow[T]], lane: int) -> None:
+        """Issue a flow on the stream of ``lane``, ordered after everything issued so far on the current stream."""
+        stream = self._streams[lane % len(self._streams)]
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
+            ticket.carry_out(make_flow, self._port)
+        if ticket.error is not None:
+            self.error = ticket.error
+            return
+        self._events[ticket.sequence] = stream.record_event()
+
+    def order(self, ticket: Ticket[Any]) -> None:
+        """Make the current stream wait for the flow of ``ticket``; the host goes on."""
+        event = self._events.pop(ticket.sequence, None)
+        if event is None:
+            return
+        current = torch.accelerator.current_stream(self._device)
+        current.wait_event(event)
+        if isinstance(ticket.result, torch.Tensor) and ticket.result.is_cuda:
+            ticket.result.record_stream(current)
+
+    def close(self) -> None:
+        """Nothing to end: there are no threads."""

@@ -1,0 +1,238 @@
+"""Replica: the handle on a replicated model; it drives the flows from the hooks of the training loop."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossamer.algorithms.base import Algorithm
+from gossamer.comm.runner import Runner
+from gossamer.errors import ConfigurationError, UsageError
+from gossamer.sync import checkpoint, scaling
+from gossamer.sync.agreement import same_from_rank
+from gossamer.sync.backward import Backward, alarming
+from gossamer.sync.checks import Watch, held_by, named_parameters
+from gossamer.sync.gradients import GradientSync
+from gossamer.sync.join import Event, Join
+from gossamer.sync.module_buffers import Buffers, average, floating, hook_forward, named_buffers, synchronise_buffers
+from gossamer.sync.statistics import Statistics
+from gossamer.sync.weights import WeightSync
+
+
+class Replica:
+    """What :func:`gossamer.replicate` returns. The model itself is unchanged and is used as before.
+
+    ``step`` counts the synchronised backward passes; ``algorithm`` is what was chosen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        algorithm: Algorithm,
+        runner: Runner,
+        buffers: Buffers,
+        scaler: Any,
+        device: torch.device,
+    ) -> None:
+        self.algorithm = algorithm
+        self.step = 0
+        self._model, self._optimizers, self._runner = model, tuple(optimizers), runner
+        self._buffers, self._scaler, self._device = buffers, scaler, device
+        self._parameters = named_parameters(model)
+        self._trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        self._statistics = Statistics(runner)
+        self._watch = Watch(model, optimizers, self._parameters)
+        self._backward = Backward(runner, self._begin_backward, self._end_backward)
+        self._seen = [0] * len(self._optimizers)
+        self._weights: list[WeightSync] = []
+        self._gradients: GradientSync | None = None
+        self._open_syncs()
+        mirror = {
+            Event.BUFFERS: self._mirror_buffers,
+            Event.BACKWARD: self._mirror_backward,
+            Event.WEIGHTS: self._mirror_weights,
+        }
+        self._join = Join(runner, device, mirror)
+        self._handles = self._hook()
+        self._closed = False
+
+    # -- what the user calls ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate gradients locally; the first one outside communicates the sum."""
+        before, self._backward.synchronise = self._backward.synchronise, False
+        try:
+            yield
+        finally:
+            self._backward.synchronise = before
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Train inside when ranks may have different numbers of batches; every rank enters.
+
+        A rank that leaves the block early goes on answering the others (with zero gradients, which count in the mean
+        over all ranks, or with its weights as they are) until all have left. The model then is that of the ranks that
+        trained to the end. Costs one small message per exchange.
+        """
+        with alarming(self._runner), self._join.active(self._conclude_join):
+            yield
+
+    @contextmanager
+    def consensus(self) -> Iterator[nn.Module]:
+        """Inside, the model holds the average of all replicas (to evaluate or save it); afterwards its own weights.
+
+        Collective: every rank enters. For gradient algorithms the replicas are equal and nothing is moved.
+        """
+        if not self._weights or self._runner.world == 1:
+            yield self._model
+            return
+        tensors = [*self._parameters.values(), *floating(named_buffers(self._model)).values()]
+        own = [tensor.detach().clone() for tensor in tensors]
+        for sync in self._weights:
+            sync.arrive()
+        average(self._runner, [tensor.detach() for tensor in tensors])
+        try:
+            yield self._model
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_([tensor.detach() for tensor in tensors], own)
+
+    def metrics(self) -> dict[str, float]:
+        """Counters of this rank since the start: ``bytes_sent``, ``messages_sent`` (payload handed to the transport),
+        ``exposed_seconds`` (the loop stood still for communication), ``wire_seconds`` and ``local_seconds`` (lanes
+        waiting for the network, and computing), ``elapsed_seconds``, ``step``."""
+        return self._statistics.read(self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plan, counters and the algorithm's state of this rank, under a key with its rank. Collective, between steps."""
+        self._require_open()
+        return checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, self._weights)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what :meth:`state_dict` returned, after the model and the optimizer were loaded. Collective."""
+        self._require_open()
+        with alarming(self._runner):
+            self.step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, self._weights)
+
+    def close(self) -> None:
+        """Add what is still under way, remove all hooks and leave. The model stays usable, alone."""
+        if self._closed:
+            return
+        self._closed = True
+        for handle in self._handles:
+            handle.remove()
+        self._watch.release()
+        try:
+            for sync in self._weights:
+                sync.land()
+        finally:
+            self._runner.close()
+
+    # -- what the hooks call ------------------------------------------------------------------------------------
+
+    def _open_syncs(self) -> None:
+        if self.algorithm.subject == "gradients":
+            self._gradients = GradientSync(self._runner, self.algorithm, self._trainable, self._statistics, self._device)
+            return
+        for optimizer in self._optimizers:
+            held = {id(parameter) for parameter in held_by(optimizer)}
+            tensors: dict[str, Tensor] = {name: p for name, p in self._trainable.items() if id(p) in held}
+            if self._buffers == "average" and not self._weights:
+                tensors |= {f"{name} (buffer)": b for name, b in floating(named_buffers(self._model)).items()}
+            self._weights.append(WeightSync(self._runner, self.algorithm, tensors, self._statistics))
+
+    def _hook(self) -> list[Any]:
+        handles: list[Any] = []
+        if self._gradients is not None:
+            handles += self._gradients.hook(self._backward)
+        else:
+            handles += [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self._trainable.values()]
+        for index, optimizer in enumerate(self._optimizers):
+            handles.append(optimizer.register_step_pre_hook(self._before_step(index)))
+            handles.append(optimizer.register_step_post_hook(self._after_step(index)))
+        by_forward = self._buffers == "broadcast" or (self._buffers == "average" and self._gradients is not None)
+        if by_forward and self._runner.world > 1 and named_buffers(self._model):
+            handles.append(hook_forward(self._model, self._synchronise_buffers))
+        return handles
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        self._backward.reached()
+
+    def _begin_backward(self) -> None:
+        self._join.announce(Event.BACKWARD)
+        if self._gradients is not None:
+            self._gradients.begin()
+
+    def _end_backward(self) -> None:
+        if self._gradients is not None:
+            self._gradients.end()
+        scaling.agree_on_overflow(self._runner, self._scaler, self._trainable.values(), self._device)
+        self.step += 1
+
+    def _before_step(self, index: int) -> Any:
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            with alarming(self._runner):
+                self._watch.check()
+                if not args and not kwargs.get("closure"):
+                    self._require_backward(index)
+            if self._weights:
+                self._weights[index].land()
+
+        return before_step
+
+    def _after_step(self, index: int) -> Any:
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._seen[index] = self._passes()
+            if self._weights:
+                self._join.announce(Event.WEIGHTS, index)
+                self._weights[index].launch(self.step)
+
+        return after_step
+
+    def _passes(self) -> int:
+        return self._backward.passes if self._weights else self._backward.synchronised_passes
+
+    def _require_backward(self, index: int) -> None:
+        if self._runner.world == 1 or self._passes() != self._seen[index]:
+            return
+        only_local = " outside of no_sync()" if self._backward.passes > self._backward.synchronised_passes else ""
+        raise UsageError(
+            f"rank {self._runner.rank}: optimizer.step() at step {self.step}, but no backward pass{only_local} has reached "
+            "a parameter of the model since the last one; the other ranks wait for this one's gradients"
+        )
+
+    def _synchronise_buffers(self) -> None:
+        if self._backward.synchronise:
+            self._join.announce(Event.BUFFERS)
+            with self._statistics.exposed():
+                synchronise_buffers(self._runner, self._model, self._buffers)
+
+    # -- what a rank does whose data have ended -----------------------------------------------------------------
+
+    def _mirror_buffers(self, index: int) -> None:
+        synchronise_buffers(self._runner, self._model, self._buffers)
+
+    def _mirror_backward(self, index: int) -> None:
+        for parameter in self._trainable.values():
+            parameter.grad = None
+        if self._gradients is not None:
+            self._gradients.begin()
+        self._end_backward()
+        for parameter in self._trainable.values():
+            parameter.grad = None
+
+    def _mirror_weights(self, index: int) -> None:
+        self._weights[index].launch(self.step)
+
+    def _conclude_join(self, last: int) -> None:
+        if self._gradients is not None:
+            same_from_rank(self._runner, [*self._parameters.values(), *named_buffers(self._model).values()], last)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ConfigurationError("the replica is closed")

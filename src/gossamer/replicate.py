@@ -1,0 +1,120 @@
+"""Entry point: makes a model's training data-parallel, in place, with one line."""
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gossamer._version import __version__
+from gossamer.algorithms.all_reduce import AllReduce
+from gossamer.algorithms.base import Algorithm
+from gossamer.comm.connect import connect
+from gossamer.comm.runner import Runner
+from gossamer.errors import ConfigurationError, GossamerError
+from gossamer.replica import Replica
+from gossamer.sync.agreement import agree, checksum, same_from_rank
+from gossamer.sync.checks import check_held, check_model, check_optimizers, held_by, named_parameters
+from gossamer.sync.module_buffers import Buffers, named_buffers, resolve_buffers
+
+logger = logging.getLogger("gossamer")
+
+
+def replicate(
+    model: nn.Module,
+    optimizer_or_optimizers: Optimizer | Sequence[Optimizer],
+    algorithm: Algorithm | None = None,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    scaler: Any = None,
+    buffers: Buffers | None = None,
+    timeout: float | timedelta | None = None,
+) -> Replica:
+    """Make the training of ``model`` data-parallel over the ranks of a process group.
+
+    Works in place: the model's class and the keys of its ``state_dict`` stay as they are. Every rank calls it with the
+    same arguments, after the model is on its device and the optimizer is made; rank 0's parameters and buffers are
+    copied to all. Then train as on one worker.
+
+    Args:
+        model: any module; not wrapped in DDP or FSDP.
+        optimizer_or_optimizers: the optimizer, or a sequence of them; together they hold the trainable parameters.
+        algorithm: the relaxation; exact :class:`AllReduce` by default.
+        group: a process group; the default group if none is given. Without any, a world of one.
+        mesh: a one-dimensional ``DeviceMesh``, instead of ``group``.
+        scaler: a ``torch.amp.GradScaler``; a skipped step is then agreed by all ranks.
+        buffers: ``"broadcast"`` (rank 0's, before each training forward; the default for gradient algorithms),
+            ``"average"`` (with the weights; the default for weight algorithms) or ``"local"``.
+        timeout: seconds (or a ``timedelta``) that an exchange may take; the process group's by default. A late rank is
+            named in a warning after ten seconds.
+
+    Raises:
+        ConfigurationError: arguments that cannot work, with the reason.
+        DisagreementError: on every rank, if ranks differ in version, algorithm, model or options.
+    """
+    runner = connect(group, mesh, timeout)
+    try:
+        optimizers = _check(model, optimizer_or_optimizers, algorithm, scaler)
+        algorithm = algorithm if algorithm is not None else AllReduce()
+        mode = resolve_buffers(buffers, algorithm.subject)
+        device = _control_device(model)
+        runner.agree_on_opening()
+        agree(runner, _facts(model, optimizers, algorithm, mode, scaler), device)
+        _start_equal(runner, model, device)
+    except BaseException as error:
+        if isinstance(error, GossamerError):
+            runner.alarm(str(error))
+        runner.close(graceful=False)
+        raise
+    if runner.rank == 0:
+        logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, algorithm)
+    return Replica(model, optimizers, algorithm, runner, mode, scaler, device)
+
+
+def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any) -> tuple[Optimizer, ...]:
+    if algorithm is not None and not isinstance(algorithm, Algorithm):
+        hint = f": write {algorithm.__name__}()" if isinstance(algorithm, type) else ""
+        raise ConfigurationError(f"algorithm must be an instance of a gossamer algorithm; got {algorithm!r}{hint}")
+    check_model(model)
+    optimizers = check_optimizers(optimizer_or_optimizers)
+    check_held(named_parameters(model), optimizers)
+    if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
+        raise ConfigurationError(f"scaler must be a torch.amp.GradScaler; got {type(scaler).__name__}")
+    return optimizers
+
+
+def _control_device(model: nn.Module) -> torch.device:
+    """Where the small tensors of agreements live: with the parameters."""
+    return next(model.parameters()).device
+
+
+def _facts(
+    model: nn.Module, optimizers: Sequence[Optimizer], algorithm: Algorithm, buffers: Buffers, scaler: Any
+) -> dict[str, str]:
+    parameters = named_parameters(model)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return {
+        "versions": f"gossamer {__version__}, torch {torch.__version__.split('+')[0]}",
+        "algorithm": repr(algorithm),
+        "options": f"buffers={buffers!r}, scaler={'yes' if scaler is not None else 'no'}",
+        "model parameters": "\n".join(
+            f"{name}: {p.dtype} {list(p.shape)} {'trainable' if p.requires_grad else 'frozen'}"
+            for name, p in parameters.items()
+        ),
+        "model buffers": "\n".join(f"{name}: {b.dtype} {list(b.shape)}" for name, b in named_buffers(model).items()),
+        "optimizers": "\n".join(
+            f"{type(optimizer).__name__}: {', '.join(names[id(p)] for p in held_by(optimizer))}" for optimizer in optimizers
+        ),
+    }
+
+
+def _start_equal(runner: Runner, model: nn.Module, device: torch.device) -> None:
+    """Copy rank 0's parameters and buffers to all ranks, and prove that they arrived."""
+    tensors = [*named_parameters(model).values(), *named_buffers(model).values()]
+    same_from_rank(runner, tensors, 0)
+    if runner.world > 1:
+        agree(runner, {"the initial values after the broadcast": checksum(list(tensors))}, device)

@@ -1,0 +1,41 @@
+"""State: what an algorithm remembers about a bucket, written in transactions."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+class State:
+    """Named flat tensors, each with one value per element of a bucket (a residual, a replica, a momentum).
+
+    Reading an unknown name gives zeros. Writing keeps the old tensor until :meth:`commit`, so that an exchange which
+    is aborted half-way loses nothing; write a new tensor, do not modify the one that was read.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._kept: dict[str, Tensor] = {}
+        self._draft: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._draft.get(name, self._kept.get(name))
+        return torch.zeros_like(self._like) if value is None else value
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._draft[name] = value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._draft or name in self._kept
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def commit(self) -> None:
+        """Make everything written since the last commit the state to keep."""
+        self._kept.update(self._draft)
+        self._draft.clear()
+
+    def rollback(self) -> None:
+        """Forget everything written since the last commit."""
+        self._draft.clear()

@@ -1,0 +1,88 @@
+"""Backward pass: where it begins, where it ends, and whether it is to be synchronised."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gossamer.comm.runner import Runner
+from gossamer.errors import CommunicationError, GossamerError, UsageError
+
+_current_task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
+
+@contextmanager
+def alarming(runner: Runner) -> Iterator[None]:
+    """Tell the other ranks about an error of this rank's own, so that none of them waits in vain."""
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except GossamerError as error:
+        runner.alarm(str(error))
+        raise
+
+
+class Backward:
+    """Watches the backward passes of one model: ``on_begin`` at its first gradient, ``on_end`` when it is over.
+
+    ``passes`` counts all that reached a parameter, ``synchronised_passes`` those outside of ``no_sync()``.
+    """
+
+    def __init__(self, runner: Runner, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
+        self.synchronise = True
+        self.passes = 0
+        self.synchronised_passes = 0
+        self._runner, self._on_begin, self._on_end = runner, on_begin, on_end
+        self._task: int | None = None
+        self._unsynchronised_task = -1
+
+    def reached(self) -> bool:
+        """Called by every gradient hook; whether this gradient is to be communicated."""
+        task = _current_task()
+        if task == self._task:
+            return True
+        if not self.synchronise:
+            self._note_unsynchronised(task)
+            return False
+        with alarming(self._runner):
+            self._begin(task)
+        return True
+
+    def _note_unsynchronised(self, task: int) -> None:
+        if task != self._unsynchronised_task:
+            self._unsynchronised_task = task
+            self.passes += 1
+
+    def _begin(self, task: int) -> None:
+        if inside_reentrant_checkpoint():
+            raise UsageError(
+                f"rank {self._runner.rank}: reentrant activation checkpointing runs a backward inside a backward, so "
+                "gradients come twice and ends come early; use torch.utils.checkpoint.checkpoint(…, use_reentrant=False)"
+            )
+        if self._task is not None:
+            raise UsageError(
+                f"rank {self._runner.rank}: the previous backward pass ended with an error half-way through its "
+                "exchange; the ranks can no longer be matched, so this run cannot go on"
+            )
+        self._task = task
+        self._on_begin()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def _end(self) -> None:
+        with alarming(self._runner):
+            self._on_end()
+        self._task = None
+        self.passes += 1
+        self.synchronised_passes += 1
+
+
+def inside_reentrant_checkpoint() -> bool:
+    """Whether the current backward was started by the backward of a reentrant checkpoint."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("utils/checkpoint.py"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

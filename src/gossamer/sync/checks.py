@@ -1,0 +1,150 @@
+"""Checks: what is refused at the start, and what is watched afterwards."""
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from gossamer.errors import ConfigurationError, UsageError
+
+_replicated: "weakref.WeakValueDictionary[int, Parameter]" = weakref.WeakValueDictionary()
+
+
+def named_parameters(model: nn.Module) -> dict[str, Parameter]:
+    """All parameters by name, shared (tied) ones once; names as in the uncompiled model."""
+    return {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
+
+
+def check_model(model: Any) -> None:
+    """Refuse what cannot be replicated in place, with the reason."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"replicate() takes a torch.nn.Module; got {type(model).__name__}")
+    for module in model.modules():
+        _check_wrapper(module)
+    for name, parameter in named_parameters(model).items():
+        _check_parameter(name, parameter)
+
+
+def _check_wrapper(module: nn.Module) -> None:
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ConfigurationError(
+            f"the model is already wrapped in {type(module).__name__}, which communicates gradients itself: "
+            "pass the bare model (wrapped.module)"
+        )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+        raise ConfigurationError(
+            "the model is wrapped in FSDP1 (FullyShardedDataParallel), whose flat parameters cannot be replicated"
+        )
+
+
+def _check_parameter(name: str, parameter: Parameter) -> None:
+    if type(parameter.data).__name__ == "DTensor":
+        raise ConfigurationError(f"parameter {name!r} is a DTensor; sharded parameters are not supported yet")
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ConfigurationError(f"parameter {name!r} is lazy and has no shape yet: run one forward pass before replicate()")
+    if parameter.is_complex() or parameter.layout is not torch.strided:
+        raise ConfigurationError(
+            f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; only dense real parameters work"
+        )
+    if id(parameter) in _replicated:
+        raise ConfigurationError(
+            f"parameter {name!r} is replicated already: replicate() was called twice on this model (or on another that "
+            "shares this parameter); call close() on the first replica before making another"
+        )
+
+
+def check_optimizers(optimizers: Any) -> tuple[Optimizer, ...]:
+    """One optimizer, or several, as a tuple."""
+    listed = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
+    if not isinstance(listed, Sequence) or not listed or not all(isinstance(o, Optimizer) for o in listed):
+        raise ConfigurationError(
+            f"replicate() takes a torch.optim.Optimizer or a sequence of them; got {type(optimizers).__name__}"
+        )
+    return tuple(listed)
+
+
+def check_held(parameters: Mapping[str, Parameter], optimizers: Sequence[Optimizer]) -> None:
+    """Every trainable parameter belongs to exactly one optimizer, and no optimizer holds others."""
+    holders: dict[int, int] = {}
+    for optimizer in optimizers:
+        for parameter in held_by(optimizer):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    missing = [name for name, p in parameters.items() if p.requires_grad and id(p) not in holders]
+    if missing:
+        raise ConfigurationError(
+            f"the optimizer does not hold {_some(missing)}: it was made for another model, or before this one was changed"
+            " (freeze what is not to be trained: requires_grad_(False))"
+        )
+    twice = [name for name, p in parameters.items() if holders.get(id(p), 0) > 1]
+    if twice:
+        raise ConfigurationError(f"more than one optimizer holds {_some(twice)}")
+    foreign = set(holders) - {id(p) for p in parameters.values()}
+    if foreign:
+        raise ConfigurationError(
+            f"the optimizer holds {len(foreign)} parameter(s) that the model does not have: they would not be replicated"
+        )
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ConfigurationError("the model has no trainable parameter")
+
+
+def held_by(optimizer: Optimizer) -> list[Parameter]:
+    """The parameters of an optimizer, in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:3]))
+    return f"parameter {shown}" if len(names) == 1 else f"{len(names)} parameters ({shown}{', …' if len(names) > 3 else ''})"
+
+
+class Watch:
+    """Notices what would silently not be replicated: parameters added, replaced or unfrozen afterwards.
+
+    The check runs at every optimizer step, so it only compares objects by identity.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:
+        self._places: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for module in model.modules():
+            for place in (module._parameters, module._modules):
+                self._places.append((place, dict(place)))
+        self._groups = [(optimizer, [id(p) for p in held_by(optimizer)]) for optimizer in optimizers]
+        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+        self._dtypes = [(name, p, p.dtype, p.device) for name, p in parameters.items()]
+        self._own = list(parameters.values())
+        for parameter in self._own:
+            _replicated[id(parameter)] = parameter
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` if the model or an optimizer is not what was replicated."""
+        for place, before in self._places:
+            if len(place) != len(before) or any(place.get(key) is not value for key, value in before.items()):
+                changed = [key for key in {**place, **before} if place.get(key) is not before.get(key)]
+                raise UsageError(f"{_some(changed)} was added, replaced or removed after replicate(); {_again}")
+        for optimizer, before_ids in self._groups:
+            if [id(p) for p in held_by(optimizer)] != before_ids:
+                raise UsageError(f"the parameters of {type(optimizer).__name__} changed after replicate(); {_again}")
+        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if unfrozen:
+            raise UsageError(f"{_some(unfrozen)} was unfrozen after replicate(); {_again}")
+        for name, parameter, dtype, device in self._dtypes:
+            if parameter.dtype != dtype or parameter.device != device:
+                raise UsageError(
+                    f"parameter {name!r} moved from {dtype} on {device} to {parameter.dtype} on {parameter.device}; {_again}"
+                )
+
+    def release(self) -> None:
+        """The replica is closed; its parameters may be replicated again."""
+        for parameter in self._own:
+            _replicated.pop(id(parameter), None)
+
+
+_again = "call replica.close() and gossamer.replicate() again after changing the model"
+
+Check = Callable[[], None]

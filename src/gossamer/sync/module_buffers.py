@@ -1,0 +1,61 @@
+"""Module buffers (BatchNorm's running statistics and others): how they are kept together."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.comm.ops import all_reduce
+from gossamer.comm.runner import Runner
+from gossamer.errors import ConfigurationError
+from gossamer.sync.agreement import same_from_rank, unflatten
+
+Buffers = Literal["broadcast", "average", "local"]
+
+
+def resolve_buffers(buffers: Buffers | None, subject: str) -> Buffers:
+    """The mode to use: what was given, or ``"broadcast"`` for gradient and ``"average"`` for weight algorithms."""
+    if buffers is None:
+        return "broadcast" if subject == "gradients" else "average"
+    if buffers not in get_args(Buffers):
+        raise ConfigurationError(f"buffers must be one of {', '.join(get_args(Buffers))}; got {buffers!r}")
+    return buffers
+
+
+def named_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """All buffers by name, shared ones once."""
+    return dict(model.named_buffers())
+
+
+def floating(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those that can be averaged."""
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel() > 0}
+
+
+def synchronise_buffers(runner: Runner, model: nn.Module, mode: Buffers) -> None:
+    """Broadcast the buffers of rank 0, or average the floating-point ones over all ranks."""
+    tensors = named_buffers(model)
+    if mode == "broadcast":
+        same_from_rank(runner, list(tensors.values()), 0)
+    elif mode == "average":
+        average(runner, list(floating(tensors).values()))
+
+
+def average(runner: Runner, tensors: list[Tensor]) -> None:
+    """Overwrite floating-point ``tensors`` with their means over all ranks."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        group = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group]).div_(runner.world)
+        unflatten(runner.run(lambda flat=flat: all_reduce(flat), "the average of buffers"), group)  # type: ignore[misc]
+
+
+def hook_forward(model: nn.Module, synchronise: Any) -> Any:
+    """Call ``synchronise()`` before each forward pass of ``model`` that will be trained on."""
+
+    def before_forward(module: nn.Module, inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            synchronise()
+
+    # What torch.compiler.disable sets, without the second that importing the compiler takes.
+    before_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return model.register_forward_pre_hook(before_forward)
