@@ -133,6 +133,16 @@ class Bucket:
         """The parameter-shaped views of another tensor laid out like this bucket."""
         return [segment.view(flat) for segment in self.segments]
 
+    def adopt(self, result: Tensor) -> None:
+        """Make ``result`` the bucket's content. A tensor that fits is taken over as it is, without a copy."""
+        if result is self.flat:
+            return
+        if result.dtype == self.flat.dtype and result.device == self.flat.device and result.is_contiguous():
+            self.flat = result
+            self.views = self.split(result)
+        else:
+            self.flat.copy_(result)
+
     def __str__(self) -> str:
         names = self.layout.names
         return (

@@ -78,9 +78,9 @@ class ThreadLanes:
 class StreamLanes:
     """Device lanes: flows are issued at once by the submitting thread, on one side stream per lane."""
 
-    def __init__(self, port: Port, meter: Meter, device: torch.device, lanes: int) -> None:
+    def __init__(self, port: Port, device: torch.device, lanes: int) -> None:
         self.error: BaseException | None = None
-        self._port, self._meter, self._device = port, meter, device
+        self._port, self._device = port, device
         self._streams: list[Any] = [torch.Stream(device) for _ in range(lanes)]
         self._events: dict[int, Any] = {}
 

@@ -36,12 +36,11 @@ class Replica:
         runner: Runner,
         buffers: Buffers,
         scaler: Any,
-        device: torch.device,
     ) -> None:
         self.algorithm = algorithm
         self.step = 0
         self._model, self._optimizers, self._runner = model, tuple(optimizers), runner
-        self._buffers, self._scaler, self._device = buffers, scaler, device
+        self._buffers, self._scaler = buffers, scaler
         self._parameters = named_parameters(model)
         self._trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         self._statistics = Statistics(runner)
@@ -56,7 +55,7 @@ class Replica:
             Event.BACKWARD: self._mirror_backward,
             Event.WEIGHTS: self._mirror_weights,
         }
-        self._join = Join(runner, device, mirror)
+        self._join = Join(runner, mirror)
         self._handles = self._hook()
         self._closed = False
 
@@ -137,7 +136,7 @@ class Replica:
 
     def _open_syncs(self) -> None:
         if self.algorithm.subject == "gradients":
-            self._gradients = GradientSync(self._runner, self.algorithm, self._trainable, self._statistics, self._device)
+            self._gradients = GradientSync(self._runner, self.algorithm, self._trainable, self._statistics)
             return
         for optimizer in self._optimizers:
             held = {id(parameter) for parameter in held_by(optimizer)}
@@ -171,7 +170,7 @@ class Replica:
     def _end_backward(self) -> None:
         if self._gradients is not None:
             self._gradients.end()
-        scaling.agree_on_overflow(self._runner, self._scaler, self._trainable.values(), self._device)
+        scaling.agree_on_overflow(self._runner, self._scaler, self._trainable.values())
         self.step += 1
 
     def _before_step(self, index: int) -> Any:

@@ -61,10 +61,9 @@ def replicate(
         optimizers = _check(model, optimizer_or_optimizers, algorithm, scaler)
         algorithm = algorithm if algorithm is not None else AllReduce()
         mode = resolve_buffers(buffers, algorithm.subject)
-        device = _control_device(model)
         runner.agree_on_opening()
-        agree(runner, _facts(model, optimizers, algorithm, mode, scaler), device)
-        _start_equal(runner, model, device)
+        agree(runner, _facts(model, optimizers, algorithm, mode, scaler))
+        _start_equal(runner, model)
     except BaseException as error:
         if isinstance(error, GossamerError):
             runner.alarm(str(error))
@@ -72,7 +71,7 @@ def replicate(
         raise
     if runner.rank == 0:
         logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, algorithm)
-    return Replica(model, optimizers, algorithm, runner, mode, scaler, device)
+    return Replica(model, optimizers, algorithm, runner, mode, scaler)
 
 
 def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any) -> tuple[Optimizer, ...]:
@@ -85,11 +84,6 @@ def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any
     if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
         raise ConfigurationError(f"scaler must be a torch.amp.GradScaler; got {type(scaler).__name__}")
     return optimizers
-
-
-def _control_device(model: nn.Module) -> torch.device:
-    """Where the small tensors of agreements live: with the parameters."""
-    return next(model.parameters()).device
 
 
 def _facts(
@@ -112,9 +106,9 @@ def _facts(
     }
 
 
-def _start_equal(runner: Runner, model: nn.Module, device: torch.device) -> None:
+def _start_equal(runner: Runner, model: nn.Module) -> None:
     """Copy rank 0's parameters and buffers to all ranks, and prove that they arrived."""
     tensors = [*named_parameters(model).values(), *named_buffers(model).values()]
     same_from_rank(runner, tensors, 0)
     if runner.world > 1:
-        agree(runner, {"the initial values after the broadcast": checksum(list(tensors))}, device)
+        agree(runner, {"the initial values after the broadcast": checksum(list(tensors))})

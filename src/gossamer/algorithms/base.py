@@ -62,12 +62,19 @@ class Algorithm(ABC):
 
         ``bucket.flat`` is read, never written. Returns a tensor like ``bucket.flat``: for ``subject = "gradients"``
         the gradient to use instead; for ``"weights"`` the delta to add to the weights before their next update.
+        The returned tensor is given away: keep no reference to it.
         Writes to ``state`` take effect only when the whole step has succeeded.
         """
 
     def finish(self, buckets: Sequence[Bucket], state: State, ctx: Context) -> Flow[None] | None:
         """Once per step after the last bucket, for what belongs to the step; ``None`` (the default) for nothing."""
         return None
+
+
+def wrong_shape(algorithm: Algorithm, bucket: Bucket, result: Tensor) -> ConfigurationError:
+    """The error for an exchange whose result does not fit its bucket."""
+    name, expected = type(algorithm).__name__, list(bucket.flat.shape)
+    return ConfigurationError(f"{name}.exchange returned shape {list(result.shape)} for {bucket}; expected {expected}")
 
 
 def registry() -> dict[str, type[Algorithm]]:

@@ -15,6 +15,10 @@ from gossamer.comm.ops import Decide, Flow, Op
 T = TypeVar("T")
 
 
+CONTROL = -1
+"""The lane of small agreements: CPU tensors, beside the data lanes, so that they never queue behind a bucket."""
+
+
 @dataclass(slots=True)
 class Meter:
     """Counts what one rank handed to the transport: payload bytes, messages, and seconds spent waiting for the wire.
@@ -64,6 +68,11 @@ class Ticket(Generic[T]):
         return f"{self.doing} of {self.label}" + (f", waiting for {self.peers}" if self.peers else "")
 
 
+def lane_for(tensor: Tensor) -> int:
+    """The lane on which a tensor travels outside of the buckets: control for the host's, the first one for a device's."""
+    return CONTROL if tensor.device.type == "cpu" else 0
+
+
 class Runner(ABC):
     """One rank's way to the others. Flows submitted to one lane run one after the other, in the same order on all ranks.
 
@@ -81,27 +90,27 @@ class Runner(ABC):
 
     @abstractmethod
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0) -> Ticket[T]:
-        """Queue a flow on a lane. Every rank submits the same flows in the same order."""
+        """Queue a flow on a data lane, or on ``CONTROL``. Every rank submits the same flows in the same order."""
 
     @abstractmethod
     def wait(self, ticket: Ticket[T]) -> T:
         """The result of a flow; raises what went wrong, with operation, bucket, peers and step named."""
 
-    @abstractmethod
-    def run(self, make_flow: Callable[[], Flow[T]], label: str) -> T:
-        """Run a small flow (an agreement, a broadcast of buffers) on a lane of its own and wait for it."""
+    def run(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = CONTROL) -> T:
+        """Submit a flow and wait for it."""
+        return self.wait(self.submit(make_flow, label, lane))
 
     @abstractmethod
     def meters(self) -> list[Meter]:
         """The counters of every lane."""
 
-    def alarm(self, message: str) -> None:
+    def alarm(self, message: str) -> None:  # noqa: B027  (a world of one has nobody to tell)
         """Tell the other ranks that this one failed, so that none of them waits for it."""
 
-    def agree_on_opening(self) -> None:
+    def agree_on_opening(self) -> None:  # noqa: B027  (a world of one has nobody to tell)
         """Meet the other ranks before the first exchange."""
 
-    def close(self, graceful: bool = True) -> None:
+    def close(self, graceful: bool = True) -> None:  # noqa: B027  (a world of one has nobody to tell)
         """Leave. Ranks that still wait for this one are told."""
 
 
@@ -149,9 +158,6 @@ class InlineRunner(Runner):
 
     def wait(self, ticket: Ticket[T]) -> T:
         return ticket.result  # type: ignore[return-value]
-
-    def run(self, make_flow: Callable[[], Flow[T]], label: str) -> T:
-        return self.wait(self.submit(make_flow, label))
 
     def meters(self) -> list[Meter]:
         return [self._meter]

@@ -12,7 +12,7 @@ from gossamer.comm.ops import Decide, Op
 from gossamer.comm.runner import Meter, Ticket, alone
 from gossamer.comm.shaper import Shaper
 
-_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_REDUCE: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gossamer.comm.bulletin import WARN_AFTER, Bulletin, default_timeout, names
 from gossamer.comm.ops import Flow
-from gossamer.comm.runner import Meter, Runner, Ticket
+from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
 from gossamer.comm.torch_ports import DevicePort, GlooPort
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError
@@ -58,7 +58,9 @@ class TorchRunner(Runner):
         self._closed = False
         self._board = Bulletin(_store(), self.rank, self.world, _instance_name(self._ranks))
         self._meters = [Meter() for _ in range(self.lanes + 1)]
-        self._lanes: ThreadLanes | StreamLanes | None = None
+        self._shaper = shaper_from_environment()
+        self._control: ThreadLanes | None = None
+        self._data: ThreadLanes | StreamLanes | None = None
         self._failure: GossamerError | None = None
         _open_runners.add(self)
 
@@ -70,13 +72,13 @@ class TorchRunner(Runner):
     def agree_on_opening(self) -> None:
         """Meet the other ranks, then make the lanes' process groups (each warmed by one collective)."""
         self._board.arrive(self.timeout, "gossamer.replicate()")
-        backend = dist.get_backend(self._group)
         # The groups' own timeout is only the last resort: the main thread's patience ends first.
         patience = timedelta(seconds=self.timeout + 60)
-        if backend == "nccl":
-            self._lanes = self._open_streams(patience)
+        self._control = self._open_threads(patience, self._meters[self.lanes :])
+        if dist.get_backend(self._group) == "nccl":
+            self._data = self._open_streams(patience)
         else:
-            self._lanes = self._open_threads(patience)
+            self._data = self._open_threads(patience, self._meters[: self.lanes])
 
     def _new_group(self, patience: timedelta, backend: str) -> Any:
         group = dist.new_group(self._ranks, patience, backend, use_local_synchronization=True)
@@ -84,36 +86,37 @@ class TorchRunner(Runner):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         return group
 
-    def _open_threads(self, patience: timedelta) -> ThreadLanes:
-        shaper = shaper_from_environment()
+    def _open_threads(self, patience: timedelta, meters: list[Meter]) -> ThreadLanes:
+        shaper = self._shaper
         ports: list[Any] = []
-        for meter in self._meters:
+        for meter in meters:
             up, down = self._new_group(patience, "gloo"), self._new_group(patience, "gloo")
             ports.append(GlooPort(up, down, meter, shaper))
-        return ThreadLanes(ports, self._meters)
+        return ThreadLanes(ports, meters)
 
     def _open_streams(self, patience: timedelta) -> StreamLanes:
         port = DevicePort(self._new_group(patience, "nccl"), self._meters[0])
-        return StreamLanes(port, self._meters[0], torch.device("cuda", torch.cuda.current_device()), self.lanes)
+        return StreamLanes(port, torch.device("cuda", torch.cuda.current_device()), self.lanes)
 
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0) -> Ticket[T]:
         self._check_usable()
-        assert self._lanes is not None, "agree_on_opening() comes first"
+        assert self._control is not None, "agree_on_opening() comes first"
+        assert self._data is not None
         ticket: Ticket[T] = Ticket(self._submitted, label)
         self._submitted += 1
-        self._lanes.submit(ticket, make_flow, lane)
+        if lane == CONTROL:
+            self._control.submit(ticket, make_flow, 0)
+        else:
+            self._data.submit(ticket, make_flow, lane)
         return ticket
-
-    def run(self, make_flow: Callable[[], Flow[T]], label: str) -> T:
-        return self.wait(self.submit(make_flow, label, lane=self.lanes))
 
     def wait(self, ticket: Ticket[T]) -> T:
         if not ticket.done.is_set():
             self._wait_in_slices(ticket)
         if ticket.error is not None:
             raise self._explain(ticket) from ticket.error
-        if isinstance(self._lanes, StreamLanes):
-            self._lanes.order(ticket)
+        if isinstance(self._data, StreamLanes):
+            self._data.order(ticket)
         return ticket.result  # type: ignore[return-value]
 
     def meters(self) -> list[Meter]:
@@ -130,8 +133,9 @@ class TorchRunner(Runner):
         _open_runners.discard(self)
         if self.world > 1 and self._failure is None:
             self._board.leave(self._submitted)
-        if self._lanes is not None:
-            self._lanes.close()
+        for lanes in (self._control, self._data):
+            if lanes is not None:
+                lanes.close()
 
     def _check_usable(self) -> None:
         if self._failure is not None:
@@ -207,8 +211,9 @@ class TorchRunner(Runner):
     def _fail(self, error: GossamerError) -> GossamerError:
         self._failure = error
         self.alarm(str(error))
-        if self._lanes is not None and self._lanes.error is None:
-            self._lanes.error = error
+        for lanes in (self._control, self._data):
+            if lanes is not None and lanes.error is None:
+                lanes.error = error
         return error
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.ops import Flow, all_gather, all_reduce, broadcast
-from gossamer.comm.runner import Runner
+from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import DisagreementError
 
 _LONGEST = 2**16
@@ -18,28 +18,28 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def agree(runner: Runner, facts: Mapping[str, str], device: torch.device) -> None:
+def agree(runner: Runner, facts: Mapping[str, str]) -> None:
     """Raise :class:`DisagreementError` on every rank unless all ranks hold the same ``facts`` (topic: description)."""
     if runner.world == 1:
         return
-    mine = torch.tensor([digest(text) for text in facts.values()], dtype=torch.int64, device=device)
-    everyone = runner.run(lambda: all_gather(mine), "the agreement on " + ", ".join(facts)).cpu()
+    mine = torch.tensor([digest(text) for text in facts.values()], dtype=torch.int64)
+    everyone = runner.run(lambda: all_gather(mine), "the agreement on " + ", ".join(facts))
     for column, (topic, text) in enumerate(facts.items()):
         if len(set(everyone[:, column].tolist())) > 1:
-            texts = _exchange_texts(runner, text, device)
+            texts = _exchange_texts(runner, text)
             raise DisagreementError(f"rank {runner.rank}: ranks differ in {topic}: {_describe(texts)}")
 
 
-def _exchange_texts(runner: Runner, text: str, device: torch.device) -> list[str]:
+def _exchange_texts(runner: Runner, text: str) -> list[str]:
     data = text.encode()[:_LONGEST]
 
     def flow() -> Flow[Tensor]:
-        longest = yield from all_reduce(torch.tensor([len(data)], dtype=torch.int64, device=device), "max")
-        padded = torch.zeros(int(longest.item()), dtype=torch.uint8, device=device)
-        padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device=device)
+        longest = yield from all_reduce(torch.tensor([len(data)], dtype=torch.int64), "max")
+        padded = torch.zeros(int(longest.item()), dtype=torch.uint8)
+        padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
         return (yield from all_gather(padded))
 
-    rows = runner.run(flow, "the comparison of descriptions").cpu()
+    rows = runner.run(flow, "the comparison of descriptions")
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
@@ -61,7 +61,7 @@ def same_from_rank(runner: Runner, tensors: Sequence[Tensor], source: int) -> No
         return
     for group in _by_dtype(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        flat = runner.run(lambda flat=flat: broadcast(flat, source), f"the broadcast of rank {source}'s values")  # type: ignore[misc]
+        flat = runner.run(lambda flat=flat: broadcast(flat, source), f"the broadcast of rank {source}'s values", lane_for(flat))  # type: ignore[misc]
         unflatten(flat, group)
 
 

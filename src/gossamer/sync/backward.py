@@ -9,7 +9,7 @@ import torch
 from gossamer.comm.runner import Runner
 from gossamer.errors import CommunicationError, GossamerError, UsageError
 
-_current_task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 @contextmanager
@@ -68,7 +68,7 @@ class Backward:
             )
         self._task = task
         self._on_begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         with alarming(self._runner):

@@ -3,7 +3,7 @@
 Threads and ownership: see the note in ``gossamer.lanes``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket, Plan, make_plan, plan_from_names
 from gossamer.comm.ops import all_reduce, broadcast
-from gossamer.comm.runner import Runner, Ticket
+from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.state import State
 from gossamer.sync.agreement import agree
@@ -41,16 +41,15 @@ class GradientSync:
         algorithm: Algorithm,
         parameters: Mapping[str, Parameter],
         statistics: Statistics,
-        device: torch.device,
     ) -> None:
         self.step = 0
         self.learned = False
-        self._runner, self._algorithm, self._statistics, self._device = runner, algorithm, statistics, device
+        self._runner, self._algorithm, self._statistics = runner, algorithm, statistics
         self._slots = {name: Slot(name, parameter) for name, parameter in parameters.items()}
         self._arrived: list[str] = []
         self.states: list[State] = []
         self.buckets: list[Bucket] = []
-        self.step_state = State(torch.zeros((), device=device))
+        self.step_state = State(torch.zeros(()))
         # Until the first step has shown the order, assume that gradients come in the reverse order of definition.
         self.adopt_plan(make_plan(dict(reversed(list(parameters.items()))), algorithm.bucket_bytes))
 
@@ -150,9 +149,7 @@ class GradientSync:
         """The backward pass is over: send what is left, wait for everything, put the results in place."""
         try:
             used = self._flush()
-            usage = self._runner.submit(
-                lambda: all_reduce(used, "max"), f"use of parameters at step {self.step}", self._runner.lanes
-            )
+            usage = self._runner.submit(lambda: all_reduce(used, "max"), f"use of parameters at step {self.step}", CONTROL)
             with self._statistics.exposed():
                 results = [self._runner.wait(ticket) for ticket in self._tickets]
                 self._place(results, self._runner.wait(usage))
@@ -180,21 +177,25 @@ class GradientSync:
         used = [slot.parameter.grad is not None for slot in self._slots.values()]
         self._missing = [0] * len(self.buckets)
         self._launch_ready()
-        return torch.tensor(used, dtype=torch.uint8, device=self._device)
+        return torch.tensor(used, dtype=torch.uint8)
 
     def _place(self, results: list[Tensor], used: Tensor) -> None:
+        """Make the results the content of the buckets, and the buckets' views the gradients."""
+        self._tickets = []
+        anywhere = dict(zip(self._slots, used.tolist(), strict=True))
         for bucket, result in zip(self.buckets, results, strict=True):
             if result.shape != bucket.flat.shape:
-                name = type(self._algorithm).__name__
+                name, expected = type(self._algorithm).__name__, list(bucket.flat.shape)
                 raise ConfigurationError(
-                    f"{name}.exchange returned shape {list(result.shape)} for {bucket}; expected {list(bucket.flat.shape)}"
+                    f"{name}.exchange returned shape {list(result.shape)} for {bucket}; expected {expected}"
                 )
-            if result is not bucket.flat:
-                bucket.flat.copy_(result)
-        for slot, anywhere in zip(self._slots.values(), used.tolist(), strict=True):
-            # Unused on every rank: the gradient stays None, because a zero would move the parameter under AdamW.
-            if anywhere and slot.parameter.grad is None:
-                slot.parameter.grad = slot.view
+            bucket.adopt(result)
+            for segment, view in zip(bucket.segments, bucket.views, strict=True):
+                slot = self._slots[segment.name]
+                slot.view = view
+                # Unused on every rank: the gradient stays None, because a zero would move the parameter under AdamW.
+                if anywhere[segment.name]:
+                    slot.parameter.grad = view
 
     def _finish(self) -> None:
         flow = self._algorithm.finish(self.buckets, self.step_state, self._context())
@@ -210,12 +211,12 @@ class GradientSync:
         self.learned = True
         names = list(self._slots)
         seen = dict.fromkeys((*self._arrived, *self.plan.names))
-        order = torch.tensor([names.index(name) for name in seen], dtype=torch.int64, device=self._device)
+        order = torch.tensor([names.index(name) for name in seen], dtype=torch.int64)
         if self._runner.world > 1:
             order = self._runner.run(lambda: broadcast(order), "the order of gradients")
         tensors = {names[i]: self._slots[names[i]].parameter for i in order.tolist()}
         plan = make_plan(tensors, self._algorithm.bucket_bytes)
-        agree(self._runner, {"the plan of buckets": plan.digest()}, self._device)
+        agree(self._runner, {"the plan of buckets": plan.digest()})
         if plan.names != self.plan.names:
             self.adopt_plan(plan)
 
@@ -226,6 +227,3 @@ class GradientSync:
             raise ConfigurationError("the saved plan names other parameters than this model has")
         self.adopt_plan(plan_from_names(buckets, known))
         self.learned = learned
-
-
-Callback = Callable[[], None]

@@ -22,10 +22,10 @@ class Event(IntEnum):
 class Join:
     """Inside :meth:`active`, each collective event is announced; a rank that has ended mirrors it with nothing to add."""
 
-    def __init__(self, runner: Runner, device: torch.device, mirror: Mapping[Event, Callable[[int], None]]) -> None:
+    def __init__(self, runner: Runner, mirror: Mapping[Event, Callable[[int], None]]) -> None:
         self.shadowing = False
         self._on = False
-        self._runner, self._device, self._mirror = runner, device, mirror
+        self._runner, self._mirror = runner, mirror
 
     def announce(self, event: Event, index: int = 0) -> None:
         """Say what comes next, if anyone may have ended."""
@@ -33,7 +33,7 @@ class Join:
             self._agree(event + index)
 
     def _agree(self, event: int) -> int:
-        mine = torch.tensor([event], dtype=torch.int64, device=self._device)
+        mine = torch.tensor([event], dtype=torch.int64)
         return int(self._runner.run(lambda: all_reduce(mine, "max"), "the announcement of what comes next").item())
 
     @contextmanager
@@ -43,7 +43,7 @@ class Join:
         try:
             yield
             mirrored = self._shadow()
-            last = torch.tensor([-1 if mirrored else self._runner.rank], dtype=torch.int64, device=self._device)
+            last = torch.tensor([-1 if mirrored else self._runner.rank], dtype=torch.int64)
             conclude(int(self._runner.run(lambda: all_reduce(last, "max"), "the choice of the last rank").item()))
         finally:
             self._on = False

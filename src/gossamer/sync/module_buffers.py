@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.comm.ops import all_reduce
-from gossamer.comm.runner import Runner
+from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import ConfigurationError
 from gossamer.sync.agreement import same_from_rank, unflatten
 
@@ -46,7 +46,7 @@ def average(runner: Runner, tensors: list[Tensor]) -> None:
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         group = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in group]).div_(runner.world)
-        unflatten(runner.run(lambda flat=flat: all_reduce(flat), "the average of buffers"), group)  # type: ignore[misc]
+        unflatten(runner.run(lambda flat=flat: all_reduce(flat), "the average of buffers", lane_for(flat)), group)  # type: ignore[misc]
 
 
 def hook_forward(model: nn.Module, synchronise: Any) -> Any:

@@ -11,20 +11,20 @@ from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner
 
 
-def agree_on_overflow(runner: Runner, scaler: Any, parameters: Iterable[Parameter], device: torch.device) -> None:
+def agree_on_overflow(runner: Runner, scaler: Any, parameters: Iterable[Parameter]) -> None:
     """If any rank has a non-finite gradient, write inf into every rank's gradients, so that every GradScaler skips."""
     if scaler is None or not scaler.is_enabled() or runner.world == 1:
         return
     gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
-    overflow = runner.run(lambda: all_reduce(any_non_finite(gradients, device), "max"), "the agreement on overflow")
+    overflow = runner.run(lambda: all_reduce(any_non_finite(gradients), "max"), "the agreement on overflow")
     if overflow.item() > 0:
         torch._foreach_add_(gradients, float("inf"))
 
 
-def any_non_finite(tensors: list[Tensor], device: torch.device) -> Tensor:
+def any_non_finite(tensors: list[Tensor]) -> Tensor:
     """One float: 1 if any element is inf or NaN."""
     if not tensors:
-        return torch.zeros(1, device=device)
+        return torch.zeros(1)
     # A non-finite element makes the maximum norm non-finite, in one pass and without a temporary of the tensor's size.
     largest = torch.stack([norm.float() for norm in torch._foreach_norm(tensors, float("inf"))])
-    return (~torch.isfinite(largest)).any().float().reshape(1).to(device)
+    return (~torch.isfinite(largest)).any().float().reshape(1).to("cpu")

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.base import Algorithm, Context, wrong_shape
 from gossamer.buckets import Bucket, make_plan
 from gossamer.comm.runner import Runner, Ticket
-from gossamer.errors import ConfigurationError
 from gossamer.state import State
 from gossamer.sync.statistics import Statistics
 
@@ -59,10 +58,7 @@ class WeightSync:
         self._tickets = []
         for bucket, delta in zip(self.buckets, deltas, strict=True):
             if delta.shape != bucket.flat.shape:
-                name = type(self._algorithm).__name__
-                raise ConfigurationError(
-                    f"{name}.exchange returned shape {list(delta.shape)} for {bucket}; expected {list(bucket.flat.shape)}"
-                )
+                raise wrong_shape(self._algorithm, bucket, delta)
         self._deltas = deltas
         flow = self._algorithm.finish(self.buckets, self.step_state, self._ctx)
         if flow is not None:

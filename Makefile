@@ -1,0 +1,47 @@
+# One command per chore, the same for people and CI. `make` alone prints this list.
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow check format readme bench-speed clean
+
+help: ## print the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gossamer needs Python 3.11 or later (make PYTHON=python3.12)")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+setup: $(READY) ## make the virtual environment and install everything into it
+
+demo: $(READY) ## train a GPT on 4 emulated hosts at 200 Mbit/s: DDP, then gossamer (about 3 minutes)
+	$(RUN) -m gossamer.bench.demo
+
+test: $(READY) ## run the tests
+	$(RUN) -m pytest -m 'not slow'
+
+test-slow: $(READY) ## run the tests that take minutes
+	$(RUN) -m pytest -m slow
+
+check: $(READY) ## lint, formatting and types; warnings are errors
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(READY) ## format the code and mend what can be mended
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+readme: $(READY) ## run the demo and put its table and picture into the README
+	$(RUN) -m gossamer.bench.demo --save-to docs/assets
+	$(RUN) -m gossamer.bench.readme
+
+bench-speed: $(READY) ## measure the step time beside DDP and the line rate beside plain TCP (about 25 minutes)
+	$(RUN) -m gossamer.bench.speed --save-to benchmarks/results
+
+clean: ## remove what was built
+	rm -rf $(VENV) out build dist .mypy_cache .ruff_cache src/*.egg-info

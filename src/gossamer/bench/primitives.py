@@ -1,0 +1,94 @@
+"""Primitives: the rate of single exchanges beside what plain TCP sockets reach in the same run.
+
+A script of the lab; rank 0 prints one JSON object per pattern and size:
+
+    gossamer lab --hosts 4 --rate 200mbit -- -m gossamer.bench.primitives --mbytes 8 16
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gossamer.comm.ops import all_reduce, permute
+from gossamer.comm.topology import Permutation, shift
+from gossamer.comm.torch_runner import TorchRunner
+from gossamer.lab.line_rate import lab_addresses, line_rate
+
+SILENCE = 0.15
+"""Seconds without traffic before a repeat that starts cold, as compute between two exchanges would give."""
+
+
+def pairs(world: int) -> Permutation:
+    """Ranks 0 and 1, 2 and 3 … exchange; an odd last rank keeps its own."""
+    return Permutation(tuple(rank ^ 1 if rank ^ 1 < world else rank for rank in range(world)))
+
+
+def timed(runner: TorchRunner, work: Callable[[], Any], pause: float) -> float:
+    """Seconds of ``work`` on the slowest rank, all ranks starting together after a warm-up and ``pause`` seconds."""
+    work()
+    runner.run(lambda: all_reduce(torch.zeros(1)), "a barrier")
+    time.sleep(pause)
+    runner.run(lambda: all_reduce(torch.zeros(1)), "a barrier")
+    begin = time.perf_counter()
+    work()
+    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    return float(runner.run(lambda: all_reduce(seconds, "max"), "the slowest rank").item())
+
+
+def measure(runner: TorchRunner, pattern: str, nbytes: int, repeats: int) -> dict[str, Any]:
+    """Interleaved seconds of plain TCP, the exchange, and the exchange after a silence; and rates in bits per second."""
+    world = runner.world
+    permutation = pairs(world) if pattern == "pair" else shift(world - 1, world)
+    message = torch.zeros(nbytes, dtype=torch.uint8)
+    rows: dict[str, list[float]] = {"tcp": [], "gossamer": [], "gossamer_after_silence": []}
+
+    def exchange() -> None:
+        runner.wait(runner.submit(lambda: permute(message, permutation), f"{pattern} of {nbytes} bytes"))
+
+    for _ in range(repeats):
+        plain = line_rate(runner.rank, world, lab_addresses(), "pair" if pattern == "pair" else "ring", nbytes, 1)
+        rows["tcp"] += plain
+        rows["gossamer"].append(timed(runner, exchange, 0.0))
+        rows["gossamer_after_silence"].append(timed(runner, exchange, SILENCE))
+    medians = {name: statistics.median(seconds) for name, seconds in rows.items()}
+    return {
+        "pattern": pattern,
+        "bytes": nbytes,
+        "seconds": rows,
+        "bits_per_second": {name: 8 * nbytes / median for name, median in medians.items()},
+        "ratio_to_tcp": statistics.median(t / g for t, g in zip(rows["tcp"], rows["gossamer"], strict=True)),
+        "ratio_after_silence": statistics.median(
+            t / g for t, g in zip(rows["tcp"], rows["gossamer_after_silence"], strict=True)
+        ),
+    }
+
+
+def main() -> None:
+    """Measure every pattern and size, and print from rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--patterns", nargs="+", choices=("pair", "ring"), default=["pair", "ring"])
+    parser.add_argument("--mbytes", nargs="+", type=float, default=[8.0, 16.0, 64.0], help="message sizes in 10^6 bytes")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    runner = TorchRunner()
+    runner.agree_on_opening()
+    for pattern in options.patterns:
+        for mbytes in options.mbytes:
+            row = measure(runner, pattern, round(mbytes * 1e6), options.repeats)
+            if runner.rank == 0:
+                sys.stdout.write(json.dumps(row | {"rate": os.environ.get("GOSSAMER_LAB_RATE", "")}) + "\n")
+    runner.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

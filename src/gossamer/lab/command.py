@@ -1,0 +1,71 @@
+"""Lab command: `gossamer lab`, for Typer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from gossamer.lab.launcher import LabError, run_lab
+from gossamer.lab.spec import LabSpec, Shaping
+
+# The first word that is no option is the script, and what follows is its own.
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}
+
+
+def lab(
+    command: Annotated[list[str], typer.Argument(help="The script and its arguments, or -m and a module.")],
+    hosts: Annotated[int, typer.Option(help="Number of emulated hosts.")],
+    rate: Annotated[str, typer.Option(help="200mbit, 1gbit, 25mbyte, unshaped …; or one per host, with commas.")] = (
+        "unshaped"
+    ),
+    procs_per_host: Annotated[int, typer.Option(help="Processes (ranks) per host.")] = 1,
+    latency: Annotated[str, typer.Option(help="Added to every packet, one way: 2ms, 500us.")] = "0",
+    slow: Annotated[list[str] | None, typer.Option(help="HOST=FACTOR: a host slowed by a factor.")] = None,
+    shaping: Annotated[str, typer.Option(help="auto, namespaces, runner (gossamer's traffic only) or none.")] = "auto",
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which the run is ended.")] = None,
+) -> None:
+    """Run a script on emulated hosts with a slow network between them, the way torchrun would.
+
+    Example: gossamer lab --hosts 4 --rate 200mbit -- train.py --epochs 1
+    """
+    try:
+        spec = LabSpec(
+            hosts=hosts, rate=rate, procs_per_host=procs_per_host, latency=latency,
+            slow=_slow(slow or []), shaping=_shaping(shaping), timeout=timeout,
+        )  # fmt: skip
+        code = run_lab(spec, command).exit_code
+    except (ValueError, LabError) as error:
+        typer.echo(f"gossamer lab: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Run the command by itself, as `python -m gossamer.lab`."""
+    app = typer.Typer(add_completion=False)
+    app.command(context_settings=CONTEXT_SETTINGS)(lab)
+    app(prog_name="gossamer lab")
+
+
+def _shaping(text: str) -> Shaping:
+    return text  # type: ignore[return-value]  # LabSpec checks it
+
+
+def _slow(texts: list[str]) -> dict[int, float]:
+    """Read HOST=FACTOR, repeated or separated by commas."""
+    slow = {}
+    for text in ",".join(texts).split(",") if texts else []:
+        host, _, factor = text.partition("=")
+        try:
+            slow[int(host)] = float(factor)
+        except ValueError:
+            raise ValueError(f"{text!r} is no slowed host: write HOST=FACTOR, for example 2=3.0") from None
+    return slow

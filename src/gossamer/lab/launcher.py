@@ -1,0 +1,209 @@
+"""Launcher: runs a script on the emulated hosts and hands on what the ranks write."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from gossamer.lab.isolation import advice
+from gossamer.lab.printing import RankPrinter
+from gossamer.lab.spec import LabSpec
+
+OnLine = Callable[[int, str, str], None]
+
+# In a network namespace of its own every port is free.
+_PORT = 29500
+
+# The supervisor needs neither torch nor what else gossamer imports: it gets the package's path without its __init__.
+_BOOT = """
+import sys, types
+package = types.ModuleType("gossamer")
+package.__path__ = [sys.argv[1]]
+sys.modules["gossamer"] = package
+from gossamer.lab._supervisor import main
+main()
+"""
+
+
+class LabError(RuntimeError):
+    """The lab cannot run here as asked; the message says what is missing and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabResult:
+    """How a run went.
+
+    `exit_code` is the first failing rank's (128 + the number of a signal), 124 after the timeout, otherwise 0.
+    `shaping` is what was really done: `namespaces`, `runner` or `none`. `notes` are what the user should know.
+    """
+
+    exit_code: int
+    failed_rank: int | None
+    failed_host: int | None
+    traceback: str
+    timed_out: bool
+    shaping: str
+    notes: tuple[str, ...]
+
+
+def run_lab(
+    spec: LabSpec, command: Sequence[str], *, env: Mapping[str, str] | None = None, on_line: OnLine | None = None
+) -> LabResult:
+    """Run `command` (a script and its arguments, or `-m`, a module and its arguments) as every rank of the lab.
+
+    `env` is added to this process's environment. `on_line(rank, stream, line)` is called with every line, `stream`
+    being "stdout" or "stderr"; without it lines are printed, each with its rank. Waits for the run's end, and leaves
+    nothing behind. Called from the main thread, Ctrl-C ends the run and raises KeyboardInterrupt, and SIGTERM, where
+    nothing else handles it, SystemExit. Raises LabError where the lab cannot run, ValueError for a bad command.
+    """
+    argv = _python(command)
+    printer = RankPrinter(spec.world) if on_line is None else None
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        if printer is not None:
+            printer.note(text)
+
+    wanted = "namespaces" if spec.shaping == "auto" else spec.shaping
+    job = {"spec": spec.to_json(), "command": argv, "env": dict(os.environ) | dict(env or {})}
+    sink: OnLine = on_line or (printer.line if printer else lambda rank, stream, line: None)
+    outcome = _Session(job, wanted).run(sink, note)
+    if "unavailable" in outcome:
+        missing = f"network namespaces are not allowed here: {outcome['unavailable']}. To allow them, {advice()}."
+        if spec.shaping == "namespaces":
+            raise LabError(missing)
+        wanted = "runner"
+        note(missing)
+        note(_FALLBACK)
+        outcome = _Session(job, wanted).run(sink, note)
+    result = LabResult(**outcome, shaping=wanted, notes=tuple(notes))
+    if printer is not None:
+        printer.result(result, spec)
+    return result
+
+
+_FALLBACK = (
+    "instead all ranks run on 127.0.0.1, and gossamer's own runner keeps to the rate: only gossamer's traffic is "
+    "shaped, DistributedDataParallel's and any other is not."
+)
+
+
+class _Session:
+    """One supervisor, from its start to its end."""
+
+    def __init__(self, job: dict[str, Any], shaping: str) -> None:
+        self._signal: int | None = None
+        port = _PORT if shaping == "namespaces" else _free_port()
+        job = job | {"shaping": shaping, "port": port, "run_id": uuid.uuid4().hex[:12], "launcher": os.getpid()}
+        package = Path(__file__).resolve().parent.parent
+        # A session of its own: the terminal's Ctrl-C comes to us alone, and we pass it on.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT, str(package)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
+        )  # fmt: skip
+        self._job = json.dumps(job).encode() + b"\n"
+
+    def run(self, on_line: OnLine, note: Callable[[str], None]) -> dict[str, Any]:
+        """Hand on events until the supervisor ends; the outcome it reported."""
+        outcome: dict[str, Any] = {}
+        try:
+            with self._signals():
+                self._send(self._job)
+                for event in self._events():
+                    outcome |= _handle(event, on_line, note)
+                self._process.wait()
+        finally:
+            self._close()
+        if self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._signal is not None:
+            raise SystemExit(128 + self._signal)
+        if not outcome:
+            raise LabError(f"the lab's supervisor ended without an outcome (status {self._process.returncode})")
+        return outcome
+
+    def _events(self) -> Iterator[list[Any]]:
+        assert self._process.stdout is not None
+        fd, rest = self._process.stdout.fileno(), b""
+        while data := os.read(fd, 1 << 16):
+            *lines, rest = (rest + data).split(b"\n")
+            yield from (json.loads(line) for line in lines)
+
+    def _send(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            while data:
+                data = data[os.write(self._process.stdin.fileno(), data) :]
+
+    def _close(self) -> None:
+        """Leave nothing running, whatever has gone wrong here."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Pass the first Ctrl-C or SIGTERM on to the ranks; a second one kills them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handlers = {signal.SIGINT: signal.getsignal(signal.SIGINT), signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
+        if handlers[signal.SIGTERM] is not signal.SIG_DFL:
+            del handlers[signal.SIGTERM]
+        for number in handlers:
+            signal.signal(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:
+            self._process.kill()
+            return
+        self._signal = number
+        self._send(bytes([number]))
+
+
+def _handle(event: list[Any], on_line: OnLine, note: Callable[[str], None]) -> dict[str, Any]:
+    match event:
+        case ["line", rank, stream, line]:
+            on_line(rank, stream, line)
+        case ["note", text]:
+            note(text)
+        case ["unavailable", reason]:
+            return {"unavailable": reason}
+        case ["end", outcome]:
+            return dict(outcome)
+    return {}
+
+
+def _python(command: Sequence[str]) -> list[str]:
+    """The full command line; ValueError where there is nothing to run."""
+    if not command:
+        raise ValueError("no script to run: write it after --, for example: gossamer lab --hosts 4 -- train.py")
+    if not command[0].startswith("-") and not Path(command[0]).is_file():
+        raise ValueError(f"there is no script {command[0]!r} here (for a module, write -m {command[0]})")
+    return [sys.executable, *command]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,112 @@
+"""Rank process: one process of the user's script, with the pipes that it writes to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from gossamer.lab import syscalls
+from gossamer.lab.lines import ErrorTail
+
+# One period of a slowed host's stop and go: short against a training step, long against a scheduler's slice.
+_PERIOD_S = 0.03
+
+
+class RankProcess:
+    """One running rank; `exit_code` is None until it has ended."""
+
+    def __init__(self, rank: int, host: int, command: Sequence[str], env: Mapping[str, str], namespace: int | None):
+        def enter() -> None:
+            syscalls.die_with_parent()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell that starts us in the background ignores it
+            if namespace is not None:
+                syscalls.setns(namespace, syscalls.CLONE_NEWNET)
+
+        self.rank = rank
+        self.host = host
+        self.exit_code: int | None = None
+        self.failed_at: float | None = None
+        self.tail = ErrorTail()
+        # The supervisor has a single thread, so that running Python between fork and exec is safe here.
+        self._process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            bufsize=0, start_new_session=True, preexec_fn=enter,
+        )  # fmt: skip
+        self.pid = self._process.pid
+
+    def streams(self) -> Iterable[tuple[str, int]]:
+        """The name and the file descriptor of what can be read from it."""
+        for name in ("stdout", "stderr"):
+            pipe = getattr(self._process, name)
+            os.set_blocking(pipe.fileno(), False)
+            yield name, pipe.fileno()
+
+    def ended(self, status: int, now: float) -> None:
+        """Record a wait status.
+
+        A rank whose traceback began just before has failed then: by the time that it has been torn down, other
+        ranks may have ended of its closed connections.
+        """
+        code = os.waitstatus_to_exitcode(status)
+        self._process.returncode = code
+        self.exit_code = code if code >= 0 else 128 - code
+        if self.exit_code:
+            began = self.tail.traceback_at
+            self.failed_at = began if began is not None and now - began < 30 else now
+
+    def send(self, number: int) -> None:
+        """Send a signal to the rank and the processes of its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+
+def pace(groups: Sequence[int], factor: float) -> int:
+    """Fork a process that lets process groups run for 1/factor of the time; its pid."""
+    pid = os.fork()
+    if pid == 0:
+        syscalls.die_with_parent()
+        _stop_and_go(list(groups), factor)
+    return pid
+
+
+def kill_descendants() -> None:
+    """Kill every process below this one, however it was made; this process must adopt orphans."""
+    while pids := _children():
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _stop_and_go(groups: list[int], factor: float) -> NoReturn:
+    """Stop for (factor − 1) times as long as was run, late timers made up for in the next round."""
+    owed = 0.0
+    while groups:
+        ran = _signal_for(groups, signal.SIGCONT, _PERIOD_S / factor)
+        owed += ran * (factor - 1)
+        owed -= _signal_for(groups, signal.SIGSTOP, owed)
+    os._exit(0)
+
+
+def _signal_for(groups: list[int], number: int, seconds: float) -> float:
+    """Send a signal to all groups, wait, and say how long that really took; groups that are gone are dropped."""
+    began = time.monotonic()
+    for group in list(groups):
+        try:
+            os.killpg(group, number)
+        except ProcessLookupError:
+            groups.remove(group)
+    time.sleep(max(0.0, seconds))
+    return time.monotonic() - began
+
+
+def _children() -> list[int]:
+    return [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]

@@ -1,0 +1,61 @@
+"""System calls: those of Linux that the lab needs and that Python 3.11 does not offer."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 1 << 14, 1 << 18
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+# Loaded when the module is: a process between fork and exec had better not load libraries.
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def unshare(flags: int) -> None:
+    """Move this process into new namespaces; OSError where the kernel refuses."""
+    _check(_libc.unshare(ctypes.c_int(flags)))
+
+
+def setns(fd: int, kind: int) -> None:
+    """Move this thread into the namespace behind `fd`; OSError where the kernel refuses."""
+    _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)))
+
+
+def mount_proc() -> None:
+    """Mount this PID namespace's own /proc, in this mount namespace only."""
+    _mount(None, b"/", None, _MS_REC | _MS_PRIVATE)
+    _mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process as soon as the *thread* that made it ends.
+
+    A parent that is already gone is not noticed: the caller has to look for that afterwards.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    _check(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), 0, 0, 0))
+
+
+def _mount(source: bytes | None, target: bytes, kind: bytes | None, flags: int) -> None:
+    _check(_libc.mount(source, target, kind, ctypes.c_ulong(flags), None))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

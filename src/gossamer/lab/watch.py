@@ -1,0 +1,173 @@
+"""Watch: the supervisor's loop over the ranks' output, their ends, and the launcher's wishes."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gossamer.lab.lines import LineSplitter
+from gossamer.lab.processes import RankProcess, pace
+from gossamer.lab.spec import LabSpec
+
+TIMED_OUT = 124  # as timeout(1)
+
+# After a failure the other ranks may print what they make of it; after a signal they may clean up.
+_LAST_WORDS_S = 2.0
+_GRACE_S = 3.0
+
+
+@dataclass(frozen=True)
+class _Pipe:
+    rank: RankProcess
+    stream: str
+    lines: LineSplitter
+
+
+class Watch:
+    """Runs until every rank has ended, and reports how it went.
+
+    Stages: running; last words (a rank failed, the others go on for a moment); ending (a signal was sent, and
+    SIGKILL comes next). Each but the first has a deadline.
+    """
+
+    def __init__(self, spec: LabSpec, ranks: list[RankProcess], report: Callable[..., None]) -> None:
+        self._ranks = ranks
+        self._report = report
+        self._stage = "running"
+        self._deadline = None if spec.timeout is None else time.monotonic() + spec.timeout
+        self._stopped_with: int | None = None
+        self._failed: RankProcess | None = None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(0, selectors.EVENT_READ, None)
+        self._wakeup = _wake_for_children()
+        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
+        for rank in ranks:
+            for stream, fd in rank.streams():
+                self._selector.register(fd, selectors.EVENT_READ, _Pipe(rank, stream, LineSplitter()))
+        self._pacers = [pace(self._groups(host), factor) for host, factor in spec.slow.items() if factor > 1]
+
+    def run(self) -> None:
+        """Watch until all ranks have ended; the last event reported is the outcome."""
+        while any(rank.exit_code is None for rank in self._ranks):
+            wait = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            for key, _ in self._selector.select(wait):
+                self._readable(key.fd, key.data)
+            self._reap()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                self._overdue()
+        self._drain()
+        self._choose_failed()
+        self._report("end", self._outcome())
+
+    def _readable(self, fd: int, pipe: _Pipe | None) -> bool:
+        """Take in what is there to read from one of the file descriptors; whether there was anything."""
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if fd == 0:
+            self._wish(data)
+        elif pipe is not None:
+            for line in pipe.lines.feed(data) if data else pipe.lines.flush():
+                self._line(pipe, line)
+            if not data:
+                self._selector.unregister(fd)
+        return bool(data)
+
+    def _line(self, pipe: _Pipe, line: str) -> None:
+        if pipe.stream == "stderr":
+            pipe.rank.tail.add(line, time.monotonic())
+        self._report("line", pipe.rank.rank, pipe.stream, line)
+
+    def _wish(self, data: bytes) -> None:
+        """The launcher sends signal numbers; when it closes its end it is gone, and so are we."""
+        if not data:
+            self._end(signal.SIGKILL)
+            self._selector.unregister(0)
+            return
+        self._stopped_with = self._stopped_with or data[0]
+        self._end(data[0])
+
+    def _reap(self) -> None:
+        """Collect children that have ended; in a PID namespace these include orphans that are not ours."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for rank in self._ranks:
+                if rank.pid == pid:
+                    rank.ended(status, time.monotonic())
+                    self._failure(rank)
+
+    def _failure(self, rank: RankProcess) -> None:
+        if rank.exit_code and self._stage == "running":
+            self._stage = "last words"
+            self._deadline = time.monotonic() + _LAST_WORDS_S
+
+    def _overdue(self) -> None:
+        if self._stage == "running":
+            self._stopped_with = 0
+        self._end(signal.SIGKILL if self._stage == "ending" else signal.SIGTERM)
+
+    def _end(self, number: int) -> None:
+        """Send a signal to every rank that still runs; SIGKILL follows."""
+        self._choose_failed()
+        self._stage = "ending"
+        self._deadline = time.monotonic() + _GRACE_S
+        for pacer in self._pacers:
+            os.kill(pacer, signal.SIGKILL)
+            os.waitpid(pacer, 0)  # so that it cannot stop a rank once more
+        self._pacers = []
+        for rank in self._ranks:
+            if rank.exit_code is None:
+                rank.send(number)
+                rank.send(signal.SIGCONT)
+
+    def _choose_failed(self) -> None:
+        """The first failure so far; one that comes after we have begun to end ranks is our doing."""
+        if self._stage == "last words":
+            failed = [rank for rank in self._ranks if rank.failed_at is not None]
+            self._failed = min(failed, key=lambda rank: rank.failed_at or 0.0)
+
+    def _drain(self) -> None:
+        """Read what ended ranks have left in their pipes; a pipe which a daemon still holds does not end."""
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                while self._readable(key.fd, key.data):
+                    pass
+                for line in key.data.lines.flush():
+                    self._line(key.data, line)
+
+    def _outcome(self) -> dict[str, Any]:
+        if self._failed is not None:
+            rank = self._failed
+            return {
+                "exit_code": rank.exit_code, "failed_rank": rank.rank, "failed_host": rank.host,
+                "traceback": rank.tail.traceback(), "timed_out": False,
+            }  # fmt: skip
+        code = 0 if self._stopped_with is None else 128 + self._stopped_with if self._stopped_with else TIMED_OUT
+        return {
+            "exit_code": code, "failed_rank": None, "failed_host": None,
+            "traceback": "", "timed_out": self._stopped_with == 0,
+        }  # fmt: skip
+
+    def _groups(self, host: int) -> list[int]:
+        return [rank.pid for rank in self._ranks if rank.host == host]
+
+
+def _wake_for_children() -> int:
+    """A file descriptor that becomes readable when a child has ended."""
+    reader, writer = os.pipe()
+    for fd in (reader, writer):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    return reader

@@ -1,0 +1,91 @@
+"""Clocked runner: carries out flows in virtual time, on ``meta`` tensors, and prices every operation.
+
+The third interpreter of the one vocabulary (:mod:`gossamer.comm.ops`). All ranks do the same, so one is executed.
+What a flow computes between its operations takes no time.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gossamer.comm import ops
+from gossamer.comm.ops import Decide, Flow, Op, Start, Wait
+from gossamer.comm.runner import Meter, alone
+from gossamer.comm.shaper import Shaper
+from gossamer.simulate.clock import Clock, Event, Process
+from gossamer.simulate.profile import Link
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A started operation: when it will be done, and what it then gives."""
+
+    due: float
+    result: Tensor
+
+
+class Wire:
+    """One rank's link, shared by its lanes: payloads queue behind each other, latencies overlap."""
+
+    def __init__(self, clock: Clock, link: Link, world: int) -> None:
+        self.meter = Meter()
+        self._clock, self._world = clock, world
+        self._queue = Shaper(link.bandwidth, link.latency)
+
+    def start(self, op: Op) -> UnderWay:
+        """Hand an operation over now. As on the real wire, empty tensors are not sent."""
+        self.meter.count(op, self._world)
+        empty = op.tensor.numel() == 0
+        due = self._clock.now if empty else self._queue.due(op.traffic(self._world), self._clock.now)
+        return UnderWay(due, self._result(op))
+
+    def _result(self, op: Op) -> Tensor:
+        if self._world == 1:
+            return alone(op)
+        return op.tensor if isinstance(op, ops.AllReduce | ops.Broadcast) else ops.result_like(op, self._world)
+
+
+class Lane:
+    """One ordered queue of flows. A flow may have several operations outstanding; the lane goes on when it ends."""
+
+    def __init__(self, clock: Clock, wire: Wire) -> None:
+        self._wire = wire
+        self._jobs: deque[tuple[Callable[[], Flow[Any]], Event]] = deque()
+        self._came = Event()
+        clock.spawn(self._work())
+
+    def submit(self, make_flow: Callable[[], Flow[Any]]) -> Event:
+        """Queue a flow; the event is its end."""
+        done = Event()
+        self._jobs.append((make_flow, done))
+        self._came.set()
+        return done
+
+    def _work(self) -> Process:
+        while True:
+            while self._jobs:
+                make_flow, done = self._jobs.popleft()
+                yield from self._carry_out(make_flow())
+                done.set()
+            self._came = Event()
+            yield self._came
+
+    def _carry_out(self, flow: Flow[Any]) -> Process:
+        reply: Any = None
+        while True:
+            try:
+                command = flow.send(reply)
+            except StopIteration:
+                return
+            if isinstance(command, Wait):
+                yield command.handle.due
+                reply = command.handle.result
+            elif isinstance(command, Start):
+                reply = self._wire.start(command.op)
+            elif isinstance(command, Decide):
+                reply = command.default
+            else:
+                raise TypeError(f"an algorithm yielded {command!r}; only start(op), wait(handle) and decide(…) are known")
