@@ -133,6 +133,16 @@ class Bucket:
         """The parameter-shaped views of another tensor laid out like this bucket."""
         return [segment.view(flat) for segment in self.segments]
 
+    def gather(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """A flat tensor, laid out like this bucket, of those of ``tensors`` that belong here; None if there are none."""
+        here = [segment for segment in self.segments if segment.name in tensors]
+        if not here:
+            return None
+        flat = torch.zeros_like(self.flat, dtype=tensors[here[0].name].dtype)
+        for segment in here:
+            segment.view(flat).copy_(tensors[segment.name])
+        return flat
+
     def adopt(self, result: Tensor) -> None:
         """Make ``result`` the bucket's content. A tensor that fits is taken over as it is, without a copy."""
         if result is self.flat:

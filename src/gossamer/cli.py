@@ -2,7 +2,7 @@
 
 import typer
 
-from gossamer.lab.command import lab
+from gossamer.lab.command import CONTEXT_SETTINGS, lab
 
 app = typer.Typer(
     name="gossamer",
@@ -11,7 +11,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("lab", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lab)
+app.command("lab", context_settings=CONTEXT_SETTINGS)(lab)
 
 
 @app.callback()

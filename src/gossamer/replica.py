@@ -177,7 +177,8 @@ class Replica:
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             with alarming(self._runner):
                 self._watch.check()
-                if not args and not kwargs.get("closure"):
+                # A closure (LBFGS) runs backward inside the step. The first argument is the optimizer itself.
+                if len(args) == 1 and kwargs.get("closure") is None:
                     self._require_backward(index)
             if self._weights:
                 self._weights[index].land()

@@ -1,6 +1,6 @@
 """State: what an algorithm remembers about a bucket, written in transactions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -30,6 +30,11 @@ class State:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._kept)
+
+    def load(self, values: Mapping[str, Tensor | None]) -> None:
+        """Keep exactly ``values``, leaving out what is None."""
+        self._draft.clear()
+        self._kept = {name: value for name, value in values.items() if value is not None}
 
     def commit(self) -> None:
         """Make everything written since the last commit the state to keep."""

@@ -7,8 +7,9 @@ it would draw in a process of its own. Ranks that disagree raise at once; ranks 
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,9 +43,10 @@ class World:
             raise ConfigurationError(f"a loopback world needs at least one rank; got {size}")
         self.size = size
         self.failure: BaseException | None = None
-        self._turn = threading.Condition()
+        self._lock = threading.Lock()
+        self._turns = [threading.Condition(self._lock) for _ in range(size)]
         self._running = 0
-        self._waits: dict[int, tuple[Meeting, str]] = {}
+        self._waits: dict[int, Meeting] = {}
         self._finished: set[int] = set()
         self._meetings: dict[tuple[int, int], Meeting] = {}
         self._channels = [0] * size
@@ -58,7 +60,7 @@ class World:
     def bring(self, rank: int, key: tuple[int, int], op: Op, label: str) -> Meeting:
         """Start an operation; raises if another rank brought a different one to the same meeting."""
         meeting = self._meetings.setdefault(key, Meeting())
-        for other, theirs in meeting.brought.items():
+        for other, theirs in islice(meeting.brought.items(), 1):  # those already here agree with each other
             if str(theirs) != str(op):
                 raise DisagreementError(
                     f"operation {key[1]} differs between ranks: rank {other} yielded {theirs} ({meeting.labels[other]}), "
@@ -73,7 +75,7 @@ class World:
     def take(self, rank: int, meeting: Meeting) -> Tensor:
         """The result for ``rank``; passes the baton until every rank has come."""
         if meeting.results is None:
-            self._waits[rank] = (meeting, f"{meeting.brought[rank]} ({meeting.labels[rank]})")
+            self._waits[rank] = meeting
             self._pass_baton(rank)
             self._waits.pop(rank, None)
         if meeting.results is None:
@@ -82,13 +84,13 @@ class World:
 
     def enter(self, rank: int) -> None:
         """Wait for the first turn."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._running == rank or self.failure is not None)
+        with self._lock:
+            self._turns[rank].wait_for(lambda: self._running == rank or self.failure is not None)
         restore_random_state(self._random[rank])
 
     def finish(self, rank: int, error: BaseException | None) -> None:
         """End this rank's turn for good."""
-        with self._turn:
+        with self._lock:
             if error is not None and self.failure is None:
                 self.failure = error
             self._finished.add(rank)
@@ -96,31 +98,38 @@ class World:
 
     def stop(self, error: BaseException) -> None:
         """Wake every rank with an error."""
-        with self._turn:
+        with self._lock:
             self.failure = self.failure or error
-            self._turn.notify_all()
+            self._wake(range(self.size))
 
     def _runnable(self, rank: int) -> bool:
         if rank in self._finished:
             return False
-        return rank not in self._waits or self._waits[rank][0].results is not None
+        return rank not in self._waits or self._waits[rank].results is not None
+
+    def _wake(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._turns[rank].notify()
 
     def _pass_baton(self, rank: int, wait: bool = True) -> None:
         self._random[rank] = random_state()
-        with self._turn:
+        with self._lock:
             after = [(rank + k) % self.size for k in range(1, self.size + 1)]
             following = next((r for r in after if self._runnable(r)), None)
             if following is None and len(self._finished) < self.size and self.failure is None:
                 self.failure = DisagreementError(self._deadlock())
             self._running = self._running if following is None else following
-            self._turn.notify_all()
+            self._wake(range(self.size) if self.failure is not None else [self._running])
             if wait:
-                self._turn.wait_for(lambda: self._running == rank or self.failure is not None)
+                self._turns[rank].wait_for(lambda: self._running == rank or self.failure is not None)
         if wait:
             restore_random_state(self._random[rank])
 
     def _deadlock(self) -> str:
-        waiting = "; ".join(f"rank {rank} waits in {what}" for rank, (_, what) in sorted(self._waits.items()))
+        waiting = "; ".join(
+            f"rank {rank} waits in {meeting.brought[rank]} ({meeting.labels[rank]})"
+            for rank, meeting in sorted(self._waits.items())
+        )
         ended = f"; ended: {sorted(self._finished)}" if self._finished else ""
         return f"ranks wait for each other in vain: {waiting}{ended}"
 
@@ -177,10 +186,11 @@ def loopback(fn: Callable[[int], T], world: int) -> list[T]:
     """
     ranks = World(world)
     results: list[Any] = [None] * world
-    before = random_state()
+    before, cores = random_state(), torch.get_num_threads()
 
     def body(rank: int) -> None:
         _here.place = (ranks, rank)
+        torch.set_num_threads(cores)  # each thread has a setting of its own, and sums depend on it
         error: BaseException | None = None
         ranks.enter(rank)
         try:

@@ -36,8 +36,9 @@ class Shaper:
 
 
 def shaper_from_environment() -> Shaper | None:
-    """The shaper that ``gossamer lab`` asks for through the environment, or None."""
+    """The shaper that ``gossamer lab`` asks for through the environment, or None. Ranks of one host share its rate."""
     rate, latency = os.environ.get("GOSSAMER_LAB_RATE_BPS"), os.environ.get("GOSSAMER_LAB_LATENCY_S")
     if not rate and not latency:
         return None
-    return Shaper(float(rate or "inf"), float(latency or 0.0))
+    share = float(rate or "inf") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Shaper(share, float(latency or 0.0))

@@ -56,7 +56,8 @@ class TorchRunner(Runner):
             raise ConfigurationError(f"timeout must be positive; got {self.timeout:g} s")
         self._submitted = 0
         self._closed = False
-        self._board = Bulletin(_store(), self.rank, self.world, _instance_name(self._ranks))
+        self._name, self._groups = _instance_name(self._ranks), 0
+        self._board = Bulletin(_store(), self.rank, self.world, self._name)
         self._meters = [Meter() for _ in range(self.lanes + 1)]
         self._shaper = shaper_from_environment()
         self._control: ThreadLanes | None = None
@@ -80,23 +81,27 @@ class TorchRunner(Runner):
         else:
             self._data = self._open_threads(patience, self._meters[: self.lanes])
 
-    def _new_group(self, patience: timedelta, backend: str) -> Any:
-        group = dist.new_group(self._ranks, patience, backend, use_local_synchronization=True)
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    def _gloo(self, patience: timedelta) -> Any:
+        """A group of our own over the same ranks.
+
+        Not ``dist.new_group``: that names a group after how many the process has already, which differs between ranks
+        whenever one of them belongs to a group that another does not, and then waits for itself for ever.
+        """
+        self._groups += 1
+        store = dist.PrefixStore(f"gossamer/{self._name}/gloo/{self._groups}", _store())  # type: ignore[attr-defined]
+        group: Any = dist.ProcessGroupGloo(store, self.rank, self.world, patience)
+        group.allreduce([torch.zeros(1)]).wait()  # the first message of a group can involve all ranks
         return group
 
     def _open_threads(self, patience: timedelta, meters: list[Meter]) -> ThreadLanes:
-        shaper = self._shaper
-        ports: list[Any] = []
-        for meter in meters:
-            up, down = self._new_group(patience, "gloo"), self._new_group(patience, "gloo")
-            ports.append(GlooPort(up, down, meter, shaper))
+        ports: list[Any] = [GlooPort(self._gloo(patience), self._gloo(patience), meter, self._shaper) for meter in meters]
         return ThreadLanes(ports, meters)
 
     def _open_streams(self, patience: timedelta) -> StreamLanes:
-        port = DevicePort(self._new_group(patience, "nccl"), self._meters[0])
-        return StreamLanes(port, torch.device("cuda", torch.cuda.current_device()), self.lanes)
+        device = torch.device("cuda", torch.cuda.current_device())
+        group = dist.new_group(self._ranks, patience, "nccl", use_local_synchronization=True)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return StreamLanes(DevicePort(group, self._meters[0]), device, self.lanes)
 
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0) -> Ticket[T]:
         self._check_usable()

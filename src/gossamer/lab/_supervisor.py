@@ -15,11 +15,12 @@ import os
 import select
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from gossamer.lab import network, syscalls
 from gossamer.lab.environment import rank_environment
-from gossamer.lab.isolation import Unavailable, isolate, step
+from gossamer.lab.isolation import Unavailable, isolate
 from gossamer.lab.processes import RankProcess, kill_descendants
 from gossamer.lab.spec import LabSpec
 from gossamer.lab.watch import Watch
@@ -52,6 +53,7 @@ def report(*event: Any) -> None:
         while data:
             data = data[os.write(1, data) :]
     except BrokenPipeError:
+        kill_descendants()
         os._exit(1)
 
 
@@ -78,7 +80,7 @@ def _as_pid_1(work: Callable[[], None]) -> NoReturn:
 def _supervise(job: dict[str, Any]) -> None:
     spec = LabSpec.from_json(job["spec"])
     if os.getpid() == 1:
-        _private_proc()
+        _private_files(spec.hosts if job["shaping"] == "namespaces" else 0)
     namespaces: list[int | None] = [None] * spec.hosts
     delayed = False
     if job["shaping"] == "namespaces":
@@ -119,10 +121,19 @@ def _delay(spec: LabSpec, namespaces: list[int]) -> bool:
     return True
 
 
-def _private_proc() -> None:
-    """Make /proc agree with os.getpid; where that is refused, ranks see the machine's own /proc."""
-    with contextlib.suppress(Unavailable), step("mount(/proc)"):
+def _private_files(hosts: int) -> None:
+    """Make /proc agree with os.getpid, and name the hosts, which nobody else could; both are only a courtesy."""
+    try:
+        syscalls.keep_mounts_private()
+    except OSError:
+        return  # nothing may be mounted which others would see
+    with contextlib.suppress(OSError):
         syscalls.mount_proc()
+    if hosts:
+        with contextlib.suppress(OSError):
+            # Also as IPv6 sockets see IPv4 peers: torch's store looks up every client, and warns of one without a name.
+            names = [f"{way}{network.address(host)} host{host}" for host in range(hosts) for way in ("", "::ffff:")]
+            syscalls.cover_file("/etc/hosts", "\n".join([Path("/etc/hosts").read_text(), *names, ""]))
 
 
 def _first_line() -> bytes:

@@ -50,7 +50,7 @@ def lab(
 
 def main() -> None:
     """Run the command by itself, as `python -m gossamer.lab`."""
-    app = typer.Typer(add_completion=False)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(context_settings=CONTEXT_SETTINGS)(lab)
     app(prog_name="gossamer lab")
 

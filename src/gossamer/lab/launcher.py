@@ -26,6 +26,8 @@ OnLine = Callable[[int, str, str], None]
 # In a network namespace of its own every port is free.
 _PORT = 29500
 
+_PATIENCE_S = 10.0
+
 # The supervisor needs neither torch nor what else gossamer imports: it gets the package's path without its __init__.
 _BOOT = """
 import sys, types
@@ -35,6 +37,12 @@ sys.modules["gossamer"] = package
 from gossamer.lab._supervisor import main
 main()
 """
+
+
+_ONLY_OURS = (
+    "all ranks run on 127.0.0.1, and the rate is kept by gossamer's own runner: only gossamer's traffic is shaped, "
+    "that of DistributedDataParallel or anything else is not"
+)
 
 
 class LabError(RuntimeError):
@@ -68,37 +76,36 @@ def run_lab(
     nothing behind. Called from the main thread, Ctrl-C ends the run and raises KeyboardInterrupt, and SIGTERM, where
     nothing else handles it, SystemExit. Raises LabError where the lab cannot run, ValueError for a bad command.
     """
-    argv = _python(command)
-    printer = RankPrinter(spec.world) if on_line is None else None
+    if sys.platform != "linux":
+        raise LabError("the lab needs Linux: it is made of its namespaces and signals")
+    job = {"spec": spec.to_json(), "command": _python(command), "env": dict(os.environ) | dict(env or {})}
+    printer = RankPrinter(spec)
+    sink = on_line or printer.line
     notes: list[str] = []
 
     def note(text: str) -> None:
         notes.append(text)
-        if printer is not None:
+        if on_line is None:
             printer.note(text)
 
-    wanted = "namespaces" if spec.shaping == "auto" else spec.shaping
-    job = {"spec": spec.to_json(), "command": argv, "env": dict(os.environ) | dict(env or {})}
-    sink: OnLine = on_line or (printer.line if printer else lambda rank, stream, line: None)
-    outcome = _Session(job, wanted).run(sink, note)
+    def attempt(shaping: str) -> dict[str, Any]:
+        if shaping == "runner" and any(rate.bps for rate in spec.rates):
+            note(_ONLY_OURS)
+        return _Session(job, shaping).run(sink, note)
+
+    shaping = "namespaces" if spec.shaping == "auto" else spec.shaping
+    outcome = attempt(shaping)
     if "unavailable" in outcome:
-        missing = f"network namespaces are not allowed here: {outcome['unavailable']}. To allow them, {advice()}."
+        missing = f"emulated hosts are not possible here: {outcome['unavailable']}. To allow them, {advice()}."
         if spec.shaping == "namespaces":
             raise LabError(missing)
-        wanted = "runner"
         note(missing)
-        note(_FALLBACK)
-        outcome = _Session(job, wanted).run(sink, note)
-    result = LabResult(**outcome, shaping=wanted, notes=tuple(notes))
-    if printer is not None:
-        printer.result(result, spec)
+        shaping = "runner"
+        outcome = attempt(shaping)
+    result = LabResult(**outcome, shaping=shaping, notes=tuple(notes))
+    if on_line is None:
+        printer.result(result)
     return result
-
-
-_FALLBACK = (
-    "instead all ranks run on 127.0.0.1, and gossamer's own runner keeps to the rate: only gossamer's traffic is "
-    "shaped, DistributedDataParallel's and any other is not."
-)
 
 
 class _Session:
@@ -149,12 +156,15 @@ class _Session:
                 data = data[os.write(self._process.stdin.fileno(), data) :]
 
     def _close(self) -> None:
-        """Leave nothing running, whatever has gone wrong here."""
-        self._process.kill()
-        self._process.wait()
+        """Leave nothing running, whatever has gone wrong here: without its pipes the supervisor ends by itself."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+        try:
+            self._process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -198,6 +208,8 @@ def _python(command: Sequence[str]) -> list[str]:
     """The full command line; ValueError where there is nothing to run."""
     if not command:
         raise ValueError("no script to run: write it after --, for example: gossamer lab --hosts 4 -- train.py")
+    if command[0].startswith("-") and command[0] not in ("-m", "-c"):
+        raise ValueError(f"unknown option {command[0]!r}: what follows -- is a script, or -m and a module")
     if not command[0].startswith("-") and not Path(command[0]).is_file():
         raise ValueError(f"there is no script {command[0]!r} here (for a module, write -m {command[0]})")
     return [sys.executable, *command]

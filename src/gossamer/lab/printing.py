@@ -16,8 +16,9 @@ _COLOURS = (36, 33, 35, 32, 34, 31)  # of ANSI terminals; ranks take turns
 class RankPrinter:
     """Prints whole lines only, stdout to stdout and stderr to stderr, in colour on a terminal."""
 
-    def __init__(self, world: int) -> None:
-        self._width = len(str(world - 1))
+    def __init__(self, spec: LabSpec) -> None:
+        self._spec = spec
+        self._width = len(str(spec.world - 1))
 
     def line(self, rank: int, stream: str, line: str) -> None:
         """Print one line of a rank."""
@@ -29,10 +30,10 @@ class RankPrinter:
         """Print one line of the lab's own."""
         _write(sys.stderr, f"{_coloured(sys.stderr, 1, '[lab]')} {text}")
 
-    def result(self, result: LabResult, spec: LabSpec) -> None:
+    def result(self, result: LabResult) -> None:
         """Print what went wrong, if anything did: the first failing rank's traceback, last."""
         if result.timed_out:
-            self.note(f"ended after the timeout of {spec.timeout:g} s")
+            self.note(f"ended after the timeout of {self._spec.timeout:g} s")
         if result.failed_rank is None:
             return
         for line in result.traceback.splitlines():

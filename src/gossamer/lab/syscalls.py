@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from pathlib import Path
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 1 << 14, 1 << 18
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
+_MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 # Loaded when the module is: a process between fork and exec had better not load libraries.
@@ -28,10 +30,27 @@ def setns(fd: int, kind: int) -> None:
     _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)))
 
 
-def mount_proc() -> None:
-    """Mount this PID namespace's own /proc, in this mount namespace only."""
+def keep_mounts_private() -> None:
+    """Let no mount made from now on leave this mount namespace."""
     _mount(None, b"/", None, _MS_REC | _MS_PRIVATE)
+
+
+def mount_proc() -> None:
+    """Mount this PID namespace's own /proc."""
     _mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+
+
+def cover_file(path: str, text: str) -> None:
+    """Have `path` read as `text` in this mount namespace; nothing is written to any disk."""
+    place = "/tmp"  # covered for a moment, as seen by this process alone
+    _mount(b"tmpfs", place.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV)
+    try:
+        source = Path(place) / "covering"
+        source.write_text(text)
+        source.chmod(0o644)
+        _mount(bytes(source), path.encode(), None, _MS_BIND)
+    finally:
+        _check(_libc.umount2(place.encode(), ctypes.c_int(_MNT_DETACH)))
 
 
 def die_with_parent() -> None:

@@ -20,6 +20,9 @@ TIMED_OUT = 124  # as timeout(1)
 _LAST_WORDS_S = 2.0
 _GRACE_S = 3.0
 
+# Reads that surely empty a pipe; more would be for a daemon that goes on writing.
+_LEFT_READS = 32
+
 
 @dataclass(frozen=True)
 class _Pipe:
@@ -53,6 +56,7 @@ class Watch:
 
     def run(self) -> None:
         """Watch until all ranks have ended; the last event reported is the outcome."""
+        self._reap()  # whoever has ended before we listened
         while any(rank.exit_code is None for rank in self._ranks):
             wait = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             for key, _ in self._selector.select(wait):
@@ -141,8 +145,9 @@ class Watch:
         """Read what ended ranks have left in their pipes; a pipe which a daemon still holds does not end."""
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
-                while self._readable(key.fd, key.data):
-                    pass
+                for _ in range(_LEFT_READS):
+                    if not self._readable(key.fd, key.data):
+                        break
                 for line in key.data.lines.flush():
                     self._line(key.data, line)
 

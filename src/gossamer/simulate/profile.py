@@ -73,7 +73,7 @@ class Compute:
         name that its own begins with; ``""`` holds whatever is left.
         """
         done, ends = 0.0, {}
-        for layer, (_, seconds) in reversed(layers.items()):
+        for layer, (_, seconds) in reversed(list(layers.items())):
             done = ends[layer] = done + seconds
         ready = {name: ends[_layer_of(name, ends)] for name in _trainable(model)}
         return cls(forward=sum(f for f, _ in layers.values()), backward=done, optimizer=optimizer, ready=ready)

@@ -19,10 +19,16 @@ def rank_key(rank: int) -> str:
     return f"rank{rank}"
 
 
+def step_key(rank: int) -> str:
+    """The key of what one rank's algorithm keeps per step rather than per parameter."""
+    return f"rank{rank}, per step"
+
+
 def collect(
     runner: Runner, algorithm: Algorithm, step: int, gradients: GradientSync | None, weights: Sequence[WeightSync]
 ) -> dict[str, Any]:
     """Everything needed to go on bit-identically, at a step boundary. Tensors are copies."""
+    syncs = _syncs(gradients, weights)
     own: dict[str, dict[str, Tensor]] = {}
     plan: dict[str, Any] = {}
     for sync in weights:
@@ -38,6 +44,7 @@ def collect(
         "step": step,
         "plan": plan,
         rank_key(runner.rank): {key: {n: t.clone() for n, t in tensors.items()} for key, tensors in own.items()},
+        step_key(runner.rank): [{key: sync.step_state[key].clone() for key in sync.step_state} for sync in syncs],
     }
 
 
@@ -66,4 +73,10 @@ def restore(
         gradients.load_state_by_name(own)
     for sync in weights:
         sync.load_state_by_name(own)
+    for each, values in zip(_syncs(gradients, weights), state[step_key(runner.rank)], strict=True):
+        each.step_state.load({key: value.clone() for key, value in values.items()})
     return int(state["step"])
+
+
+def _syncs(gradients: GradientSync | None, weights: Sequence[WeightSync]) -> list[GradientSync | WeightSync]:
+    return [*([gradients] if gradients is not None else []), *weights]

@@ -65,7 +65,6 @@ class GradientSync:
         kept = self.state_by_name()
         self.plan = plan
         self.buckets = [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
-        self.states = [State(bucket.flat) for bucket in self.buckets]
         for bucket in self.buckets:
             for segment, view in zip(bucket.segments, bucket.views, strict=True):
                 slot = self._slots[segment.name]
@@ -84,17 +83,9 @@ class GradientSync:
 
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` returned, whatever the plan is now."""
-        for key, tensors in kept.items():
-            for bucket, state in zip(self.buckets, self.states, strict=True):
-                present = [name for name in bucket.layout.names if name in tensors]
-                if not present:
-                    continue
-                flat = torch.zeros_like(bucket.flat, dtype=tensors[present[0]].dtype)
-                for segment in bucket.segments:
-                    if segment.name in tensors:
-                        segment.view(flat).copy_(tensors[segment.name])
-                state[key] = flat
-                state.commit()
+        self.states = [State(bucket.flat) for bucket in self.buckets]
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            state.load({key: bucket.gather(tensors) for key, tensors in kept.items()})
 
     def begin(self) -> None:
         """A backward pass has produced its first gradient."""

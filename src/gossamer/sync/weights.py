@@ -5,7 +5,8 @@ update (and not after it) keeps the learning rate's meaning: the gradient that i
 weights that were sent. Threads and ownership: see the note in ``gossamer.lanes``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from gossamer.buckets import Bucket, make_plan
 from gossamer.comm.runner import Runner, Ticket
 from gossamer.state import State
 from gossamer.sync.statistics import Statistics
+
+PENDING = "(pending)"
+"""The name under which the delta that is not yet added is saved, beside the algorithm's own names."""
 
 
 class WeightSync:
@@ -37,6 +41,10 @@ class WeightSync:
     def launch(self, step: int) -> None:
         """Send the weights as they are now."""
         self.land()
+        with self._transaction():
+            self._launch(step)
+
+    def _launch(self, step: int) -> None:
         ctx = self._ctx = Context(step, self._runner.rank, self._runner.members)
         for bucket, members, state in zip(self.buckets, self._members, self.states, strict=True):
             torch._foreach_copy_(bucket.views, members)
@@ -53,16 +61,31 @@ class WeightSync:
         """Wait for the exchange that is under way; its result stays pending."""
         if not self._tickets:
             return
+        with self._transaction():
+            self._arrive()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """After an error inside, nothing is under way, and the state is what it was before the exchange."""
+        try:
+            yield
+        except BaseException:
+            self._tickets = []
+            for state in (*self.states, self.step_state):
+                state.rollback()
+            raise
+
+    def _arrive(self) -> None:
         with self._statistics.exposed():
             deltas = [self._runner.wait(ticket) for ticket in self._tickets]
         self._tickets = []
         for bucket, delta in zip(self.buckets, deltas, strict=True):
             if delta.shape != bucket.flat.shape:
                 raise wrong_shape(self._algorithm, bucket, delta)
-        self._deltas = deltas
         flow = self._algorithm.finish(self.buckets, self.step_state, self._ctx)
         if flow is not None:
             self._runner.run(lambda: flow, f"finish of step {self._ctx.step}")
+        self._deltas = deltas
         for state in (*self.states, self.step_state):
             state.commit()
 
@@ -81,7 +104,7 @@ class WeightSync:
         for index, (bucket, state) in enumerate(zip(self.buckets, self.states, strict=True)):
             flats = {key: state[key] for key in state}
             if self._deltas:
-                flats["pending"] = self._deltas[index]
+                flats[PENDING] = self._deltas[index]
             for key, flat in flats.items():
                 kept.setdefault(key, {}).update(zip(bucket.layout.names, bucket.split(flat), strict=True))
         return kept
@@ -89,20 +112,7 @@ class WeightSync:
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` returned."""
         self.arrive()
-        self._deltas = []
-        for key, tensors in kept.items():
-            flats = [self._gather(bucket, tensors) for bucket in self.buckets]
-            if key == "pending":
-                self._deltas = flats
-                continue
-            for state, flat in zip(self.states, flats, strict=True):
-                state[key] = flat
-                state.commit()
-
-    @staticmethod
-    def _gather(bucket: Bucket, tensors: Mapping[str, Tensor]) -> Tensor:
-        flat = torch.zeros_like(bucket.flat)
-        for segment in bucket.segments:
-            if segment.name in tensors:
-                segment.view(flat).copy_(tensors[segment.name])
-        return flat
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            state.load({key: bucket.gather(tensors) for key, tensors in kept.items() if key != PENDING})
+        deltas = [bucket.gather(kept.get(PENDING, {})) for bucket in self.buckets]
+        self._deltas = [delta for delta in deltas if delta is not None]

@@ -1,0 +1,82 @@
+"""Common to the examples: options, start-up and end."""
+
+import argparse
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gossamer
+from gossamer.algorithms import registry
+
+ALGORITHMS = {name.lower(): algorithm for name, algorithm in registry().items()}
+
+
+def option_parser(description: str | None, steps: int | None, eval_every: int) -> argparse.ArgumentParser:
+    """The options of every example."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", default="gossip", choices=["none", "ddp", *ALGORITHMS], help="none: every rank alone")
+    parser.add_argument("--wire", choices=["fp32", "fp16", "bf16"], help="precision on the wire; the method's own by default")
+    parser.add_argument("--steps", type=int, default=steps, help="stop after so many steps")
+    parser.add_argument("--seconds", type=float, help="stop at the first evaluation after so many seconds of training")
+    parser.add_argument("--eval-every", type=int, default=eval_every, metavar="STEPS")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--log", metavar="FILE", help="JSON lines from rank 0; - is standard output")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="the trained model's state dict")
+    return parser
+
+
+def chosen_algorithm(options: argparse.Namespace) -> gossamer.Algorithm:
+    """The algorithm that ``--method`` and ``--wire`` name."""
+    algorithm = ALGORITHMS[options.method]
+    if options.wire is None:
+        return algorithm()
+    if "wire" not in {field.name for field in fields(algorithm)}:
+        raise SystemExit(f"--wire: {algorithm.__name__} has no choice of wire")
+    return algorithm(wire=options.wire)
+
+
+def start(options: argparse.Namespace) -> tuple[int, int, torch.device]:
+    """Join the process group that the launcher describes; returns rank, world size and device."""
+    if options.wire and options.method in ("none", "ddp"):
+        raise SystemExit(f"--wire is for gossamer's algorithms, not for --method {options.method}")
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    elif options.method == "ddp":  # DDP wants a process group even in a world of one
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    device = torch.device(options.device)
+    return (dist.get_rank(), dist.get_world_size(), device) if dist.is_initialized() else (0, 1, device)
+
+
+def consensus(replica: gossamer.Replica | None) -> AbstractContextManager[Any]:
+    """Where replicas may differ: inside, the model is their average."""
+    return replica.consensus() if replica is not None else nullcontext()
+
+
+def mean_over_ranks(value: float, device: torch.device) -> float:
+    """The mean of a number that every rank has."""
+    if not dist.is_initialized():
+        return value
+    total = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return float(total.item()) / dist.get_world_size()
+
+
+def finish(options: argparse.Namespace, rank: int, net: nn.Module, replica: gossamer.Replica | None) -> None:
+    """Save the model if that is wanted, and leave."""
+    with consensus(replica):
+        if options.save and rank == 0:
+            torch.save(net.state_dict(), options.save)
+    if replica is not None:
+        replica.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()

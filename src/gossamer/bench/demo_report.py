@@ -1,0 +1,132 @@
+"""Report: the demo's table, on the terminal and as markdown, and its picture."""
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from gossamer.bench.demo_run import WARM_UP, Run, exposed_seconds
+from gossamer.bench.plots import Curve, Sooner, loss_over_time
+
+Figure = Callable[[Run], float | None]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The figures of ``runs``, the first of which is the reference; ``compute`` trained without communicating."""
+
+    network: str
+    compute: Run
+    runs: Sequence[Run]
+    notes: Sequence[str]
+
+    @property
+    def until(self) -> float:
+        """The moment at which losses are compared: every run has got there."""
+        return float(min(run.evaluations[-1]["seconds"] for run in self.runs))
+
+    def rows(self) -> list[tuple[str, list[str]]]:
+        """What is measured, and its value for every run."""
+        reference, until = self.runs[0], self.until
+        goal = reference.loss_at(until)
+        figures: list[tuple[str, Figure, str]] = [
+            ("step time", lambda run: _times(1e3, run.step_seconds), "{:.0f} ms"),
+            ("tokens per second, all workers", lambda run: run.items_per_second, "{:,.0f}"),
+            ("exposed communication per step", lambda run: _times(1e3, exposed_seconds(run, self.compute)), "{:.0f} ms"),
+            ("payload per step and worker", lambda run: _times(1e-6, run.payload_per_step), "{:.2f} MB"),
+            ("bytes on the wire, headers included", lambda run: _times(1e-6, run.per_step("interface_bytes")), "{:.2f} MB"),
+            (f"steps in {until:.0f} s of training", lambda run: run.steps_by(until), "{:,.0f}"),
+            (f"validation loss after {until:.0f} s", lambda run: run.loss_at(until), "{:.3f}"),
+        ]
+        if goal is not None:
+            figures.append((f"time to validation loss {goal:.3f}", lambda run: run.time_to(goal), "{:.1f} s"))
+        return [(name, [_spelled(figure(run), form) for run in self.runs]) for name, figure, form in figures]
+
+    def explanations(self) -> list[str]:
+        """What the reader has to know of how the figures came about."""
+        compute = _spelled(_times(1e3, self.compute.step_seconds), "{:.0f} ms")
+        lines = [
+            f"Exposed communication: step time less {compute}, a step of the same workers without any communication, "
+            "measured in the same run (gossamer's encoding and copying on the shared processors counts as exposed). "
+            + self._stood_still(),
+            "Payload of DDP: computed, 2·(p - 1)/p of the gradients, as its ring all-reduce sends. "
+            "Bytes on the wire: counted at the host's interface, for all alike.",
+            f"Means over all steps but the first {WARM_UP}; one run each, one seed. {machine(self.compute)}.",
+        ]
+        return [*lines, *self.notes]
+
+    def _stood_still(self) -> str:
+        waits = {run.title: run.per_step("exposed_seconds") for run in self.runs}
+        told = [f"{1e3 * wait:.0f} ms per step with {title}" for title, wait in waits.items() if wait is not None]
+        return f"The training loop stood still for {', '.join(told)}." if told else ""
+
+    def table(self) -> Table:
+        """For the terminal."""
+        table = Table("", title=self.network, title_justify="left")
+        for run in self.runs:
+            table.add_column(run.title, justify="right")
+        for name, values in self.rows():
+            table.add_row(name, *values)
+        return table
+
+    def markdown(self) -> str:
+        """For the README."""
+        titles = [run.title for run in self.runs]
+        lines = [
+            f"{self.network[0].upper()}{self.network[1:]}:",
+            "",
+            _line(["", *titles]),
+            _line(["---", *("---:" for _ in titles)]),
+        ]
+        lines += [_line([name, *values]) for name, values in self.rows()]
+        return "\n".join([*lines, "", *(f"{text}\n" for text in self.explanations())])
+
+    def draw(self, path: Path) -> None:
+        """Save the picture of the validation losses."""
+        until = self.until
+        curves = [curve for run in self.runs if (curve := self._curve(run, until)).losses]
+        loss_over_time(
+            path, curves, title="Validation loss over wall-clock time", subtitle=self.network,
+            footer=machine(self.compute), until=until, sooner=self._sooner(),
+        )  # fmt: skip
+
+    def _curve(self, run: Run, until: float) -> Curve:
+        points = [(e["seconds"], e["validation_loss"]) for e in run.evaluations if e["seconds"] < until]
+        end = run.loss_at(until)
+        points += [(until, end)] if end is not None else []
+        return Curve(run.title, [x for x, _ in points], [y for _, y in points])
+
+    def _sooner(self) -> Sooner | None:
+        """The last run against the first, where the first ends."""
+        loss = self.runs[0].loss_at(self.until)
+        early = self.runs[-1].time_to(loss) if loss is not None else None
+        if loss is None or early is None or early >= self.until:
+            return None
+        return Sooner(loss, early, self.until)
+
+
+def machine(run: Run) -> str:
+    """The machine, in words."""
+    names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    processor = names[0] if names else platform.processor() or platform.machine()
+    return f"{cores} cores of {processor}; Python {platform.python_version()}, PyTorch {run.header['torch']}"
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def _times(factor: float, value: float | None) -> float | None:
+    return None if value is None else factor * value
+
+
+def _spelled(value: float | None, form: str) -> str:
+    return "not measured" if value is None else form.format(value)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,100 @@
+"""Speed beside DDP: runs the paired timing on several emulated networks and writes a table and the raw figures.
+
+python -m gossamer.bench.speed --save-to benchmarks/results
+"""
+
+import argparse
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gossamer.errors import GossamerError
+from gossamer.lab import LabSpec, run_lab
+
+NETWORKS = ("200mbit", "1gbit", "unshaped")
+WORKLOADS = (Path("examples/02_convnet.py"), Path("examples/01_gpt.py"))
+
+console = Console(stderr=True)
+
+
+def lab_json(rate: str, command: Sequence[str], hosts: int) -> list[dict[str, Any]]:
+    """Run a command on emulated hosts and return the JSON objects that it printed. Raises if it failed."""
+    found: list[dict[str, Any]] = []
+    other: list[str] = []
+
+    def keep(rank: int, stream: str, line: str) -> None:
+        try:
+            found.append(json.loads(line)) if line.startswith("{") else other.append(line)
+        except json.JSONDecodeError:
+            other.append(line)
+
+    result = run_lab(LabSpec(hosts=hosts, rate=rate), list(command), on_line=keep)
+    if result.exit_code != 0:
+        raise GossamerError(f"{' '.join(command)} failed on {rate} with code {result.exit_code}:\n" + "\n".join(other[-20:]))
+    return found
+
+
+def steps_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: step time of every side on every network, with the paired ratio to the first side."""
+    lines = ["| workload | network | side | ms per step | time relative to DDP (95 % interval) |", "|---|---|---|---|---|"]
+    for row in rows:
+        for side, figures in row["sides"].items():
+            ratio = f"{figures['ratio']:.3f} ({figures['ratio_low']:.3f} – {figures['ratio_high']:.3f})"
+            ratio = "1" if side == "ddp" else ratio
+            lines.append(f"| {row['workload']} | {row['rate']} | {side} | {1e3 * figures['step_seconds']:.1f} | {ratio} |")
+    return lines
+
+
+def exchange_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: rate of single exchanges relative to plain TCP."""
+    lines = [
+        "| network | exchange | MB | plain TCP, Mbit/s | gossamer / TCP | after 150 ms of silence |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        tcp = row["bits_per_second"]["tcp"] / 1e6
+        lines.append(
+            f"| {row['rate']} | {row['pattern']} | {row['bytes'] / 1e6:g} | {tcp:.1f} | {row['ratio_to_tcp']:.3f} | "
+            f"{row['ratio_after_silence']:.3f} |"
+        )
+    return lines
+
+
+def main() -> None:
+    """Measure everything and save ``speed.json`` and ``speed.md``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save-to", type=Path, default=Path("out/speed"))
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
+    parser.add_argument("--workloads", nargs="+", type=Path, default=list(WORKLOADS))
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    steps, exchanges = [], []
+    for rate in options.networks:
+        for workload in options.workloads:
+            console.log(f"{workload.stem} on {rate}: {options.rounds} rounds")
+            count = str(3 if rate == "200mbit" else 8)
+            command = ["-m", "gossamer.bench.paired", "--workload", str(workload), "--rounds", str(options.rounds)]
+            steps += lab_json(rate, [*command, "--steps", count], options.hosts)
+        if rate != "unshaped":
+            console.log(f"exchanges on {rate}")
+            exchanges += lab_json(rate, ["-m", "gossamer.bench.primitives"], options.hosts)
+    save(options.save_to, steps, exchanges, options.hosts)
+
+
+def save(folder: Path, steps: Sequence[dict[str, Any]], exchanges: Sequence[dict[str, Any]], hosts: int) -> None:
+    """Write the raw figures and the tables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = f"{hosts} emulated hosts; {platform.system()} {platform.machine()}, torch {steps[0]['torch'] if steps else ''}"
+    (folder / "speed.json").write_text(json.dumps({"machine": machine, "steps": steps, "exchanges": exchanges}, indent=1))
+    text = [*steps_table(steps), "", *exchange_table(exchanges), "", machine]
+    (folder / "speed.md").write_text("\n".join(text) + "\n")
+    console.log(f"wrote {folder / 'speed.md'} and {folder / 'speed.json'}")
+
+
+if __name__ == "__main__":
+    main()
