@@ -1,8 +1,8 @@
 """A byte-level GPT, trained on the source text of Python's own standard library.
 
 torchrun --nproc-per-node 4 examples/01_gpt.py --method gossip
-gossamer lab --hosts 4 --rate 200mbit -- examples/01_gpt.py --method ddp --steps 100 --log -
-python examples/01_gpt.py --log -
+gossamer lab --hosts 4 --rate 200mbit -- examples/01_gpt.py --method ddp --steps 100 --log-to -
+python examples/01_gpt.py --log-to -
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """A convolutional network, trained on Fashion-MNIST.
 
 torchrun --nproc-per-node 4 examples/02_convnet.py --method gossip
-gossamer lab --hosts 4 --rate 200mbit -- examples/02_convnet.py --method ddp --steps 100 --log -
-python examples/02_convnet.py --log -
+gossamer lab --hosts 4 --rate 200mbit -- examples/02_convnet.py --method ddp --steps 100 --log-to -
+python examples/02_convnet.py --log-to -
 """
 
 from collections.abc import Iterator

@@ -28,8 +28,8 @@ def option_parser(description: str | None, steps: int | None, eval_every: int) -
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--log", metavar="FILE", help="JSON lines from rank 0; - is standard output")
-    parser.add_argument("--save", metavar="FILE", type=Path, help="the trained model's state dict")
+    parser.add_argument("--log-to", metavar="FILE", help="JSON lines from rank 0; - is standard output")
+    parser.add_argument("--save-to", metavar="FILE", type=Path, help="the trained model's state dict")
     return parser
 
 
@@ -74,8 +74,8 @@ def mean_over_ranks(value: float, device: torch.device) -> float:
 def finish(options: argparse.Namespace, rank: int, net: nn.Module, replica: gossamer.Replica | None) -> None:
     """Save the model if that is wanted, and leave."""
     with consensus(replica):
-        if options.save and rank == 0:
-            torch.save(net.state_dict(), options.save)
+        if options.save_to and rank == 0:
+            torch.save(net.state_dict(), options.save_to)
     if replica is not None:
         replica.close()
     if dist.is_initialized():

@@ -37,7 +37,7 @@ class TrainingLog:
         self._steps, self._items = 0, 0
         size = sum(p.numel() * p.element_size() for p in net.parameters())
         self._ring_bytes = 2 * (self._world - 1) / self._world * size if options.method == "ddp" else 0.0
-        self._out = _open(options.log)
+        self._out = _open(options.log_to)
         algorithm = repr(replica.algorithm) if replica else options.method
         parameters = sum(p.numel() for p in net.parameters())
         self._write({"algorithm": algorithm, "world": self._world, "parameters": parameters, "torch": torch.__version__})

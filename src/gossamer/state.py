@@ -31,6 +31,10 @@ class State:
     def __iter__(self) -> Iterator[str]:
         return iter(self._kept)
 
+    def items(self) -> list[tuple[str, Tensor]]:
+        """What is kept: names and tensors as of the last commit, whatever was written since."""
+        return list(self._kept.items())
+
     def load(self, values: Mapping[str, Tensor | None]) -> None:
         """Keep exactly ``values``, leaving out what is None."""
         self._draft.clear()

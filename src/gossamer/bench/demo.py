@@ -59,7 +59,7 @@ def make_run(method: str, options: argparse.Namespace, title: str = "") -> Run:
     arguments = ["--method", name, *(["--wire", wire] if wire else []), "--seed", str(options.seed)]
     arguments += ["--steps", str(steps), "--eval-every", str(every), *(["--seconds", str(options.seconds)] if timed else [])]
     title = title or titles[name] + (f", {wire}" if wire else "")
-    return Run(title, tuple(arguments), steps, options.seconds if timed else math.inf)
+    return Run(method.replace(":", "-"), title, tuple(arguments), steps, options.seconds if timed else math.inf)
 
 
 def run_demo(options: argparse.Namespace, console: Console) -> Report:
@@ -96,7 +96,7 @@ def busy_machine() -> list[str]:
 
 def stand_in(runs: list[Run], options: argparse.Namespace) -> list[str]:
     """Where only gossamer's own traffic can be shaped, its exact all-reduce takes DDP's place; says so."""
-    stood_in = [index for index, run in enumerate(runs) if "ddp" in run.arguments]
+    stood_in = [index for index, run in enumerate(runs) if run.name == "ddp"]
     for index in stood_in:
         runs[index] = make_run("allreduce:fp32", options, "exact all-reduce, in DDP's place")
     return ["DDP's traffic cannot be shaped here: gossamer's exact all-reduce in fp32 stands in its place."] if stood_in else []

@@ -61,16 +61,16 @@ class Display:
                 self._console.print(f"{run.title}: {state}", highlight=False, soft_wrap=True)
             elif state == "training":
                 figures = ", ".join(f"{name} {value}" for name, value in self._figures(run).items() if value)
-                self._console.print(f"{run.title}: {run.seconds:.0f} s; {figures}", highlight=False, soft_wrap=True)
+                self._console.print(f"{run.title}: {figures}", highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:
         table = Table(title=self._heading, title_justify="left", expand=True)
         table.add_column("", no_wrap=True)
-        table.add_column("training time", min_width=16)
+        table.add_column("progress", min_width=12)
         for name in self._figures(self._runs[0]):
             table.add_column(name, justify="right")
         for run in self._runs:
-            progress = ProgressBar(total=1.0, completed=run.progress) if run.steps else run.state
+            progress = ProgressBar(total=1.0, completed=run.progress, complete_style="cyan") if run.steps else run.state
             table.add_row(run.title, progress, *self._figures(run).values())
         return table
 
@@ -80,10 +80,11 @@ class Display:
         sent = run.per_step("interface_bytes") if run.header else None
         sent = run.payload_per_step if sent is None and run.header else sent
         return {
+            "training time": f"{run.seconds:.0f} s" if run.steps else "",
             "step": str(len(run.steps)) if run.steps else "",
             "loss": f"{run.steps[-1]['loss']:.3f}" if run.steps else "",
             "validation": f"{run.evaluations[-1]['validation_loss']:.3f}" if run.evaluations else "",
-            "ms/step": f"{1e3 * run.step_seconds:.0f}" if run.step_seconds is not None else "",
-            "MB/step": f"{sent / 1e6:.2f}" if sent is not None else "",
+            "ms per step": f"{1e3 * run.step_seconds:.0f}" if run.step_seconds is not None else "",
+            "MB per step": f"{sent / 1e6:.2f}" if sent is not None else "",
             "exposed ms": f"{1e3 * exposed:.0f}" if exposed is not None else "",
         }

@@ -27,6 +27,7 @@ class DemoError(GossamerError):
 class Run:
     """What one training run has written so far: a header, then steps and evaluations, each with cumulative counters."""
 
+    name: str
     title: str
     arguments: tuple[str, ...]
     goal_steps: int
@@ -136,7 +137,7 @@ def train(run: Run, spec: LabSpec, on_progress: Callable[[], None]) -> LabResult
 
     run.state = "starting"
     on_progress()
-    result = run_lab(spec, [str(SCRIPT), *run.arguments, "--log", "-"], on_line=on_line)
+    result = run_lab(spec, [str(SCRIPT), *run.arguments, "--log-to", "-"], on_line=on_line)
     if result.exit_code != 0:
         run.state = "failed"
         raise DemoError(failure(run, result))
@@ -157,5 +158,4 @@ def save_logs(runs: Sequence[Run], folder: Path) -> None:
     """Write every run's log as it came."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, run in enumerate(runs):
-        name = "-".join(argument for argument in run.arguments[:4] if not argument.startswith("--"))
-        (folder / f"{number}-{name}.jsonl").write_text("\n".join(run.lines) + "\n")
+        (folder / f"{number}-{run.name}.jsonl").write_text("\n".join(run.lines) + "\n")

@@ -39,7 +39,8 @@ def parse_side(text: str) -> Algorithm | str:
     if name not in known:
         raise ConfigurationError(f"unknown side {text!r}; known: ddp, ddp-again, compute, {', '.join(known)}")
     pairs = [field.split("=", 1) for field in fields.split(",") if field]
-    return known[name](**{key: int(value) if value.isdigit() else value for key, value in pairs})
+    values: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, value in pairs}
+    return known[name](**values)
 
 
 def make_side(workload: Workload, side: Algorithm | str, rank: int) -> Step:

@@ -45,7 +45,8 @@ def steps_table(rows: Sequence[dict[str, Any]]) -> list[str]:
         for side, figures in row["sides"].items():
             ratio = f"{figures['ratio']:.3f} ({figures['ratio_low']:.3f} – {figures['ratio_high']:.3f})"
             ratio = "1" if side == "ddp" else ratio
-            lines.append(f"| {row['workload']} | {row['rate']} | {side} | {1e3 * figures['step_seconds']:.1f} | {ratio} |")
+            milliseconds = 1e3 * figures["step_seconds"]
+            lines.append(f"| {row['workload']} | {row['rate']} | {side} | {milliseconds:.1f} | {ratio} |")
     return lines
 
 

@@ -6,9 +6,8 @@ waited for a second, so it costs nothing while all goes well.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from gossamer.errors import CommunicationError, CommunicationTimeout, PeerLeftError
 
@@ -17,6 +16,24 @@ logger = logging.getLogger("gossamer")
 WARN_AFTER = 10.0
 """Seconds after which a late peer is named in a warning."""
 
+_EXIT = "gossamer/exit"
+
+
+class Store(Protocol):
+    """Where a bulletin lives."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+
+    def get(self, key: str) -> str:
+        """Read a value that is there."""
+
+    def has(self, key: str) -> bool:
+        """Whether there is a value."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; returns its new value."""
+
 
 def names(ranks: Iterable[int]) -> str:
     """``rank 2``, or ``ranks 1, 2``."""
@@ -24,65 +41,93 @@ def names(ranks: Iterable[int]) -> str:
     return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed))
 
 
-class Bulletin:
-    """One board per replica; ``store`` is anything with the set, get, check and add of ``torch.distributed.Store``."""
+def note_exit(store: Store, member: int, reason: str) -> bool:
+    """Post that a process ends that never came to any board: those who wait for its arrival look here."""
+    try:
+        store.set(f"{_EXIT}/{member}", reason)
+        store.set(_EXIT, "1")
+    except Exception as error:
+        logger.debug("could not post an exit: %s", error)
+        return False
+    return True
 
-    def __init__(self, store: Any, rank: int, world: int, prefix: str) -> None:
-        self._store, self._rank, self._world, self._prefix = store, rank, world, prefix
+
+class Bulletin:
+    """One board per replica. ``members`` are the global ranks, ``rank`` is this one's place among them."""
+
+    def __init__(self, store: Store, members: Sequence[int], rank: int, prefix: str) -> None:
+        self._store, self._members, self._rank, self._prefix = store, tuple(members), rank, prefix
 
     def _key(self, name: str, rank: int | None = None) -> str:
         return f"gossamer/{self._prefix}/{name}" + ("" if rank is None else f"/{rank}")
 
     def _has(self, name: str, rank: int | None = None) -> bool:
-        return bool(self._store.check([self._key(name, rank)]))
+        return self._store.has(self._key(name, rank))
 
     def _read(self, name: str, rank: int | None = None) -> str:
-        text: bytes = self._store.get(self._key(name, rank))
-        return text.decode(errors="replace")
+        """What is posted; empty where nothing is."""
+        return self._store.get(self._key(name, rank)) if self._has(name, rank) else ""
+
+    def _post(self, name: str, text: str) -> None:
+        """Post under this rank's own key."""
+        self._store.set(self._key(name, self._rank), text)
+
+    def _tell(self, what: str, text: str = "1") -> None:
+        """Post what every rank should notice when it next looks."""
+        self._store.set(self._key(what), text)
+        self._store.set(self._key("news"), "1")
 
     def _others(self) -> list[int]:
-        return [rank for rank in range(self._world) if rank != self._rank]
+        return [rank for rank in range(len(self._members)) if rank != self._rank]
 
     def alarm(self, message: str) -> None:
         """Post this rank's failure. The first one posted is the one that others report."""
         try:
-            self._store.set(self._key("answer", self._rank), "alarm")
+            self._post("answer", "alarm")
             if self._store.add(self._key("alarms"), 1) == 1:
-                self._store.set(self._key("alarm"), message)
+                self._tell("alarm", message)
         except Exception as error:
             logger.debug("could not post an alarm: %s", error)
 
     def leave(self, sequence: int) -> None:
         """Post that this rank takes no part in flows from ``sequence`` on."""
         try:
-            self._store.set(self._key("left", self._rank), str(sequence))
-            self._store.set(self._key("departures"), "1")
+            self._post("left", str(sequence))
+            self._tell("departures")
         except Exception as error:
             logger.debug("could not post a departure: %s", error)
 
     def check(self, sequence: int, waiting_for: str) -> None:
-        """Raise if a rank has failed, or has left before flow ``sequence``."""
-        if self._has("alarm"):
-            self._store.set(self._key("answer", self._rank), "heard")
-            raise CommunicationError(f"rank {self._rank} gave up {waiting_for}: {self._read('alarm')}")
-        if not self._has("departures"):
+        """Raise if a rank has failed, or has left before flow ``sequence``; answer a roll call."""
+        if not self._has("news"):
             return
-        gone = [r for r in self._others() if self._has("left", r) and int(self._read("left", r)) <= sequence]
+        if self._has("alarm"):
+            self._post("answer", "heard")
+            raise CommunicationError(f"rank {self._rank} gave up {waiting_for}: {self._read('alarm')}")
+        if self._has("roll call"):
+            self._post("answer", "here")
+        gone = [rank for rank in self._others() if int(self._read("left", rank) or sequence + 1) <= sequence]
         if gone:
             raise PeerLeftError(
                 f"rank {self._rank} waits in {waiting_for}, but {names(gone)} ended their training (replica closed, or "
                 "process ended). If the data of some ranks end earlier, train inside `with replica.join():`."
             )
 
+    def wait_in(self, sequence: int | None) -> None:
+        """Post in which flow this rank waits, or with None that it goes on."""
+        self._post("waits", "" if sequence is None else str(sequence))
+
     def late(self, sequence: int) -> list[int]:
-        """Post that this rank waits in flow ``sequence``; after a moment, the ranks that do not."""
-        self._store.set(self._key("waits", self._rank), str(sequence))
+        """The ranks that keep flow ``sequence`` waiting: those that wait for nobody, or else in the earliest flow."""
+        self.wait_in(sequence)
         time.sleep(0.3)
-        return [r for r in self._others() if not self._has("waits", r) or int(self._read("waits", r)) < sequence]
+        waits = {rank: self._read("waits", rank) for rank in self._others()}
+        return [r for r, at in waits.items() if not at] or [r for r, at in waits.items() if int(at) < sequence]
 
     def roll_call(self, patience: float = 3.0) -> list[int]:
         """After a lost connection: the ranks that give no answer within ``patience`` seconds."""
-        self._store.set(self._key("answer", self._rank), "here")
+        self._post("answer", "here")
+        self._tell("roll call")
         end = time.monotonic() + patience
         missing = self._others()
         while missing and time.monotonic() < end:
@@ -90,33 +135,40 @@ class Bulletin:
             missing = [rank for rank in missing if not self._has("answer", rank)]
         return missing
 
+    def heard_by_all(self) -> bool:
+        """Whether every other rank has left, or has heard of an alarm: none needs this board any more."""
+        return all(self._has("left", rank) or self._read("answer", rank) in ("heard", "alarm") for rank in self._others())
+
     def arrive(self, timeout: float, what: str) -> None:
         """Wait until every rank is here; say after ten seconds who is not."""
-        self._store.set(self._key("arrived", self._rank), "1")
+        self._post("arrived", "1")
         self._store.add(self._key("arrivals"), 1)
-        self.poll(lambda: self._store.add(self._key("arrivals"), 0) >= self._world, timeout, what)
+        self._poll(lambda: self._store.add(self._key("arrivals"), 0) >= len(self._members), timeout, what)
 
-    def poll(self, ready: Callable[[], bool], timeout: float, what: str) -> None:
-        """Ask ``ready`` until it holds; raises an alarm of another rank, or the timeout."""
+    def _poll(self, ready: Callable[[], bool], timeout: float, what: str) -> None:
+        """Ask ``ready`` until it holds; raises the failure of another rank, or the timeout."""
         begin, pause, warned = time.monotonic(), 0.001, False
         while not ready():
             waited = time.monotonic() - begin
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-            if self._has("alarm"):
-                self.check(0, what)
+            self.check(0, what)
+            self._check_exits(what)
             if waited > timeout:
-                raise CommunicationTimeout(f"rank {self._rank}: {what}: {self._absent()} not there after {timeout:g} s")
+                raise CommunicationTimeout(f"rank {self._rank}: {what}: {names(self._absent())} not there after {timeout:g} s")
             if waited > WARN_AFTER and not warned:
                 warned = True
-                logger.warning("rank %d has waited %.0f s: %s: %s not there", self._rank, waited, what, self._absent())
+                who = names(self._absent())
+                logger.warning("rank %d has waited %.0f s: %s: %s not there", self._rank, waited, what, who)
 
-    def _absent(self) -> str:
-        return names(rank for rank in self._others() if not self._has("arrived", rank))
+    def _check_exits(self, what: str) -> None:
+        """Raise if a process has ended without having come here."""
+        if not self._store.has(_EXIT):
+            return
+        for rank in self._absent():
+            if self._store.has(f"{_EXIT}/{self._members[rank]}"):
+                reason = self._store.get(f"{_EXIT}/{self._members[rank]}")
+                raise PeerLeftError(f"rank {self._rank}: {what}: rank {rank} will not come: {reason}")
 
-
-def default_timeout(seconds: float | timedelta | None, group_timeout: timedelta) -> float:
-    """Seconds that an exchange may take: what the user gave, or the process group's own timeout."""
-    if seconds is None:
-        return group_timeout.total_seconds()
-    return seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
+    def _absent(self) -> list[int]:
+        return [rank for rank in self._others() if not self._has("arrived", rank)]

@@ -199,19 +199,20 @@ class TorchRunner(Runner):
             return self._fail(error)
         if not is_connection_error(error):
             return self._fail(CommunicationError(f"rank {self.rank}: {ticket} failed: {error!r}"))
-        return self._fail(CommunicationError(self._lost_text(ticket, error)))
+        return self._fail(self._lost(ticket, error))
 
-    def _lost_text(self, ticket: Ticket[Any], error: BaseException | None) -> str:
+    def _lost(self, ticket: Ticket[Any], error: BaseException | None) -> GossamerError:
+        """Why a connection was lost: what a failing or leaving rank has posted, or else who no longer answers."""
         text = f"rank {self.rank}: connection lost in {ticket}"
         try:
             self._board.check(ticket.sequence, str(ticket))
             missing = self._board.roll_call()
             text += f"; no longer answering: {names(missing)}" if missing else "; every rank still answers"
         except GossamerError as reason:
-            return f"{text}; {reason}"
+            return reason
         except Exception:
             text += "; nor does the key-value store answer (on the host of rank 0, or the launcher)"
-        return f"{text} ({first_line(error)})"
+        return CommunicationError(f"{text} ({first_line(error)})")
 
     def _fail(self, error: GossamerError) -> GossamerError:
         self._failure = error

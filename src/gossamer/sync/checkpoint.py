@@ -44,7 +44,7 @@ def collect(
         "step": step,
         "plan": plan,
         rank_key(runner.rank): {key: {n: t.clone() for n, t in tensors.items()} for key, tensors in own.items()},
-        step_key(runner.rank): [{key: sync.step_state[key].clone() for key in sync.step_state} for sync in syncs],
+        step_key(runner.rank): [{key: value.clone() for key, value in sync.step_state.items()} for sync in syncs],
     }
 
 

@@ -76,9 +76,8 @@ class GradientSync:
         """The algorithm's state, ``{key: {parameter name: tensor}}``."""
         kept: dict[str, dict[str, Tensor]] = {}
         for bucket, state in zip(self.buckets, self.states, strict=True):
-            for key in state:
-                views = bucket.split(state[key])
-                kept.setdefault(key, {}).update(zip(bucket.layout.names, views, strict=True))
+            for key, flat in state.items():
+                kept.setdefault(key, {}).update(zip(bucket.layout.names, bucket.split(flat), strict=True))
         return kept
 
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -102,7 +102,7 @@ class WeightSync:
         self.arrive()
         kept: dict[str, dict[str, Tensor]] = {}
         for index, (bucket, state) in enumerate(zip(self.buckets, self.states, strict=True)):
-            flats = {key: state[key] for key in state}
+            flats = dict(state.items())
             if self._deltas:
                 flats[PENDING] = self._deltas[index]
             for key, flat in flats.items():

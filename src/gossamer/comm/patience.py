@@ -1,0 +1,140 @@
+"""Patience: how the main thread waits for a lane, and what it says when that takes long, or fails."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from gossamer.comm import bulletin
+from gossamer.comm.bulletin import Bulletin, names
+from gossamer.comm.runner import Ticket
+from gossamer.comm.torch_store import StoreLostError
+from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError
+
+logger = logging.getLogger("gossamer")
+
+SLICE = 0.2
+"""Seconds for which the main thread waits at a time, so that Ctrl-C works and other ranks' alarms are heard."""
+
+LOOK_EVERY = 1.0
+"""Seconds after which a waiting rank looks at the board, again and again."""
+
+
+class Patience:
+    """Waits for tickets: never for ever, and never without saying for whom."""
+
+    def __init__(self, board: Bulletin, rank: int, timeout: float) -> None:
+        self.timeout = timeout
+        self._board, self._rank = board, rank
+
+    def wait(self, ticket: Ticket[Any], broken: Callable[[], Ticket[Any] | None]) -> Ticket[Any]:
+        """Block until ``ticket`` is done, or another one has failed (``broken()``); returns that one.
+
+        Raises when a rank posts a failure, when one leaves, and when the timeout is over.
+        """
+        begin, next_look, warned = time.monotonic(), LOOK_EVERY, False
+        while not ticket.done.wait(SLICE):
+            failed, waited = broken(), time.monotonic() - begin
+            if failed is not None:
+                return failed
+            if waited >= self.timeout:
+                raise CommunicationTimeout(self._timeout_text(ticket))
+            if waited >= next_look:
+                self._look(ticket, first=next_look == LOOK_EVERY)
+                next_look += LOOK_EVERY
+            if waited >= bulletin.WARN_AFTER and not warned:
+                warned = True
+                self._warn(ticket, waited)
+        if next_look > LOOK_EVERY:
+            self._go_on(ticket)
+        return ticket
+
+    def _look(self, ticket: Ticket[Any], first: bool) -> None:
+        try:
+            if first:
+                self._board.wait_in(ticket.sequence)
+            self._board.check(ticket.sequence, str(ticket))
+        except GossamerError:
+            if not ticket.done.wait(SLICE):  # what was posted may have happened after this exchange
+                raise
+        except Exception as error:
+            raise self._store_lost(ticket, error) from error
+
+    def _go_on(self, ticket: Ticket[Any]) -> None:
+        try:
+            self._board.wait_in(None)
+        except Exception as error:
+            raise self._store_lost(ticket, error) from error
+
+    def _store_lost(self, ticket: Ticket[Any], error: Exception) -> CommunicationError:
+        return CommunicationError(
+            f"rank {self._rank} waits in {ticket}, and the key-value store (on the host of rank 0, or the launcher) "
+            f"no longer answers: {first_line(error)}"
+        )
+
+    def _late(self, ticket: Ticket[Any]) -> list[int]:
+        try:
+            return self._board.late(ticket.sequence)
+        except Exception as error:
+            logger.debug("could not ask who is late: %s", error)
+            return []
+
+    def _warn(self, ticket: Ticket[Any], waited: float) -> None:
+        late = self._late(ticket)
+        if not ticket.done.is_set():
+            who = f"late: {names(late)}" if late else "every rank waits: the network is slow, or stuck"
+            logger.warning("rank %d has waited %.0f s in %s (%s)", self._rank, waited, ticket, who)
+
+    def _timeout_text(self, ticket: Ticket[Any]) -> str:
+        late = self._late(ticket)
+        who = f"; late: {names(late)}" if late else ""
+        return f"rank {self._rank} gave up after {self.timeout:g} s in {ticket}{who}"
+
+    def explain(self, ticket: Ticket[Any]) -> GossamerError:
+        """The error to raise on the main thread for a flow that failed in its lane."""
+        error = ticket.error
+        if isinstance(error, GossamerError):
+            return error
+        if is_connection_error(error):
+            return self._lost(ticket, error)
+        return CommunicationError(f"rank {self._rank}: {ticket} failed: {error!r}")
+
+    def _lost(self, ticket: Ticket[Any], error: BaseException | None) -> GossamerError:
+        """Why a connection was lost: what a failing or leaving rank has posted, or else who no longer answers."""
+        text = f"rank {self._rank}: connection lost in {ticket}"
+        try:
+            self._board.check(ticket.sequence, str(ticket))
+            missing = self._board.roll_call()
+            text += f"; no longer answering: {names(missing)}" if missing else "; every rank still answers"
+        except GossamerError as reason:
+            return reason
+        except StoreLostError:
+            text += "; nor does the key-value store answer (on the host of rank 0, or the launcher)"
+        except Exception as unknown:
+            text += f"; nor does the key-value store answer ({first_line(unknown)})"
+        return CommunicationError(f"{text} ({first_line(error)})")
+
+
+def seconds_of(timeout: float | timedelta | None, group_timeout: timedelta) -> float:
+    """Seconds that an exchange may take: what the user gave, or the process group's own timeout."""
+    if timeout is None:
+        return group_timeout.total_seconds()
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise ConfigurationError(f"timeout must be a positive number of seconds, or a timedelta; got {timeout!r}")
+    return float(seconds)
+
+
+def is_connection_error(error: BaseException | None) -> bool:
+    """Whether the transport, not an algorithm, raised this."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        mark in text for mark in ("gloo", "onnection", "NCCL", "ncclRemote", "ocket", "Timed out", "timed out")
+    )
+
+
+def first_line(error: BaseException | None) -> str:
+    """The first line of an error's text."""
+    return str(error).strip().split("\n")[0][:200]

@@ -1,0 +1,116 @@
+"""The vocabulary: what an operation costs, what it says, and that drivers know nothing else."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer.comm import ops
+from gossamer.comm.flow import drive
+from gossamer.comm.ops import Traffic, all_gather, all_reduce, all_to_all, broadcast, decide, permute
+from gossamer.comm.runner import LocalPort, Meter, solo_runner
+from gossamer.comm.topology import shift
+
+worlds = st.integers(2, 200)
+
+
+def fp32(numel: int) -> torch.Tensor:
+    return torch.empty(numel, device="meta")
+
+
+@given(worlds, st.integers(1, 10**6))
+def test_all_reduce_is_a_ring(world: int, numel: int) -> None:
+    traffic = ops.AllReduce(fp32(numel)).traffic(world)
+    assert world * (traffic.bytes - 1) < 2 * (world - 1) * 4 * numel <= world * traffic.bytes
+    assert traffic.rounds == 2 * (world - 1)
+
+
+@given(worlds, st.integers(1, 10**6))
+def test_messages_that_leave_at_once_are_one_round(world: int, numel: int) -> None:
+    assert ops.Permute(fp32(numel), shift(1, world)).traffic(world) == Traffic(4 * numel, 1)
+    assert ops.AllGather(fp32(numel)).traffic(world) == Traffic(4 * numel * (world - 1), 1)
+    assert ops.AllToAll(fp32(world * numel).view(world, -1)).traffic(world) == Traffic(4 * numel * (world - 1), 1)
+
+
+def test_broadcast_is_priced_at_its_root() -> None:
+    assert [ops.Broadcast(fp32(10)).traffic(world).rounds for world in (1, 2, 3, 4, 5, 8, 9)] == [0, 1, 2, 2, 3, 3, 4]
+    assert ops.Broadcast(fp32(10)).traffic(8).bytes == 3 * 40
+
+
+def every_op(world: int) -> list[ops.Op]:
+    x = torch.arange(4.0 * world).view(world, 4)
+    return [
+        ops.AllReduce(x.clone()),
+        ops.AllReduce(x.clone(), "max"),
+        ops.Permute(x.clone(), shift(1, world)),
+        ops.AllToAll(x.clone()),
+        ops.AllGather(x.clone()),
+        ops.Broadcast(x.clone()),
+    ]
+
+
+@pytest.mark.parametrize("op", every_op(1), ids=str)
+def test_alone_an_operation_costs_nothing_and_gives_itself(op: ops.Op) -> None:
+    assert op.traffic(1) == Traffic(0, 0)
+    runner, before = solo_runner(), op.tensor.clone()
+    result = runner.run(lambda: ops.perform(op), "alone")
+    assert torch.equal(result.reshape(before.shape), before)
+    assert result.shape == (ops.result_like(op, 1).shape)
+    assert runner.meters()[0].bytes == 0
+
+
+def test_a_rank_that_is_its_own_partner_sends_nothing() -> None:
+    assert ops.Permute(fp32(10), shift(4, 4)).traffic(4) == Traffic(0, 0)
+
+
+@given(st.lists(st.sampled_from(range(6)), max_size=6), st.integers(1, 16))
+def test_a_meter_adds_up(chosen: list[int], world: int) -> None:
+    meter, picked = Meter(), [every_op(world)[i] for i in chosen]
+    for op in picked:
+        meter.count(op, world)
+    assert meter.bytes == sum(op.traffic(world).bytes for op in picked)
+    assert meter.messages == sum(op.traffic(world).rounds for op in picked)
+
+
+def test_an_operation_says_what_must_agree() -> None:
+    x = torch.zeros(2, 3, dtype=torch.bfloat16)
+    assert [str(op) for op in every_op(2)[:1]] == ["all_reduce(float32[2, 4])"]
+    assert str(ops.AllReduce(x, "max")) == "all_reduce(bfloat16[2, 3], max)"
+    assert str(ops.Permute(x, shift(1, 3))) == "permute(bfloat16[2, 3], to=[2, 0, 1])"
+    assert str(ops.Broadcast(x, 1)) == "broadcast(bfloat16[2, 3], source=1)"
+    assert ops.Permute(x, shift(1, 3)).peers(0, 3) == "rank 1 (sending to rank 2)"
+
+
+def test_short_forms_are_start_and_wait() -> None:
+    x = torch.zeros(2, 2)
+    for flow, op in [
+        (all_reduce(x), ops.AllReduce),
+        (permute(x, shift(1, 2)), ops.Permute),
+        (all_to_all(x), ops.AllToAll),
+        (all_gather(x), ops.AllGather),
+        (broadcast(x), ops.Broadcast),
+    ]:
+        start = flow.send(None)
+        assert isinstance(start, ops.Start)
+        assert isinstance(start.op, op)
+        wait = flow.send("a handle")
+        assert isinstance(wait, ops.Wait)
+        assert wait.handle == "a handle"
+        with pytest.raises(StopIteration) as stop:
+            flow.send("the result")
+        assert stop.value.value == "the result"
+
+
+def test_values_decide_where_there_are_values() -> None:
+    def flow():
+        return (yield decide("which", "default", lambda: "from data"))
+
+    assert drive(flow(), LocalPort(Meter())) == "from data"
+
+
+def test_a_driver_refuses_other_commands() -> None:
+    def flow():
+        yield "send this please"
+
+    with pytest.raises(TypeError, match="send this please"):
+        drive(flow(), LocalPort(Meter()))

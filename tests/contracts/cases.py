@@ -1,0 +1,284 @@
+"""What the batteries run on: every member of a family in a few configurations, and ways to execute it."""
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+import gossamer
+from gossamer import codecs, loopback
+from gossamer.algorithms import Algorithm, registry
+from gossamer.algorithms.base import Context
+from gossamer.buckets import Bucket, make_layout
+from gossamer.codecs import Codec
+from gossamer.comm.loopback import LoopbackRunner, current_runner
+from gossamer.comm.ops import Decide, Flow, Start, Wait
+from gossamer.state import State
+
+WORLDS = [1, 2, 3, 5, 8]
+
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "odd": [(7,), (3, 5), (), (2, 3, 1, 5)],
+    "one": [(1,)],
+    "empty": [(0,)],
+    "with-empty": [(0, 3), (5,), (0,)],
+    "kilo": [(1023,)],
+}
+
+
+def variants(cls: type) -> Iterator[Any]:
+    """The defaults, and one instance per value of each ``Literal`` or ``bool`` field."""
+    yield cls()
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        values = get_args(hint) if get_origin(hint) is Literal else (True, False) if hint is bool else ()
+        yield from (cls(**{field.name: value}) for value in values if value != field.default)
+
+
+def algorithms(subject: str | None = None, exact: bool = False, **fields: Any) -> list[Algorithm]:
+    """Every registered algorithm in every variant, with some fields replaced."""
+    chosen = [cls for cls in registry().values() if subject in (None, cls.subject) and cls.exact >= exact]
+    return [dataclasses.replace(variant, **fields) for cls in chosen for variant in variants(cls)]
+
+
+def all_codecs() -> list[Codec]:
+    """Every codec of the package in every variant."""
+    for module in pkgutil.iter_modules(codecs.__path__):
+        importlib.import_module(f"{codecs.__name__}.{module.name}")
+    return [codec for cls in descendants(Codec) if cls.__module__.startswith(codecs.__name__) for codec in variants(cls)]
+
+
+def descendants(cls: type) -> list[Any]:
+    """Every concrete class below ``cls``."""
+    below = [c for child in cls.__subclasses__() for c in (child, *descendants(child))]
+    return [c for c in dict.fromkeys(below) if not getattr(c, "__abstractmethods__", None)]
+
+
+def own_runner() -> LoopbackRunner:
+    """The runner of the rank that calls; only inside ``loopback``."""
+    runner = current_runner()
+    assert runner is not None
+    return runner
+
+
+# -- one exchange, without a training loop ---------------------------------------------------------------------------
+
+
+def bucket_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str = "cpu") -> Bucket:
+    """A bucket with one segment per shape."""
+    return Bucket(0, make_layout({f"p{i}": torch.empty(s, dtype=dtype, device=device) for i, s in enumerate(shapes)}))
+
+
+def noise(world: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    """One tensor per rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype) for _ in range(world)]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one rank has after some exchanges."""
+
+    results: list[Tensor]
+    state: State
+
+
+def exchange(algorithm: Algorithm, inputs: Sequence[Sequence[Tensor]], abort_after: int | None = None) -> list[Outcome]:
+    """Run one bucket through successive exchanges in loopback; ``inputs[step][rank]``. Returns one outcome per rank.
+
+    With ``abort_after``, every exchange is first tried once and abandoned after so many commands.
+    """
+
+    def body(rank: int) -> Outcome:
+        runner, bucket = own_runner(), bucket_of([tuple(inputs[0][rank].shape)], inputs[0][rank].dtype)
+        outcome = Outcome([], State(bucket.flat))
+        for step, tensors in enumerate(inputs):
+            bucket.flat.copy_(tensors[rank])
+            if abort_after is not None:
+                attempt(runner, algorithm, bucket, outcome.state, step, abort_after)
+            result = runner.run(lambda: flow_of(algorithm, bucket, outcome.state, runner, step), f"step {step}")
+            assert same_bits(bucket.flat, tensors[rank]), "bucket.flat was written"
+            outcome.results.append(result.clone())
+            outcome.state.commit()
+            assert not any(shares_memory(result, outcome.state[key]) for key in outcome.state), "the result is given away"
+        return outcome
+
+    return loopback(body, len(inputs[0]))
+
+
+def gossip(algorithm: Algorithm, tensors: Sequence[Tensor], steps: int) -> list[Tensor]:
+    """What weights become, rank by rank, when nothing but ``algorithm`` moves them."""
+
+    def body(rank: int) -> Tensor:
+        runner, bucket = own_runner(), bucket_of([tuple(tensors[rank].shape)], tensors[rank].dtype)
+        state = State(bucket.flat)
+        bucket.flat.copy_(tensors[rank])
+        for step in range(steps):
+            bucket.flat.add_(runner.run(lambda step=step: flow_of(algorithm, bucket, state, runner, step), f"step {step}"))
+            state.commit()
+        return bucket.flat
+
+    return loopback(body, len(tensors))
+
+
+def flow_of(algorithm: Algorithm, bucket: Bucket, state: State, runner: LoopbackRunner, step: int) -> Flow[Tensor]:
+    """The flow of one bucket at ``step``."""
+    return algorithm.exchange(bucket, state, Context(step, runner.rank, runner.members))
+
+
+class Aborted(Exception):
+    """The network failed, so to speak."""
+
+
+def attempt(runner: LoopbackRunner, algorithm: Algorithm, bucket: Bucket, state: State, step: int, commands: int) -> None:
+    """Start an exchange and abandon it; whatever was kept must be as before."""
+    before = kept(state)
+    try:
+        runner.run(lambda: cut(flow_of(algorithm, bucket, state, runner, step), commands), f"abandoned step {step}")
+    except Aborted:
+        state.rollback()
+    after = kept(state)
+    assert before.keys() == after.keys(), "an abandoned exchange was committed"
+    assert all(same_bits(before[key], after[key]) for key in before), "an abandoned exchange wrote into kept state"
+
+
+def kept(state: State) -> dict[str, Tensor]:
+    """A copy of what a state holds."""
+    return {key: state[key].clone() for key in state}
+
+
+def cut(flow: Flow[Tensor], commands: int) -> Flow[Tensor]:
+    """``flow``, until it has yielded so many commands and wants the next."""
+    reply: Any = None
+    for _ in range(commands):
+        try:
+            command = flow.send(reply)
+        except StopIteration:
+            break
+        reply = yield command
+    flow.close()
+    raise Aborted
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in shape, dtype and every bit (so NaN equals itself)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether writing one may change the other."""
+    return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def stacked(outcomes: Sequence[Outcome], step: int = -1) -> Tensor:
+    """The results of one step, ``(world, n)``."""
+    return torch.stack([outcome.results[step] for outcome in outcomes])
+
+
+# -- what a flow asked for ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Tapped(Algorithm, register=False):
+    """Another algorithm, with everything that it yields and returns written down by step and bucket."""
+
+    inner: Algorithm
+    tape: dict[tuple[int, int], list[str]] = dataclasses.field(repr=False)
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        tape = self.tape.setdefault((ctx.step, bucket.index), [])
+        result = yield from tapped(self.inner.exchange(bucket, state, ctx), tape)
+        tape.append(f"returns {result.dtype}{list(result.shape)}")
+        return result
+
+    def finish(self, buckets: Sequence[Bucket], state: State, ctx: Context) -> Flow[None] | None:
+        flow = self.inner.finish(buckets, state, ctx)
+        return None if flow is None else tapped(flow, self.tape.setdefault((ctx.step, -1), []))
+
+
+def tap(algorithm: Algorithm, tape: dict[tuple[int, int], list[str]]) -> Algorithm:
+    """``algorithm`` with a tape."""
+    cls = type("Tapped", (Tapped,), {"subject": algorithm.subject, "__module__": __name__}, register=False)
+    tapped_algorithm: Algorithm = cls(inner=algorithm, tape=tape, bucket_bytes=algorithm.bucket_bytes)
+    return tapped_algorithm
+
+
+def tapped(flow: Flow[Any], tape: list[str]) -> Flow[Any]:
+    """Pass commands through, and write them down."""
+    reply: Any = None
+    while True:
+        try:
+            command = flow.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        tape.append(describe(command))
+        reply = yield command
+
+
+def describe(command: Start | Wait | Decide) -> str:
+    """A command in words."""
+    if isinstance(command, Start):
+        return f"start {command.op}"
+    return "wait" if isinstance(command, Wait) else f"decide {command.name}"
+
+
+# -- a training loop --------------------------------------------------------------------------------------------------
+
+
+class Oddities(nn.Module):
+    """A small model of awkward parameters: odd sizes, a scalar, an empty one, channels-last, tied, unused, frozen."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, other: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3, padding=1).to(memory_format=torch.channels_last)
+        self.body = nn.Linear(27, 5)
+        self.tied = nn.Linear(27, 5)
+        self.tied.weight = self.body.weight
+        self.head = nn.Linear(5, 1)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.unused = nn.Parameter(torch.ones(4))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.to(dtype)
+        if other is not None:
+            self.head.to(other)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.conv(x)).flatten(1)
+        x = torch.tanh(self.body(x) + self.tied(x)) * self.scale * self.frozen + self.empty.sum()
+        return self.head(x.to(self.head.weight.dtype)).square().mean()
+
+
+def batch(step: int, rank: int, dtype: torch.dtype = torch.float32, size: int = 4) -> Tensor:
+    """The data of one rank at one step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(size, 2, 3, 3, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def make_training(
+    algorithm: Algorithm | None, seed: int = 0, lr: float = 0.05, **options: Any
+) -> tuple[Oddities, torch.optim.Optimizer, gossamer.Replica | None]:
+    """The odd model with AdamW, replicated unless there is no algorithm."""
+    torch.manual_seed(seed)
+    model = Oddities(**options)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, eps=1e-3)
+    return model, optimizer, None if algorithm is None else gossamer.replicate(model, optimizer, algorithm)
+
+
+def train_step(model: Oddities, optimizer: torch.optim.Optimizer, data: Tensor) -> None:
+    """Forward, backward, update."""
+    optimizer.zero_grad()
+    model(data).backward()
+    optimizer.step()
+
+
+def weights(model: nn.Module) -> Tensor:
+    """All parameters as one vector."""
+    return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])

@@ -1,0 +1,167 @@
+"""Runs: what ranks see, what is handed on, and what a failure looks like."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from gossamer.lab import LabSpec, run_lab
+from gossamer.lab.launcher import _BOOT
+
+from .conftest import SOURCES, Run
+
+Lab = Callable[..., Run]
+HERE = LabSpec(hosts=2, shaping="none")
+
+
+def test_each_rank_sees_its_environment(lab: Lab, namespaces: None) -> None:
+    source = """
+        import json, os, socket, sys
+        print(json.dumps(dict(os.environ) | {"argv": sys.argv[1:], "peer": socket.gethostbyname("host1")}))
+        assert os.getpid() == int(os.readlink("/proc/self"))
+        assert sys.stdin.read() == ""
+    """
+    run = lab(LabSpec(hosts=2, procs_per_host=2, rate="200mbit,1gbit"), source, "--epochs", "1", env={"MINE": "yes"})
+    seen = [json.loads(run.stdout(rank)[0]) for rank in range(4)]
+    assert run.result.exit_code == 0
+    assert run.result.shaping == "namespaces"
+    assert [env["RANK"] for env in seen] == ["0", "1", "2", "3"]
+    assert [env["GOSSAMER_LAB_RATE"] for env in seen] == ["200mbit", "200mbit", "1gbit", "1gbit"]
+    assert {(env["MINE"], env["peer"], *env["argv"]) for env in seen} == {("yes", "10.77.0.2", "--epochs", "1")}
+
+
+def test_processes_of_a_host_share_its_network(lab: Lab, namespaces: None) -> None:
+    run = lab(LabSpec(hosts=2, procs_per_host=2), 'import os; print(os.readlink("/proc/self/ns/net"))')
+    spaces = [run.stdout(rank)[0] for rank in range(4)]
+    assert spaces[0] == spaces[1] != spaces[2] == spaces[3]
+
+
+def test_modules_run_too(lab: Lab) -> None:
+    run = lab(HERE, ["-m", "json.tool", "--help"])
+    assert run.result.exit_code == 0
+    assert "usage" in run.stdout(1)[0]
+
+
+def test_lines_stay_whole(lab: Lab) -> None:
+    source = """
+        import os, sys
+        for number in range(200):
+            for part in (f"{os.environ['RANK']} ", "x" * 100, f" {number}\\n"):
+                print(part, end="", flush=True)
+        print("last", end="", file=sys.stderr)
+    """
+    run = lab(HERE, source)
+    for rank in range(2):
+        assert run.stdout(rank) == [f"{rank} {'x' * 100} {number}" for number in range(200)]
+        assert run.stderr(rank) == ["last"]
+
+
+def test_the_first_failure_decides(lab: Lab, tmp_path: object) -> None:
+    """Rank 1 fails first but takes long to be torn down; rank 0 sees that and ends before it, with another code."""
+    source = f"""
+        import atexit, os, pathlib, sys, time
+        flag = pathlib.Path({str(tmp_path)!r}) / "flag"
+        def teardown():
+            flag.touch()
+            time.sleep(0.7)
+        if os.environ["RANK"] == "1":
+            atexit.register(teardown)
+            raise ValueError("the cause")
+        while not flag.exists():
+            time.sleep(0.01)
+        sys.exit("connection closed by peer") if os.environ["RANK"] == "0" else time.sleep(60)
+    """
+    run = lab(LabSpec(hosts=3, shaping="none"), source)
+    assert (run.result.exit_code, run.result.failed_rank, run.result.failed_host) == (1, 1, 1)
+    assert run.result.traceback.startswith("Traceback (most recent call last):")
+    assert run.result.traceback.endswith("ValueError: the cause")
+    assert run.stderr(0) == ["connection closed by peer"]
+
+
+def test_a_rank_killed_by_a_signal(lab: Lab) -> None:
+    source = """
+        import os, signal, time
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    """
+    run = lab(HERE, source)
+    assert (run.result.exit_code, run.result.failed_rank) == (128 + 9, 1)
+
+
+def test_ranks_that_will_not_end_are_killed(lab: Lab) -> None:
+    source = """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(7) if os.environ["RANK"] == "1" else time.sleep(60)
+    """
+    assert lab(HERE, source).result.exit_code == 7
+
+
+def test_timeout(lab: Lab) -> None:
+    run = lab(LabSpec(hosts=2, shaping="none", timeout=0.5), "import time; time.sleep(60)")
+    assert (run.result.exit_code, run.result.timed_out, run.result.failed_rank) == (124, True, None)
+
+
+def test_printed_with_prefix_and_attributed(
+    capfd: pytest.CaptureFixture[str], script: Callable[[str], str], namespaces: None
+) -> None:
+    source = """
+        import os, sys, time
+        print("out")
+        print("err", file=sys.stderr)
+        time.sleep(0.3)
+        if os.environ["RANK"] == "1":
+            sys.exit("no luck")
+    """
+    assert run_lab(LabSpec(hosts=2), [script(source)]).exit_code == 1
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[rank 0] out", "[rank 1] out"]
+    assert {"[rank 0] err", "[rank 1] err", "[rank 1] no luck"} <= set(err.splitlines())
+    assert err.splitlines()[-2:] == ["[rank 1] no luck", "[lab] rank 1 on host 1 failed with exit code 1"]
+
+
+def test_an_error_in_on_line_ends_the_run(script: Callable[[str], str]) -> None:
+    def broken(rank: int, stream: str, line: str) -> None:
+        raise LookupError(line)
+
+    with pytest.raises(LookupError, match="hello"):
+        run_lab(HERE, [script('print("hello"); import time; time.sleep(60)')], on_line=broken)
+
+
+def test_runs_from_a_thread(lab: Lab) -> None:
+    runs: list[Run] = []
+    thread = threading.Thread(target=lambda: runs.append(lab(HERE, "print(1)")))
+    thread.start()
+    thread.join()
+    assert runs[0].result.exit_code == 0
+
+
+def test_bad_commands() -> None:
+    with pytest.raises(ValueError, match="no script to run"):
+        run_lab(HERE, [])
+    with pytest.raises(ValueError, match="unknown option '--rat'"):
+        run_lab(HERE, ["--rat", "2"])
+    with pytest.raises(ValueError, match=r"there is no script 'nowhere\.py'"):
+        run_lab(HERE, ["nowhere.py"])
+
+
+def test_gloo_all_reduce_over_four_hosts(lab: Lab, namespaces: None) -> None:
+    source = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        x = torch.full((1000,), float(dist.get_rank() + 1))
+        dist.all_reduce(x)
+        dist.destroy_process_group()
+        print(x.unique().tolist())
+    """
+    run = lab(LabSpec(hosts=4, rate="200mbit", timeout=240), source)
+    assert [run.stdout(rank) for rank in range(4)] == [["[10.0]"]] * 4
+
+
+def test_the_supervisor_starts_without_torch() -> None:
+    code = _BOOT.replace("main()", "assert not {'torch', 'typer', 'pyroute2'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-P", "-c", code, f"{SOURCES}/gossamer"], check=True)

@@ -1,0 +1,149 @@
+"""Harness: real processes on this machine, each one rank of a Gloo group, started as torchrun would start them.
+
+A *scenario* is a function of a module in this folder that takes a :class:`processes.worker.Here`. One launch runs one
+scenario or many in sequence (importing torch is what costs), and every rank reports what each returned or raised.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TESTS = Path(__file__).parent.parent
+
+
+@dataclass
+class Report:
+    """What one scenario did on one rank: ``error`` is the type and text of what it raised, ``seconds`` how long it took."""
+
+    value: Any = None
+    error: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Process:
+    """One rank of a launch, after its end."""
+
+    rank: int
+    code: int
+    output: str
+    errors: str
+    seconds: float
+    reports: dict[str, Report] = field(default_factory=dict)
+
+
+class Launch:
+    """Processes under way. ``wait()`` ends them all, by force after the timeout: a test never hangs."""
+
+    def __init__(
+        self,
+        module: str,
+        scenarios: Sequence[str],
+        world: int,
+        *,
+        timeout: float = 60.0,
+        arguments: Mapping[str, str] | None = None,
+    ) -> None:
+        self.world, self._end, self._begin = world, time.monotonic() + timeout, time.monotonic()
+        self._folder = tempfile.TemporaryDirectory(prefix="gossamer-test-")
+        self._port = free_port()
+        self._processes = [self._spawn(rank, module, scenarios, arguments or {}) for rank in range(world)]
+
+    def _spawn(self, rank: int, module: str, scenarios: Sequence[str], arguments: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(TESTS),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        environment |= {f"SCENARIO_{key.upper()}": value for key, value in arguments.items()}
+        command = [sys.executable, "-m", "processes.worker", module, ",".join(scenarios), self._folder.name]
+        with self._file(rank, "out").open("wb") as out, self._file(rank, "err").open("wb") as err:
+            return subprocess.Popen(command, env=environment, stdout=out, stderr=err, start_new_session=True)
+
+    def _file(self, rank: int, kind: str) -> Path:
+        return Path(self._folder.name) / f"{rank}.{kind}"
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to one rank."""
+        self._processes[rank].send_signal(number)
+
+    def said(self, rank: int, text: str) -> bool:
+        """Whether a rank has printed ``text`` yet."""
+        return text in self._file(rank, "out").read_text(errors="replace")
+
+    def wait_until_said(self, rank: int, text: str) -> None:
+        """Wait until a rank has printed ``text``."""
+        while not self.said(rank, text) and time.monotonic() < self._end and self._processes[rank].poll() is None:
+            time.sleep(0.02)
+        if not self.said(rank, text):
+            self.wait()
+            raise AssertionError(f"rank {rank} never said {text!r}")
+
+    def wait(self) -> list[Process]:
+        """The ranks, ended. Those that had to be killed for time have the code -9 and say so in ``errors``."""
+        ended: dict[int, float] = {}
+        while len(ended) < self.world and time.monotonic() < self._end:
+            for rank, process in enumerate(self._processes):
+                if rank not in ended and process.poll() is not None:
+                    ended[rank] = time.monotonic() - self._begin
+            time.sleep(0.02)
+        hung = [rank for rank in range(self.world) if rank not in ended]
+        for rank in hung:
+            self._processes[rank].kill()
+            self._processes[rank].wait()
+        result = [self._collect(rank, ended.get(rank, float("inf"))) for rank in range(self.world)]
+        self._folder.cleanup()
+        return result
+
+    def _collect(self, rank: int, seconds: float) -> Process:
+        out = self._file(rank, "out").read_text(errors="replace")
+        err = self._file(rank, "err").read_text(errors="replace")
+        if seconds == float("inf"):
+            err += "\nHUNG: killed by the harness"
+        saved = Path(self._folder.name) / f"{rank}.pt"
+        reports = torch.load(saved, weights_only=False) if saved.exists() else {}
+        reports = {name: Report(**fields) for name, fields in reports.items()}
+        return Process(rank, self._processes[rank].returncode, out, err, seconds, reports)
+
+
+def launch(module: str, scenarios: Sequence[str], world: int, **options: Any) -> list[Process]:
+    """Run scenarios on ``world`` processes and wait for their end."""
+    return Launch(module, scenarios, world, **options).wait()
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def require(processes: Sequence[Process], scenario: str) -> list[Any]:
+    """What a scenario returned on every rank; fails with every rank's own words if any rank did not return."""
+    problems = []
+    for process in processes:
+        report = process.reports.get(scenario)
+        if report is None:
+            problems.append(f"rank {process.rank}: no report (code {process.code})\n{process.errors[-3000:]}")
+        elif report.error:
+            problems.append(f"rank {process.rank}: {report.traceback}")
+    assert not problems, "\n".join(problems)
+    return [process.reports[scenario].value for process in processes]

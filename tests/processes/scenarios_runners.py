@@ -1,0 +1,89 @@
+"""Scenarios: one algorithm file under two runners. Every subgroup of 1 … 5 ranks trains alike; the test compares."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from processes.worker import Here
+from torch import Tensor, nn
+
+import gossamer
+from gossamer.algorithms import Algorithm, registry
+
+WORLDS = (1, 2, 3, 4, 5)
+STEPS = 6
+
+
+def algorithms() -> dict[str, Algorithm]:
+    """Every registered algorithm with its defaults, and with each value of its ``wire``, in small buckets."""
+    made: dict[str, Algorithm] = {}
+    for name, kind in registry().items():
+        made[name] = kind(bucket_bytes=64)
+        if "wire" in kind.__dataclass_fields__:
+            made |= {f"{name} {wire}": kind(bucket_bytes=64, wire=wire) for wire in ("fp32", "fp16", "bf16")}
+    return made
+
+
+class Exact(nn.Module):
+    """A loss that is linear in the parameters, so that a gradient is whatever the batch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        source = torch.Generator().manual_seed(1)
+        self.weights = nn.ParameterList(
+            torch.randint(-32, 32, (size,), generator=source) / 16.0 for size in (7, 40, 1, 16, 33)
+        )
+
+    def forward(self, slopes: list[Tensor]) -> Tensor:
+        return torch.stack([(w * s).sum() for w, s in zip(self.weights, slopes, strict=True)]).sum()
+
+
+def exact_slopes(model: Exact, rank: int, world: int, step: int) -> list[Tensor]:
+    """Multiples of world/64: dividing by the world, adding, and rounding to 16 bits are all exact."""
+    source = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(-4, 5, w.shape, generator=source) * world / 64.0 for w in model.weights]
+
+
+def train_exact(algorithm: Algorithm, rank: int, world: int, **options: Any) -> list[Tensor]:
+    """Gradients and weights after every step."""
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    replica = gossamer.replicate(model, optimizer, algorithm, **options)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(exact_slopes(model, rank, world, step)).backward()
+        seen += [w.grad.clone() for w in model.weights]
+        optimizer.step()
+        seen += [w.detach().clone() for w in model.weights]
+    replica.close()
+    return [*seen, *(w.detach().clone() for w in model.weights)]
+
+
+def train_real(algorithm: Algorithm, rank: int, world: int, **options: Any) -> list[Tensor]:
+    """The weights of a small network in float64 after training on random numbers."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 3)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    replica = gossamer.replicate(model, optimizer, algorithm, **options)
+    for step in range(10):
+        source = torch.Generator().manual_seed(100 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(8, 10, generator=source, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    replica.close()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def every_world(here: Here) -> dict[tuple[str, str, int], list[Tensor]]:
+    """What this rank saw with every algorithm in every world that it belongs to."""
+    seen = {}
+    for world in WORLDS:
+        group = dist.new_group(list(range(world)))
+        if here.rank >= world:
+            continue
+        for name, algorithm in algorithms().items():
+            options = {"group": group, "timeout": 30.0}
+            seen["exact", name, world] = train_exact(algorithm, here.rank, world, **options)
+            seen["real", name, world] = train_real(algorithm, here.rank, world, **options)
+    return seen

@@ -1,0 +1,42 @@
+"""One algorithm file, two runners: real processes and loopback agree, bit by bit where sums are exact."""
+
+from typing import Any
+
+import pytest
+import torch
+from processes.harness import launch, require
+from processes.scenarios_runners import WORLDS, algorithms, train_exact, train_real
+
+from gossamer import loopback
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[Any]:
+    return require(launch("scenarios_runners", ["every_world"], max(WORLDS), timeout=120), "every_world")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", sorted(algorithms()))
+def test_exact_sums_are_bit_equal(seen: list[Any], name: str, world: int) -> None:
+    inside = loopback(lambda rank: train_exact(algorithms()[name], rank, world), world)
+    for rank in range(world):
+        outside = seen[rank]["exact", name, world]
+        assert len(outside) == len(inside[rank])
+        assert all(torch.equal(a, b) for a, b in zip(outside, inside[rank], strict=True)), f"rank {rank}"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", sorted(name for name, a in algorithms().items() if a.exact and "16" not in name))
+def test_exact_algorithms_agree_on_real_data(seen: list[Any], name: str, world: int) -> None:
+    inside = loopback(lambda rank: train_real(algorithms()[name], rank, world), world)
+    for rank in range(world):
+        for outside, here in zip(seen[rank]["real", name, world], inside[rank], strict=True):
+            torch.testing.assert_close(outside, here, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_replicas_of_exact_algorithms_are_bit_identical(seen: list[Any], world: int) -> None:
+    for name, algorithm in algorithms().items():
+        if algorithm.subject == "gradients":
+            for rank in range(world):
+                assert all(map(torch.equal, seen[rank]["real", name, world], seen[0]["real", name, world])), name

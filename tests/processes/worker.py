@@ -1,0 +1,101 @@
+"""Worker: one rank of a launch. Runs the named scenarios of a module in sequence and saves a report of each."""
+
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import gossamer
+
+GROUP_TIMEOUT = 60.0
+
+
+@dataclass
+class Here:
+    """Where a scenario runs. Replicas that it makes with :meth:`replicate` are closed after it."""
+
+    rank: int
+    world: int
+    replicas: list[gossamer.Replica] = field(default_factory=list)
+
+    def replicate(self, *arguments: Any, **options: Any) -> gossamer.Replica:
+        """``gossamer.replicate`` with a short timeout: a bug is an error here, not a hang."""
+        replica = gossamer.replicate(*arguments, **{"timeout": 30.0} | options)
+        self.replicas.append(replica)
+        return replica
+
+    def close(self) -> None:
+        """Close every replica of the scenario; one whose run has failed may say so again."""
+        for replica in self.replicas:
+            try:
+                replica.close()
+            except gossamer.GossamerError:
+                continue
+        self.replicas.clear()
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor of every rank, in order."""
+        rows = [torch.empty_like(tensor) for _ in range(self.world)]
+        dist.all_gather(rows, tensor.detach().contiguous())
+        return rows
+
+    def argument(self, name: str) -> str:
+        """An argument of the launch."""
+        return os.environ[f"SCENARIO_{name.upper()}"]
+
+    def say(self, text: str) -> None:
+        """Print a line that the test waits for."""
+        print(text, flush=True)
+
+
+def main() -> None:
+    """Run the scenarios named on the command line."""
+    module, names, folder = sys.argv[1:4]
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    scenarios = importlib.import_module(f"processes.{module}")
+    group_timeout = float(os.environ.get("SCENARIO_GROUP_TIMEOUT", GROUP_TIMEOUT))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=group_timeout))
+    here, reports, listed = Here(rank, world), {}, names.split(",")
+    for name in listed:
+        reports[name] = attempt(getattr(scenarios, name), here)
+        torch.save(reports, saved := Path(folder) / f"{rank}.partial")
+        saved.rename(saved.with_suffix(".pt"))
+        if name != listed[-1]:
+            meet(rank, world, name)
+    if reports[listed[-1]]["error"] and len(listed) == 1:
+        sys.exit(1)
+
+
+def attempt(scenario: Callable[[Here], Any], here: Here) -> dict[str, Any]:
+    """Run one scenario; what it returned or raised."""
+    begin, report = time.monotonic(), {"value": None, "error": "", "traceback": ""}
+    torch.manual_seed(0)
+    try:
+        report["value"] = scenario(here)
+    except Exception as error:
+        report |= {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    report["seconds"] = time.monotonic() - begin
+    here.close()
+    return report
+
+
+def meet(rank: int, world: int, name: str) -> None:
+    """Wait for the others through the store: it works whatever state the last scenario left the groups in."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"met/{name}/{rank}", "1")
+    store.wait([f"met/{name}/{other}" for other in range(world)], timedelta(seconds=90))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""The clocked runner against closed forms, written out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gossamer import AllReduce, Gossip
+from gossamer.algorithms import Algorithm
+from gossamer.algorithms.base import Context
+from gossamer.buckets import Bucket
+from gossamer.comm.ops import Flow, Permute, all_reduce, decide, start, wait
+from gossamer.comm.topology import shift
+from gossamer.errors import ConfigurationError
+from gossamer.simulate import Compute, Link, StepTime, step_time
+from gossamer.state import State
+
+from ..contracts.cases import algorithms
+
+BANDWIDTH, LATENCY, BYTES = 1e9, 1e-3, 4_000_000
+
+
+def tensors(*numels: int) -> nn.Module:
+    """A model that is nothing but fp32 parameters of these sizes, on no device: ``0``, ``1`` … in forward order."""
+    return nn.ParameterList(torch.empty(n, device="meta") for n in numels)
+
+
+def ring(nbytes: float, world: int) -> float:
+    """Seconds on the wire of a ring all-reduce, latencies apart."""
+    return 8 * 2 * (world - 1) / world * nbytes / BANDWIDTH
+
+
+def run(model: nn.Module, algorithm: Algorithm, world: int, compute: Compute | None = None, **options) -> StepTime:
+    link = Link(bandwidth=BANDWIDTH, latency=options.pop("latency", LATENCY))
+    return step_time(
+        model, algorithm, world=world, link=link, compute=compute or Compute(forward=0.03, backward=0.07), **options
+    )
+
+
+def seconds(*args, **options) -> float:
+    return run(*args, **options).step_seconds
+
+
+def close(value: float, slack: float = 1e-6) -> object:
+    """Equal but for the few bytes of the agreement on used parameters, which the closed forms leave out."""
+    return pytest.approx(value, abs=slack, rel=1e-9)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3, 8, 64])
+def test_one_bucket_and_nothing_to_overlap(world: int) -> None:
+    result = run(tensors(10**6), AllReduce(), world)
+    rounds = 2 * (world - 1)
+    assert result.step_seconds == close(0.1 + ring(BYTES, world) + rounds * LATENCY)
+    assert result.exposed_seconds == pytest.approx(result.step_seconds - 0.1)
+    assert result.bytes_per_step == pytest.approx(2 * (world - 1) / world * BYTES, abs=10)
+    assert result.messages_per_step == 2 * rounds  # the bucket's, and the agreement's
+    assert result.wire_seconds == pytest.approx(8 * result.bytes_per_step / BANDWIDTH)
+
+
+def test_a_world_of_one_only_computes() -> None:
+    for algorithm in algorithms():
+        result = run(tensors(1000, 10), algorithm, 1, Compute(forward=0.1, backward=0.2, optimizer=0.05))
+        assert result.step_seconds == pytest.approx(0.35)
+        assert result.bytes_per_step == 0
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_what_is_ready_early_is_hidden(lanes: int) -> None:
+    """The first bucket (parameter 1, at 0.02 of 0.07 s) is gone before the second, small one comes."""
+    compute = Compute(forward=0.03, backward=0.07, ready={"1": 0.02, "0": 0.07})
+    assert ring(BYTES, 4) + 6 * LATENCY < 0.07
+    model, algorithm = tensors(1000, 10**6), AllReduce(bucket_bytes=1)
+    begin = 0.03 + max(0.07, 0.02 + ring(BYTES, 4) + (6 * LATENCY if lanes == 1 else 0))
+    assert seconds(model, algorithm, 4, compute, lanes=lanes) == close(begin + ring(4000, 4) + 6 * LATENCY)
+
+
+def test_the_wire_is_the_limit() -> None:
+    """Two large buckets, the first one early: the wire is busy from then on, and latency counts once."""
+    compute = Compute(forward=0.03, backward=0.07, ready={"1": 0.02, "0": 0.07})
+    result = run(tensors(4 * 10**6, 4 * 10**6), AllReduce(bucket_bytes=1), 4, compute)
+    assert result.step_seconds == close(0.03 + 0.02 + 2 * ring(4 * BYTES, 4) + 6 * LATENCY)
+    assert result.bound_seconds == result.wire_seconds
+
+
+def test_an_order_of_launch_is_kept() -> None:
+    """A bucket that is ready late holds back those behind it in the plan: here none is, as the plan was learned."""
+    compute = Compute(forward=0, backward=0.1, ready={"0": 0.01, "1": 0.1})
+    late_first = Compute(forward=0, backward=0.1, ready={"0": 0.1, "1": 0.01})
+    model, algorithm = tensors(10**6, 1000), AllReduce(bucket_bytes=1)
+    assert seconds(model, algorithm, 4, compute) == close(0.1 + ring(4000, 4) + 6 * LATENCY)
+    assert seconds(model, algorithm, 4, late_first) == close(0.1 + ring(BYTES, 4) + 6 * LATENCY)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4])
+def test_lanes_overlap_latencies(lanes: int) -> None:
+    """Four tiny buckets at once: as many rounds one after the other as the fullest lane has buckets."""
+    result = run(tensors(1, 1, 1, 1), AllReduce(bucket_bytes=1), 8, lanes=lanes)
+    assert result.step_seconds == close(0.1 + -(-4 // lanes) * 14 * LATENCY, slack=1e-5)
+
+
+def test_the_optimizer_waits_for_the_gradients() -> None:
+    compute = Compute(forward=0.03, backward=0.07, optimizer=0.5)
+    assert seconds(tensors(10**6), AllReduce(), 4, compute) == close(0.6 + ring(BYTES, 4) + 6 * LATENCY)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_gossip_hides_behind_the_next_step() -> None:
+    compute = Compute(forward=0.03, backward=0.07, optimizer=0.01)
+    result = run(tensors(10**6), Gossip(wire="fp32"), 4, compute)
+    assert (result.step_seconds, result.exposed_seconds) == (pytest.approx(0.11), 0)
+    assert (result.bytes_per_step, result.messages_per_step) == (BYTES, 1)
+
+
+def test_gossip_on_a_slow_wire() -> None:
+    """The exchange has forward and backward to hide behind, not the optimizer."""
+    compute = Compute(forward=0.03, backward=0.07, optimizer=0.01)
+    result = run(tensors(10**8), Gossip(wire="fp32"), 4, compute)
+    assert result.step_seconds == pytest.approx(8 * 4e8 / BANDWIDTH + LATENCY + 0.01)
+
+
+def test_gossip_costs_the_same_in_any_world() -> None:
+    times = {world: run(tensors(10**8, 10), Gossip(), world) for world in (2, 3, 8, 100)}
+    assert len(set(times.values())) == 1
+    assert seconds(tensors(10**6), AllReduce(), 100) > 2 * seconds(tensors(10**6), AllReduce(), 8)
+
+
+# -- flows of every shape ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Messages(Algorithm, register=False):
+    """Sends the bucket five times, at once or one after the other."""
+
+    together: bool
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        handles = []
+        for _ in range(5):
+            handles.append((yield start(Permute(bucket.flat, shift(1, ctx.world)))))
+            if not self.together:
+                yield wait(handles[-1])
+        for handle in reversed(handles):
+            result = yield wait(handle)
+        return result
+
+
+def test_outstanding_operations_share_a_latency() -> None:
+    wire = 5 * 8 * BYTES / BANDWIDTH
+    # Behind the payload, the agreement on used parameters takes two rounds; five messages in turn take five.
+    assert seconds(tensors(10**6), Messages(together=True), 2) == close(0.1 + wire + 2 * LATENCY)
+    assert seconds(tensors(10**6), Messages(together=False), 2) == close(0.1 + wire + 5 * LATENCY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(Algorithm, register=False):
+    """Communicates like PowerSGD of rank 1: twice inside one exchange."""
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        matrix = bucket.flat.view(1000, -1)
+        p = yield from all_reduce(matrix @ matrix[0])
+        q = yield from all_reduce(matrix.t() @ p)
+        return torch.outer(p, q).view(-1)
+
+
+def test_an_exchange_that_communicates_twice() -> None:
+    sent = ring(4 * 1000, 4) + ring(4 * 5000, 4)
+    assert seconds(tensors(5 * 10**6), LowRank(), 4) == close(0.1 + sent + 2 * 6 * LATENCY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finishing(AllReduce, register=False):
+    """Sends as much again once the step's buckets are through."""
+
+    subject: ClassVar[Literal["gradients", "weights"]] = "gradients"
+
+    def finish(self, buckets: Sequence[Bucket], state: State, ctx: Context) -> Flow[None]:
+        state["norms"] = state["norms"] + 1
+        yield from all_reduce(torch.cat([bucket.flat for bucket in buckets]))
+
+
+def test_what_belongs_to_the_step_comes_after_its_buckets() -> None:
+    assert seconds(tensors(10**6), Finishing(), 4) == close(0.1 + 2 * (ring(BYTES, 4) + 6 * LATENCY))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deciding(Algorithm, register=False):
+    """Communicates only if it decides to, which needs a value."""
+
+    default: bool
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        if (yield decide("is it large", self.default, lambda: bool(bucket.flat.norm() > 1))):
+            yield from all_reduce(bucket.flat.clone())
+        return bucket.flat
+
+
+def test_decisions_take_the_default() -> None:
+    assert run(tensors(10**6), Deciding(default=False), 4).bytes_per_step < 10
+    assert run(tensors(10**6), Deciding(default=True), 4).bytes_per_step > BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cycling(AllReduce, register=False):
+    """Communicates every fourth step, as local SGD does."""
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        return (yield from super().exchange(bucket, state, ctx)) if ctx.step % 4 == 0 else bucket.flat
+
+
+def test_the_mean_is_over_steps() -> None:
+    small, large = 14 * LATENCY, ring(BYTES, 8) + 14 * LATENCY
+    assert seconds(tensors(10**6), Cycling(), 8, steps=4) == close(0.1 + (3 * small + large) / 4)
+
+
+# -- laws -------------------------------------------------------------------------------------------------------------
+
+sizes = st.lists(st.integers(0, 300_000), min_size=1, max_size=6)
+links = st.builds(Link, bandwidth=st.floats(1e7, 1e11), latency=st.floats(0, 0.01))
+
+
+@pytest.mark.parametrize("algorithm", algorithms(), ids=repr)
+@settings(max_examples=25, deadline=None)
+@given(sizes, st.integers(1, 9), links, st.floats(1.01, 10), st.integers(1, 3))
+def test_more_bandwidth_never_hurts_and_no_step_beats_the_bound(
+    algorithm: Algorithm, numels: list[int], world: int, link: Link, factor: float, lanes: int
+) -> None:
+    model = tensors(*numels)
+    compute = Compute.uniform(model, forward=0.01, backward=0.02, optimizer=0.001)
+    slow = step_time(model, algorithm, world=world, link=link, compute=compute, lanes=lanes)
+    faster = Link(bandwidth=link.bandwidth * factor, latency=link.latency)
+    fast = step_time(model, algorithm, world=world, link=faster, compute=compute, lanes=lanes)
+    assert fast.step_seconds <= slow.step_seconds + 8 * 100 / link.bandwidth
+    assert fast.bytes_per_step == slow.bytes_per_step
+    for result in (slow, fast):
+        assert result.step_seconds >= result.bound_seconds * (1 - 1e-9)
+        assert result.step_seconds == pytest.approx(result.compute_seconds + result.exposed_seconds)
+
+
+# -- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def test_uniform_profile_goes_backwards_in_proportion_to_size() -> None:
+    compute = Compute.uniform(tensors(10, 30, 60), forward=1, backward=10)
+    assert compute.ready == pytest.approx({"2": 6.0, "1": 9.0, "0": 10.0})
+
+
+def test_layered_profile() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
+    compute = Compute.layered(model, {"0": (1, 2), "1": (0.5, 0.25), "2": (1, 1), "2.1": (2, 4)}, optimizer=3)
+    assert compute.ready == {"2.1.weight": 4, "2.1.bias": 4, "2.0.weight": 5, "2.0.bias": 5, "0.weight": 7.25, "0.bias": 7.25}
+    assert (compute.forward, compute.backward, compute.seconds) == (4.5, 7.25, 14.75)
+    with pytest.raises(ConfigurationError, match=r"'2\.0\.weight' belongs to none"):
+        Compute.layered(model, {"0": (1, 2)})
+
+
+def test_frozen_parameters_do_not_travel() -> None:
+    model = tensors(10, 1000)
+    model[1].requires_grad_(False)
+    assert run(model, Gossip(wire="fp32"), 2, Compute.uniform(model, forward=1, backward=1)).bytes_per_step == 40
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Link(bandwidth=0),
+        lambda: Link(bandwidth=float("nan")),
+        lambda: Link(latency=-1),
+        lambda: Link(latency=float("inf")),
+        lambda: Compute(forward=-1, backward=0),
+        lambda: Compute(forward=float("nan"), backward=0),
+        lambda: Compute(forward=0, backward=1, ready={"0": 2}),
+        lambda: run(tensors(1), AllReduce(), 0),
+        lambda: run(tensors(1), AllReduce(), 2, lanes=0),
+        lambda: run(tensors(1), AllReduce(), 2, steps=0),
+        lambda: run(tensors(1), AllReduce(), 2, warmup=-1),
+        lambda: run(tensors(1), AllReduce(), 2, Compute(forward=0, backward=1, ready={"1": 1})),
+        lambda: run(tensors(1), AllReduce(), 2, buffers="none"),
+    ],
+)
+def test_nonsense_is_refused(make) -> None:
+    with pytest.raises(ConfigurationError):
+        make()

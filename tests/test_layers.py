@@ -1,0 +1,95 @@
+"""Who may import whom, read from the source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import gossamer
+
+ROOT = Path(gossamer.__file__).parent
+SOURCES = sorted(ROOT.rglob("*.py"))
+
+
+def place(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> set[str]:
+    """Every module or name that a file imports, in full, wherever in the file; and every ``torch.…`` it spells out."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{place(path)}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        elif isinstance(node, ast.Attribute):
+            spelled = ast.unparse(node)
+            found |= {spelled} if spelled.startswith("torch.") else set()
+    return found
+
+
+IMPORTS = {place(path): imports(path) for path in SOURCES}
+
+
+def offenders(inside: str, *forbidden: str) -> list[str]:
+    """Files of a folder (or a file) that import one of these modules, or anything below them."""
+    return [
+        f"{name} imports {module}"
+        for name, modules in IMPORTS.items()
+        if name.startswith(inside)
+        for module in modules
+        if any(module == each or module.startswith(f"{each}.") for each in forbidden)
+    ]
+
+
+def test_the_reader_sees_imports() -> None:
+    """Else the tests below could not fail."""
+    assert offenders("comm/torch_runner.py", "torch.distributed")
+    assert offenders("comm/connect.py", "gossamer.comm.torch_runner"), "inside a function, too"
+    assert not offenders("algorithms/", "gossamer.simulate")
+
+
+def test_only_the_torch_runner_knows_the_network() -> None:
+    allowed = ("comm/torch_", "lanes.py", "bench/")
+    assert [line for line in offenders("", "torch.distributed") if not line.startswith(allowed)] == []
+
+
+UPPER = [f"gossamer.{name}" for name in ("sync", "replica", "replicate", "lanes", "lab", "bench", "simulate", "plan", "cli")]
+
+
+@pytest.mark.parametrize("folder", ["algorithms/", "codecs/", "comm/ops.py", "comm/flow.py", "buckets.py", "state.py"])
+def test_what_an_algorithm_is_made_of_knows_nothing_above(folder: str) -> None:
+    transports = [
+        f"gossamer.comm.{name}" for name in ("runner", "loopback", "connect", "bulletin", "torch_runner", "torch_ports")
+    ]
+    assert offenders(folder, *UPPER, *transports) == []
+
+
+def test_codecs_know_no_algorithm() -> None:
+    assert offenders("codecs/", "gossamer.algorithms", "gossamer.comm") == []
+
+
+def test_transports_know_no_algorithm() -> None:
+    assert offenders("comm/", *(u for u in UPPER if u != "gossamer.lanes"), "gossamer.algorithms", "gossamer.codecs") == []
+
+
+def test_topology_imports_nothing_of_ours() -> None:
+    assert offenders("comm/topology.py", "gossamer", "torch") == []
+
+
+def test_the_lab_itself_needs_no_torch() -> None:
+    assert (
+        offenders("lab/", "torch", *(f"gossamer.{name}" for name in ("algorithms", "comm", "sync", "replica", "replicate")))
+        == []
+    )
+
+
+def test_simulation_needs_no_network() -> None:
+    assert offenders("simulate/", "gossamer.comm.torch_runner", "gossamer.comm.torch_ports", "gossamer.replica") == []
+
+
+def test_only_what_a_user_starts_knows_the_tools() -> None:
+    tools = ("gossamer.lab", "gossamer.bench", "gossamer.cli")
+    assert [line for line in offenders("", *tools) if not line.startswith(("lab/", "bench/", "cli.py"))] == []

@@ -1,0 +1,53 @@
+"""The public surface is one list; importing it is cheap."""
+
+import statistics
+import subprocess
+import sys
+
+import gossamer
+from gossamer.algorithms import registry
+
+PUBLIC = {
+    "Algorithm",
+    "AllReduce",
+    "CommunicationError",
+    "CommunicationTimeout",
+    "ConfigurationError",
+    "DisagreementError",
+    "GossamerError",
+    "Gossip",
+    "PeerLeftError",
+    "Replica",
+    "UsageError",
+    "__version__",
+    "loopback",
+    "replicate",
+}
+
+
+def test_the_public_surface_is_this_list() -> None:
+    assert set(gossamer.__all__) == PUBLIC
+    assert gossamer.__all__ == sorted(gossamer.__all__)
+    assert all(getattr(gossamer, name) is not None for name in PUBLIC)
+
+
+def test_every_algorithm_is_public() -> None:
+    assert {cls.__name__ for cls in registry().values() if cls.__module__.startswith("gossamer.")} <= PUBLIC
+
+
+def test_importing_costs_at_most_a_third_of_a_second_beyond_torch() -> None:
+    """CPU time of the process, so that a busy machine does not matter; the median of three."""
+    code = "import time, torch; begin = time.process_time(); import gossamer; print(time.process_time() - begin)"
+    seconds = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3)]
+    assert statistics.median(seconds) <= 0.3
+
+
+def test_importing_starts_nothing() -> None:
+    """No thread, no process group, no compiler, none of the tools."""
+    code = """
+import sys, threading, gossamer
+assert threading.active_count() == 1
+heavy = ["torch._dynamo", "torch._inductor", "typer", "rich", "matplotlib", "scipy", "pyroute2", "gossamer.lab", "gossamer.bench"]
+assert not [name for name in heavy if name in sys.modules], [name for name in heavy if name in sys.modules]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
