@@ -67,8 +67,10 @@ class Remembering(Algorithm, register=False):
     where: str = "exchange"
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        smooth = 0.5 * (state["smooth"] if "smooth" in state else torch.zeros_like(bucket.flat, dtype=torch.float32))
-        state["smooth"] = smooth + bucket.flat.float() / 2
+        smooth = (1 + ctx.step / 8) * (
+            state["smooth"] if "smooth" in state else torch.zeros_like(bucket.flat, dtype=torch.float32)
+        )
+        state["smooth"] = smooth / 2 + bucket.flat.float() / 2
         if self.where == "exchange" and ctx.step == self.fails_at and bucket.index == 1:
             raise ConnectionError("exchange failed")
         mean = yield from all_reduce(state["smooth"] / ctx.world)
@@ -178,9 +180,28 @@ def test_weight_states_of_any_dtype_are_put_back() -> None:
     parameters = dict(Oddities(dtype=torch.bfloat16).named_parameters())
     runner = solo_runner()
     syncs = [WeightSync(runner, RememberingWeights(), parameters, Statistics(runner)) for _ in range(2)]
-    for state in syncs[0].states:
-        state["smooth"] = torch.rand(syncs[0].buckets[0].flat.shape, dtype=torch.float32)
+    for bucket, state in zip(syncs[0].buckets, syncs[0].states, strict=True):
+        state["smooth"] = torch.rand(bucket.flat.shape, dtype=torch.float32)
         state.commit()
     syncs[1].load_state_by_name(syncs[0].state_by_name())
     for one, other in zip(syncs[0].states, syncs[1].states, strict=True):
         assert same_bits(one["smooth"], other["smooth"])
+
+
+@pytest.mark.parametrize("where", ["exchange", "finish"])
+def test_an_aborted_exchange_of_weights_is_forgotten(where: str) -> None:
+    runner, parameters = solo_runner(), dict(Oddities().named_parameters())
+    sync = WeightSync(runner, RememberingWeights(bucket_bytes=200, fails_at=1, where=where), parameters, Statistics(runner))
+
+    def step(number: int) -> list[Tensor]:
+        sync.launch(number)
+        sync.land()
+        return [state["smooth"].clone() for state in sync.states]
+
+    before = step(0)
+    with pytest.raises(ConnectionError, match=where):
+        step(1)
+    assert all(same_bits(state["smooth"], kept) for state, kept in zip(sync.states, before, strict=True))
+    sync.land()
+    assert all(not same_bits(after, kept) for after, kept in zip(step(2), before, strict=True) if kept.any())
+    assert sync.step_state["steps"] == 2

@@ -208,16 +208,16 @@ class Replica:
 
     def _synchronise_buffers(self) -> None:
         if self._backward.synchronise:
-            self._join.announce(Event.BUFFERS)
+            source = self._join.announce(Event.BUFFERS)
             with self._statistics.exposed():
-                synchronise_buffers(self._runner, self._model, self._buffers)
+                synchronise_buffers(self._runner, self._model, self._buffers, source)
 
     # -- what a rank does whose data have ended -----------------------------------------------------------------
 
-    def _mirror_buffers(self, index: int) -> None:
-        synchronise_buffers(self._runner, self._model, self._buffers)
+    def _mirror_buffers(self, index: int, source: int) -> None:
+        synchronise_buffers(self._runner, self._model, self._buffers, source)
 
-    def _mirror_backward(self, index: int) -> None:
+    def _mirror_backward(self, index: int, source: int) -> None:
         for parameter in self._trainable.values():
             parameter.grad = None
         if self._gradients is not None:
@@ -226,7 +226,7 @@ class Replica:
         for parameter in self._trainable.values():
             parameter.grad = None
 
-    def _mirror_weights(self, index: int) -> None:
+    def _mirror_weights(self, index: int, source: int) -> None:
         self._weights[index].launch(self.step)
 
     def _conclude_join(self, last: int) -> None:

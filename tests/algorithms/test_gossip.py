@@ -40,5 +40,6 @@ def test_the_consensus_is_as_close_as_the_wire_is_precise(wire: str, floor: floa
 def test_one_message_per_step_in_any_world(world: int) -> None:
     tape: dict = {}
     exchange(tap(Gossip(), tape), [noise(world, 50)])
-    assert [line for line in tape[0, 0] if line.startswith("start")][0].startswith("start permute(bfloat16[50]")
-    assert len(tape[0, 0]) == world * len(["start", "wait", "returns"])
+    sent = [line for line in tape[0, 0] if line.startswith("start")]
+    assert len(sent) == world
+    assert all(line.startswith("start permute(bfloat16[50], to=") for line in sent)

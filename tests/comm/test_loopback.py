@@ -218,13 +218,20 @@ def test_the_callers_generators_are_left_alone() -> None:
     assert draws() == expected
 
 
-def test_the_number_of_computing_threads_is_the_callers() -> None:
+def test_ranks_compute_with_the_callers_number_of_threads() -> None:
+    """Sums depend on it; kernels of oneDNN read it from the thread that calls them, not from torch."""
+
+    def bits() -> Tensor:
+        torch.manual_seed(0)
+        layer = nn.Conv2d(2, 3, 3, padding=1).to(memory_format=torch.channels_last)
+        layer(torch.randn(64, 2, 8, 8)).square().mean().backward()
+        return layer.weight.grad
+
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
-        assert loopback(lambda rank: torch.get_num_threads(), 2) == [1, 1]
-        torch.set_num_threads(2)
-        assert loopback(lambda rank: torch.get_num_threads(), 2) == [2, 2]
+        for cores in (1, 2):
+            torch.set_num_threads(cores)
+            assert torch.equal(loopback(lambda rank: bits(), 2)[1], bits())
     finally:
         torch.set_num_threads(before)
 

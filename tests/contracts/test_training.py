@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 import gossamer
 from gossamer import Gossip, loopback
-from gossamer.algorithms import Algorithm, AllReduce, registry
+from gossamer.algorithms import Algorithm, registry
 
 from .cases import WORLDS, algorithms, batch, make_training, same_bits, train_step, weights
 
 everyone = pytest.mark.parametrize("algorithm", algorithms(bucket_bytes=200), ids=repr)
 of_gradients = pytest.mark.parametrize("algorithm", algorithms("gradients", bucket_bytes=200), ids=repr)
+exact = [cls(bucket_bytes=200) for cls in registry().values() if cls.exact]
 of_weights = pytest.mark.parametrize("algorithm", algorithms("weights", bucket_bytes=200), ids=repr)
 
 
@@ -55,7 +56,7 @@ def test_replicas_stay_close(algorithm: Algorithm, world: int, dtypes: tuple[tor
     assert together.std(0).norm() < 0.6 * alone.std(0).norm()
 
 
-@pytest.mark.parametrize("algorithm", [cls(bucket_bytes=200) for cls in registry().values() if cls.exact], ids=repr)
+@pytest.mark.parametrize("algorithm", exact, ids=repr)
 @pytest.mark.parametrize("world", WORLDS)
 def test_exact_algorithms_equal_one_worker_with_the_whole_batch(algorithm: Algorithm, world: int) -> None:
     model, optimizer, _ = make_training(None, dtype=torch.float64)
@@ -65,12 +66,12 @@ def test_exact_algorithms_equal_one_worker_with_the_whole_batch(algorithm: Algor
     assert (replicas[0] - weights(model)).abs().max() < 1e-10
 
 
-@everyone
+@pytest.mark.parametrize("algorithm", [*algorithms("weights"), *exact], ids=repr)
 def test_a_world_of_one_trains_as_alone(algorithm: Algorithm) -> None:
-    alone, one = train(None, 0, 5), train(algorithm, 0, 5)
-    assert same_bits(train(algorithm, 0, 5), loopback(lambda rank: train(algorithm, rank, 5), 1)[0])
-    if algorithm.subject == "weights" or algorithm == type(algorithm)(bucket_bytes=200) and type(algorithm).exact:
-        assert same_bits(alone, one)
+    """With and without a loopback world around it."""
+    alone = train(None, 0, 5)
+    assert same_bits(train(algorithm, 0, 5), alone)
+    assert same_bits(loopback(lambda rank: train(algorithm, rank, 5), 1)[0], alone)
 
 
 @of_weights
@@ -81,7 +82,7 @@ def test_equal_data_make_gossip_the_identity(algorithm: Algorithm, world: int) -
 
 
 @everyone
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("world", WORLDS)
 def test_a_run_resumes_bit_identically(algorithm: Algorithm, world: int) -> None:
     """Saved in mid-run and loaded into new objects made from another seed: the rest of the run is the same."""
 

@@ -70,7 +70,6 @@ class Launch:
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": str(TESTS),
             "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         environment |= {f"SCENARIO_{key.upper()}": value for key, value in arguments.items()}
         command = [sys.executable, "-m", "processes.worker", module, ",".join(scenarios), self._folder.name]

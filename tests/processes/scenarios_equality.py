@@ -4,14 +4,14 @@ import copy
 from typing import Any
 
 import torch
-from processes import workloads
-from processes.twins import assert_same_on_all_ranks, difference, values
-from processes.worker import Here
-from processes.workloads import Workload
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gossamer import AllReduce
+from processes import workloads
+from processes.twins import assert_same_on_all_ranks, difference, values
+from processes.worker import Here
+from processes.workloads import Workload
 
 STEPS = 20
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from processes.worker import Here
 from torch import Tensor, nn
 
 import gossamer
 from gossamer.algorithms import Algorithm, registry
+from processes.worker import Here
 
 WORLDS = (1, 2, 3, 4, 5)
 STEPS = 6
@@ -30,9 +30,7 @@ class Exact(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         source = torch.Generator().manual_seed(1)
-        self.weights = nn.ParameterList(
-            torch.randint(-32, 32, (size,), generator=source) / 16.0 for size in (7, 40, 1, 16, 33)
-        )
+        self.weights = nn.ParameterList(torch.randint(-32, 32, (size,), generator=source) / 16.0 for size in (7, 40, 1, 16, 33))
 
     def forward(self, slopes: list[Tensor]) -> Tensor:
         return torch.stack([(w * s).sum() for w, s in zip(self.weights, slopes, strict=True)]).sum()

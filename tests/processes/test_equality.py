@@ -1,6 +1,7 @@
 """Exact all-reduce equals DDP on real workloads, in real processes."""
 
 import pytest
+
 from processes.harness import launch, require
 
 BOUND_CONVNET = 1e-6

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from processes.harness import Process, launch, require
 
 MODULE = "scenarios_features"

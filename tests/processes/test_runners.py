@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from processes.harness import launch, require
-from processes.scenarios_runners import WORLDS, algorithms, train_exact, train_real
 
 from gossamer import loopback
+from processes.harness import launch, require
+from processes.scenarios_runners import WORLDS, algorithms, train_exact, train_real
 
 
 @pytest.fixture(scope="module")

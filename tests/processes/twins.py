@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from processes.worker import Here
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import gossamer
 from gossamer import AllReduce
+from processes.worker import Here
 
 Build = Callable[[], tuple[nn.Module, Sequence[Optimizer]]]
 

@@ -26,6 +26,7 @@ class Here:
 
     rank: int
     world: int
+    folder: Path
     replicas: list[gossamer.Replica] = field(default_factory=list)
 
     def replicate(self, *arguments: Any, **options: Any) -> gossamer.Replica:
@@ -49,6 +50,12 @@ class Here:
         dist.all_gather(rows, tensor.detach().contiguous())
         return rows
 
+    def save(self, reports: dict[str, Any]) -> None:
+        """Hand reports to the test, even if this process is killed a moment later."""
+        partial = self.folder / f"{self.rank}.partial"
+        torch.save(reports, partial)
+        partial.rename(self.folder / f"{self.rank}.pt")
+
     def argument(self, name: str) -> str:
         """An argument of the launch."""
         return os.environ[f"SCENARIO_{name.upper()}"]
@@ -64,17 +71,13 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     scenarios = importlib.import_module(f"processes.{module}")
-    group_timeout = float(os.environ.get("SCENARIO_GROUP_TIMEOUT", GROUP_TIMEOUT))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=group_timeout))
-    here, reports, listed = Here(rank, world), {}, names.split(",")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
+    here, reports, listed = Here(rank, world, Path(folder)), {}, names.split(",")
     for name in listed:
         reports[name] = attempt(getattr(scenarios, name), here)
-        torch.save(reports, saved := Path(folder) / f"{rank}.partial")
-        saved.rename(saved.with_suffix(".pt"))
+        here.save(reports)
         if name != listed[-1]:
             meet(rank, world, name)
-    if reports[listed[-1]]["error"] and len(listed) == 1:
-        sys.exit(1)
 
 
 def attempt(scenario: Callable[[Here], Any], here: Here) -> dict[str, Any]:
@@ -84,10 +87,19 @@ def attempt(scenario: Callable[[Here], Any], here: Here) -> dict[str, Any]:
     try:
         report["value"] = scenario(here)
     except Exception as error:
+        if getattr(scenario, "ends_the_process", False):
+            raise
         report |= {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
     report["seconds"] = time.monotonic() - begin
-    here.close()
+    if not getattr(scenario, "ends_the_process", False):
+        here.close()
     return report
+
+
+def ends_the_process(scenario: Callable[[Here], Any]) -> Callable[[Here], Any]:
+    """Mark a scenario as a script of its own: what it raises is not caught, and its replicas are not closed."""
+    scenario.ends_the_process = True  # type: ignore[attr-defined]
+    return scenario
 
 
 def meet(rank: int, world: int, name: str) -> None:

@@ -100,9 +100,7 @@ def convnet(hidden: int = 512, batch: int = 64) -> Workload:
     def loss(model: nn.Module, pair: Batch) -> Tensor:
         return F.cross_entropy(model(pair[0]), pair[1])
 
-    return Workload(
-        lambda: ConvNet(hidden), lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9), loss, make_batch
-    )
+    return Workload(lambda: ConvNet(hidden), lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9), loss, make_batch)
 
 
 def generator(rank: int, step: int) -> torch.Generator:

@@ -210,6 +210,19 @@ def test_decisions_take_the_default() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Babbling(Algorithm, register=False):
+    """Yields what is no command."""
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        return (yield "send this please")
+
+
+def test_other_commands_are_refused() -> None:
+    with pytest.raises(TypeError, match="send this please"):
+        seconds(tensors(1), Babbling(), 2)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cycling(AllReduce, register=False):
     """Communicates every fourth step, as local SGD does."""
 
@@ -259,6 +272,7 @@ def test_layered_profile() -> None:
     compute = Compute.layered(model, {"0": (1, 2), "1": (0.5, 0.25), "2": (1, 1), "2.1": (2, 4)}, optimizer=3)
     assert compute.ready == {"2.1.weight": 4, "2.1.bias": 4, "2.0.weight": 5, "2.0.bias": 5, "0.weight": 7.25, "0.bias": 7.25}
     assert (compute.forward, compute.backward, compute.seconds) == (4.5, 7.25, 14.75)
+    assert set(Compute.layered(model, {"": (1, 2)}).ready.values()) == {2}
     with pytest.raises(ConfigurationError, match=r"'2\.0\.weight' belongs to none"):
         Compute.layered(model, {"0": (1, 2)})
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gossamer.comm.ops import all_reduce, permute
+from gossamer.comm.runner import Ticket
 from gossamer.comm.topology import Permutation, shift
 from gossamer.comm.torch_runner import TorchRunner
 from gossamer.lab.line_rate import lab_addresses, line_rate
@@ -31,16 +32,29 @@ def pairs(world: int) -> Permutation:
     return Permutation(tuple(rank ^ 1 if rank ^ 1 < world else rank for rank in range(world)))
 
 
-def timed(runner: TorchRunner, work: Callable[[], Any], pause: float) -> float:
-    """Seconds of ``work`` on the slowest rank, all ranks starting together after a warm-up and ``pause`` seconds."""
-    work()
-    runner.run(lambda: all_reduce(torch.zeros(1)), "a barrier")
-    time.sleep(pause)
-    runner.run(lambda: all_reduce(torch.zeros(1)), "a barrier")
-    begin = time.perf_counter()
-    work()
-    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-    return float(runner.run(lambda: all_reduce(seconds, "max"), "the slowest rank").item())
+def slowest(runner: TorchRunner, seconds: float) -> float:
+    """The largest of the ranks' times."""
+    mine = torch.tensor([seconds], dtype=torch.float64)
+    return float(runner.run(lambda: all_reduce(mine, "max"), "the slowest rank").item())
+
+
+def steady(runner: TorchRunner, begin: Callable[[], Ticket[Any]]) -> float:
+    """Seconds of an exchange that follows another at once, as the plain-TCP measure follows its drained bytes."""
+    first, second = begin(), begin()
+    runner.wait(first)
+    start = time.perf_counter()
+    runner.wait(second)
+    return slowest(runner, time.perf_counter() - start)
+
+
+def cold(runner: TorchRunner, begin: Callable[[], Ticket[Any]]) -> float:
+    """Seconds of an exchange after a silence on its connections, all ranks starting together."""
+    runner.wait(begin())
+    time.sleep(SILENCE)
+    slowest(runner, 0.0)  # a barrier, on connections of its own
+    start = time.perf_counter()
+    runner.wait(begin())
+    return slowest(runner, time.perf_counter() - start)
 
 
 def measure(runner: TorchRunner, pattern: str, nbytes: int, repeats: int) -> dict[str, Any]:
@@ -50,14 +64,14 @@ def measure(runner: TorchRunner, pattern: str, nbytes: int, repeats: int) -> dic
     message = torch.zeros(nbytes, dtype=torch.uint8)
     rows: dict[str, list[float]] = {"tcp": [], "gossamer": [], "gossamer_after_silence": []}
 
-    def exchange() -> None:
-        runner.wait(runner.submit(lambda: permute(message, permutation), f"{pattern} of {nbytes} bytes"))
+    def begin() -> Ticket[Any]:
+        return runner.submit(lambda: permute(message, permutation), f"{pattern} of {nbytes} bytes")
 
     for _ in range(repeats):
         plain = line_rate(runner.rank, world, lab_addresses(), "pair" if pattern == "pair" else "ring", nbytes, 1)
         rows["tcp"] += plain
-        rows["gossamer"].append(timed(runner, exchange, 0.0))
-        rows["gossamer_after_silence"].append(timed(runner, exchange, SILENCE))
+        rows["gossamer"].append(steady(runner, begin))
+        rows["gossamer_after_silence"].append(cold(runner, begin))
     medians = {name: statistics.median(seconds) for name, seconds in rows.items()}
     return {
         "pattern": pattern,

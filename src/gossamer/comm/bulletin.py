@@ -19,6 +19,10 @@ WARN_AFTER = 10.0
 _EXIT = "gossamer/exit"
 
 
+class StoreLostError(ConnectionError):
+    """The host of the store has ended, or cannot be reached."""
+
+
 class Store(Protocol):
     """Where a bulletin lives."""
 

@@ -8,9 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 from gossamer.comm import bulletin
-from gossamer.comm.bulletin import Bulletin, names
+from gossamer.comm.bulletin import Bulletin, StoreLostError, names
 from gossamer.comm.runner import Ticket
-from gossamer.comm.torch_store import StoreLostError
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError
 
 logger = logging.getLogger("gossamer")

@@ -1,9 +1,6 @@
 """Torch runner: the real thing, over whatever backend the user's process group has."""
 
-import atexit
-import logging
-import time
-import weakref
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,23 +8,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gossamer.comm.bulletin import WARN_AFTER, Bulletin, default_timeout, names
+from gossamer.comm import torch_departure
+from gossamer.comm.bulletin import Bulletin
 from gossamer.comm.ops import Flow
+from gossamer.comm.patience import Patience, seconds_of
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
 from gossamer.comm.torch_ports import DevicePort, GlooPort
-from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError
+from gossamer.comm.torch_store import QuietStore, default_store
+from gossamer.errors import CommunicationError, ConfigurationError, GossamerError
 from gossamer.lanes import StreamLanes, ThreadLanes
 
 T = TypeVar("T")
 
-logger = logging.getLogger("gossamer")
-
-SLICE = 0.2
-"""Seconds for which the main thread waits at a time, so that Ctrl-C works and other ranks' alarms are heard."""
-
-_open_runners: "weakref.WeakSet[TorchRunner]" = weakref.WeakSet()
-_instances: dict[int, int] = {}
+_instances: dict[tuple[int, ...], int] = {}
 
 
 def initialised() -> bool:
@@ -45,25 +39,27 @@ class TorchRunner(Runner):
     lanes = 2
 
     def __init__(self, group: Any = None, timeout: float | timedelta | None = None) -> None:
-        group = dist.group.WORLD if group is None else group
-        if dist.get_rank(group) < 0:
-            raise ConfigurationError("this process is not a member of the given group: do not call replicate() on it")
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self._ranks = dist.get_process_group_ranks(group)
-        self._group = group
-        self.timeout = default_timeout(timeout, group_timeout(group))
-        if self.timeout <= 0:
-            raise ConfigurationError(f"timeout must be positive; got {self.timeout:g} s")
-        self._submitted = 0
+        self._group = dist.group.WORLD if group is None else group
+        self._ranks = _ranks_of(self._group)
+        self.rank, self.world = dist.get_rank(self._group), len(self._ranks)
+        self._submitted, self._groups = 0, 0
+        self._under_way: dict[int, Ticket[Any]] = {}
         self._closed = False
-        self._name, self._groups = _instance_name(self._ranks), 0
-        self._board = Bulletin(_store(), self.rank, self.world, self._name)
+        self._failure: GossamerError | None = None
+        self._name = _instance_name(self._ranks)
+        self._store = QuietStore(default_store())
+        self._board = Bulletin(self._store, self._ranks, self.rank, self._name)
         self._meters = [Meter() for _ in range(self.lanes + 1)]
         self._shaper = shaper_from_environment()
         self._control: ThreadLanes | None = None
         self._data: ThreadLanes | StreamLanes | None = None
-        self._failure: GossamerError | None = None
-        _open_runners.add(self)
+        torch_departure.register(self)
+        try:
+            seconds = seconds_of(timeout, group_timeout(self._group))
+        except ConfigurationError as error:
+            self.alarm(f"rank {self.rank}: {error}")
+            raise
+        self._patience = Patience(self._board, self.rank, seconds)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -72,34 +68,53 @@ class TorchRunner(Runner):
 
     def agree_on_opening(self) -> None:
         """Meet the other ranks, then make the lanes' process groups (each warmed by one collective)."""
-        self._board.arrive(self.timeout, "gossamer.replicate()")
+        self._board.arrive(self._patience.timeout, "gossamer.replicate()")
         # The groups' own timeout is only the last resort: the main thread's patience ends first.
-        patience = timedelta(seconds=self.timeout + 60)
-        self._control = self._open_threads(patience, self._meters[self.lanes :])
-        if dist.get_backend(self._group) == "nccl":
-            self._data = self._open_streams(patience)
-        else:
-            self._data = self._open_threads(patience, self._meters[: self.lanes])
+        last_resort = timedelta(seconds=self._patience.timeout + 60)
+        device = dist.get_backend(self._group) == "nccl"
+        self._beside(lambda: self._open_host_lanes(last_resort, data=not device), "making connections")
+        if device:
+            self._data = self._open_streams(last_resort)
 
-    def _gloo(self, patience: timedelta) -> Any:
+    def _beside(self, work: Callable[[], None], doing: str) -> None:
+        """Do ``work``, which waits for other ranks, on a thread: this one listens for alarms and for Ctrl-C."""
+        ticket: Ticket[None] = Ticket(0, "gossamer.replicate()")
+        ticket.doing = doing
+
+        def body() -> None:
+            try:
+                work()
+            except BaseException as error:
+                ticket.error = error
+            ticket.done.set()
+
+        threading.Thread(target=body, name="gossamer-opening", daemon=True).start()
+        self.wait(ticket)
+
+    def _open_host_lanes(self, last_resort: timedelta, data: bool) -> None:
+        self._control = self._open_threads(last_resort, self._meters[self.lanes :])
+        if data:
+            self._data = self._open_threads(last_resort, self._meters[: self.lanes])
+
+    def _gloo(self, last_resort: timedelta) -> Any:
         """A group of our own over the same ranks.
 
         Not ``dist.new_group``: that names a group after how many the process has already, which differs between ranks
         whenever one of them belongs to a group that another does not, and then waits for itself for ever.
         """
         self._groups += 1
-        store = dist.PrefixStore(f"gossamer/{self._name}/gloo/{self._groups}", _store())  # type: ignore[attr-defined]
-        group: Any = dist.ProcessGroupGloo(store, self.rank, self.world, patience)
+        store = dist.PrefixStore(f"gossamer/{self._name}/gloo/{self._groups}", default_store())  # type: ignore[attr-defined]
+        group: Any = dist.ProcessGroupGloo(store, self.rank, self.world, last_resort)
         group.allreduce([torch.zeros(1)]).wait()  # the first message of a group can involve all ranks
         return group
 
-    def _open_threads(self, patience: timedelta, meters: list[Meter]) -> ThreadLanes:
-        ports: list[Any] = [GlooPort(self._gloo(patience), self._gloo(patience), meter, self._shaper) for meter in meters]
+    def _open_threads(self, last_resort: timedelta, meters: list[Meter]) -> ThreadLanes:
+        ports: list[Any] = [GlooPort(self._gloo(last_resort), self._gloo(last_resort), meter, self._shaper) for meter in meters]
         return ThreadLanes(ports, meters)
 
-    def _open_streams(self, patience: timedelta) -> StreamLanes:
+    def _open_streams(self, last_resort: timedelta) -> StreamLanes:
         device = torch.device("cuda", torch.cuda.current_device())
-        group = dist.new_group(self._ranks, patience, "nccl", use_local_synchronization=True)
+        group = dist.new_group(self._ranks, last_resort, "nccl", use_local_synchronization=True)
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         return StreamLanes(DevicePort(group, self._meters[0]), device, self.lanes)
 
@@ -108,6 +123,7 @@ class TorchRunner(Runner):
         assert self._control is not None, "agree_on_opening() comes first"
         assert self._data is not None
         ticket: Ticket[T] = Ticket(self._submitted, label)
+        self._under_way[self._submitted] = ticket
         self._submitted += 1
         if lane == CONTROL:
             self._control.submit(ticket, make_flow, 0)
@@ -117,12 +133,26 @@ class TorchRunner(Runner):
 
     def wait(self, ticket: Ticket[T]) -> T:
         if not ticket.done.is_set():
-            self._wait_in_slices(ticket)
+            self._check_usable()
+            self._wait_for(ticket)
+        self._under_way.pop(ticket.sequence, None)
         if ticket.error is not None:
-            raise self._explain(ticket) from ticket.error
+            raise self._fail(self._failure or self._patience.explain(ticket)) from ticket.error
         if isinstance(self._data, StreamLanes):
             self._data.order(ticket)
         return ticket.result  # type: ignore[return-value]
+
+    def _wait_for(self, ticket: Ticket[Any]) -> None:
+        try:
+            ended = self._patience.wait(ticket, self._broken)
+        except GossamerError as error:
+            raise self._fail(error) from error.__cause__
+        if ended is not ticket:
+            raise self._fail(self._patience.explain(ended)) from ended.error
+
+    def _broken(self) -> Ticket[Any] | None:
+        """A flow that has failed while another is waited for: the lanes are independent, so that one may never end."""
+        return next((t for t in self._under_way.values() if t.done.is_set() and t.error is not None), None)
 
     def meters(self) -> list[Meter]:
         return self._meters
@@ -135,12 +165,35 @@ class TorchRunner(Runner):
         if self._closed:
             return
         self._closed = True
-        _open_runners.discard(self)
-        if self.world > 1 and self._failure is None:
-            self._board.leave(self._submitted)
+        self._leave()
         for lanes in (self._control, self._data):
             if lanes is not None:
                 lanes.close()
+        # The process groups, with their threads and connections, end with the lanes that hold them.
+        self._control = self._data = None
+        self._under_way.clear()
+
+    def _leave(self) -> None:
+        if self.world > 1 and self._failure is None:
+            self._board.leave(self._submitted)
+
+    def depart(self, reason: str) -> None:
+        """The process ends: tell those who wait for it; with the error that ends it, if one does."""
+        if self._closed:
+            return
+        if reason:
+            self.alarm(f"the process of rank {self.rank} ended with {reason}")
+        else:
+            self._leave()
+
+    def is_needed(self) -> bool:
+        """Whether other ranks read the board in a store that ends with this process."""
+        if not self._store.hosted or self.world == 1:
+            return False
+        try:
+            return not self._board.heard_by_all()
+        except Exception:  # there is no store any more: nobody can read it
+            return False
 
     def _check_usable(self) -> None:
         if self._failure is not None:
@@ -148,79 +201,23 @@ class TorchRunner(Runner):
         if self._closed:
             raise CommunicationError(f"rank {self.rank}: the replica is closed")
 
-    def _wait_in_slices(self, ticket: Ticket[Any]) -> None:
-        begin, next_look, warned = time.monotonic(), 1.0, False
-        while not ticket.done.wait(SLICE):
-            waited = time.monotonic() - begin
-            if waited >= self.timeout:
-                raise self._fail(CommunicationTimeout(self._timeout_text(ticket)))
-            if waited >= next_look:
-                next_look += 1.0
-                self._look_at_board(ticket)
-            if waited >= WARN_AFTER and not warned:
-                warned = True
-                self._warn(ticket, waited)
-
-    def _look_at_board(self, ticket: Ticket[Any]) -> None:
-        try:
-            self._board.check(ticket.sequence, str(ticket))
-        except GossamerError as error:
-            if not ticket.done.wait(SLICE):
-                raise self._fail(error) from None
-        except Exception as error:
-            raise self._fail(self._store_lost(ticket, error)) from error
-
-    def _store_lost(self, ticket: Ticket[Any], error: Exception) -> CommunicationError:
-        return CommunicationError(
-            f"rank {self.rank} waits in {ticket}, and the key-value store (on the host of rank 0, or the launcher) "
-            f"no longer answers: {first_line(error)}"
-        )
-
-    def _warn(self, ticket: Ticket[Any], waited: float) -> None:
-        late = self._board.late(ticket.sequence)
-        if not ticket.done.is_set():
-            who = f"late: {names(late)}" if late else "every rank waits: the network is slow, or stuck"
-            logger.warning("rank %d has waited %.0f s in %s (%s)", self.rank, waited, ticket, who)
-
-    def _timeout_text(self, ticket: Ticket[Any]) -> str:
-        try:
-            late = self._board.late(ticket.sequence)
-        except Exception:
-            late = []
-        who = f"; late: {names(late)}" if late else ""
-        return f"rank {self.rank} gave up after {self.timeout:g} s in {ticket}{who}"
-
-    def _explain(self, ticket: Ticket[Any]) -> GossamerError:
-        """The error to raise on the main thread for a flow that failed in its lane."""
-        error = ticket.error
-        if self._failure is not None:
-            return self._failure
-        if isinstance(error, GossamerError):
-            return self._fail(error)
-        if not is_connection_error(error):
-            return self._fail(CommunicationError(f"rank {self.rank}: {ticket} failed: {error!r}"))
-        return self._fail(self._lost(ticket, error))
-
-    def _lost(self, ticket: Ticket[Any], error: BaseException | None) -> GossamerError:
-        """Why a connection was lost: what a failing or leaving rank has posted, or else who no longer answers."""
-        text = f"rank {self.rank}: connection lost in {ticket}"
-        try:
-            self._board.check(ticket.sequence, str(ticket))
-            missing = self._board.roll_call()
-            text += f"; no longer answering: {names(missing)}" if missing else "; every rank still answers"
-        except GossamerError as reason:
-            return reason
-        except Exception:
-            text += "; nor does the key-value store answer (on the host of rank 0, or the launcher)"
-        return CommunicationError(f"{text} ({first_line(error)})")
-
     def _fail(self, error: GossamerError) -> GossamerError:
-        self._failure = error
-        self.alarm(str(error))
+        if self._failure is None:
+            self._failure = error
+            self.alarm(str(error))
         for lanes in (self._control, self._data):
             if lanes is not None and lanes.error is None:
                 lanes.error = error
-        return error
+        return self._failure
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    """The global ranks of a group that this process belongs to."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0):
+        raise ConfigurationError("this process is not a member of the given group: do not call replicate() on it")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(f"group= takes a process group of torch.distributed; got {group!r}")
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def group_timeout(group: Any) -> timedelta:
@@ -232,33 +229,8 @@ def group_timeout(group: Any) -> timedelta:
     return timeout
 
 
-def is_connection_error(error: BaseException | None) -> bool:
-    """Whether the transport, not an algorithm, raised this."""
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        mark in text for mark in ("gloo", "onnection", "NCCL", "ncclRemote", "ocket", "Timed out", "timed out")
-    )
-
-
-def first_line(error: BaseException | None) -> str:
-    """The first line of an error's text."""
-    return str(error).strip().split("\n")[0][:200]
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
-
-
-def _instance_name(ranks: list[int]) -> str:
+def _instance_name(ranks: tuple[int, ...]) -> str:
     """A name for this replica that all of its ranks compute alike: the group, and how many replicas it had before."""
-    key = hash(tuple(ranks))
-    _instances[key] = _instances.get(key, 0) + 1
+    _instances[ranks] = _instances.get(ranks, 0) + 1
     spelled = f"{ranks[0]}-{ranks[-1]}-{len(ranks)}-{sum(r * r for r in ranks)}"
-    return f"{spelled}/{_instances[key]}"
-
-
-@atexit.register
-def _leave_all() -> None:
-    """Tell ranks that still wait that this process has ended."""
-    for runner in list(_open_runners):
-        runner.close(graceful=False)
+    return f"{spelled}/{_instances[ranks]}"

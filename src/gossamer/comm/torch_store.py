@@ -9,13 +9,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from gossamer.comm.bulletin import StoreLostError
+
 T = TypeVar("T")
 
 _PROBE_EVERY = 0.2
-
-
-class StoreLostError(ConnectionError):
-    """The host of the store has ended, or cannot be reached."""
 
 
 class QuietStore:
@@ -26,7 +24,10 @@ class QuietStore:
     """
 
     def __init__(self, store: Any) -> None:
-        self._store, self._lost, self._seen = store, False, 0.0
+        self._origin = store  # the server, on the process that hosts it, lives as long as this
+        # A connection of its own, because a thread that waits for a key blocks every other call on the same one.
+        self._store = store.clone()
+        self._lost, self._seen = False, 0.0
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         self._address = (store.host, store.port) if isinstance(store, TCPStore) else None

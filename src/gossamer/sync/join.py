@@ -8,6 +8,9 @@ import torch
 
 from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner
+from gossamer.errors import UsageError
+
+_NO_EVENT = 2**30
 
 
 class Event(IntEnum):
@@ -22,19 +25,27 @@ class Event(IntEnum):
 class Join:
     """Inside :meth:`active`, each collective event is announced; a rank that has ended mirrors it with nothing to add."""
 
-    def __init__(self, runner: Runner, mirror: Mapping[Event, Callable[[int], None]]) -> None:
+    def __init__(self, runner: Runner, mirror: Mapping[Event, Callable[[int, int], None]]) -> None:
         self.shadowing = False
         self._on = False
         self._runner, self._mirror = runner, mirror
 
-    def announce(self, event: Event, index: int = 0) -> None:
-        """Say what comes next, if anyone may have ended."""
-        if self._on and not self.shadowing:
-            self._agree(event + index)
+    def announce(self, event: Event, index: int = 0) -> int:
+        """Say what comes next, if anyone may have ended. Returns the rank whose values stand for all: one that trains."""
+        if not self._on or self.shadowing:
+            return 0
+        return self._agree(event + index)[1]
 
-    def _agree(self, event: int) -> int:
-        mine = torch.tensor([event], dtype=torch.int64)
-        return int(self._runner.run(lambda: all_reduce(mine, "max"), "the announcement of what comes next").item())
+    def _agree(self, event: int) -> tuple[int, int]:
+        """The event that the training ranks announce, and the last of these ranks (-1: none trains any more)."""
+        training = event != Event.ENDED
+        mine = torch.tensor([event, -event if training else -_NO_EVENT, self._runner.rank if training else -1])
+        most, least, last = self._runner.run(lambda: all_reduce(mine, "max"), "the announcement of what comes next").tolist()
+        if last >= 0 and most != -least:
+            raise UsageError(
+                f"rank {self._runner.rank}: ranks do different things inside join(): {_name(-least)}, {_name(most)}"
+            )
+        return most, last
 
     @contextmanager
     def active(self, conclude: Callable[[int], None]) -> Iterator[None]:
@@ -53,10 +64,19 @@ class Join:
         mirrored = 0
         self.shadowing = True
         try:
-            while (event := self._agree(Event.ENDED)) != Event.ENDED:
+            while (agreed := self._agree(Event.ENDED))[1] >= 0:
+                event, last = agreed
                 kind = Event(min(event, Event.WEIGHTS))
-                self._mirror[kind](event - kind)
+                self._mirror[kind](event - kind, last)
                 mirrored += 1
         finally:
             self.shadowing = False
         return mirrored
+
+
+def _name(event: int) -> str:
+    kind = Event(min(event, Event.WEIGHTS))
+    return f"the step of optimizer {event - kind}" if kind == Event.WEIGHTS else _WORDS[kind]
+
+
+_WORDS = {Event.ENDED: "the end", Event.BUFFERS: "a forward pass with buffers", Event.BACKWARD: "a backward pass"}

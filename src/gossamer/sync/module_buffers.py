@@ -1,5 +1,7 @@
 """Module buffers (BatchNorm's running statistics and others): how they are kept together."""
 
+import sys
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -32,11 +34,11 @@ def floating(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel() > 0}
 
 
-def synchronise_buffers(runner: Runner, model: nn.Module, mode: Buffers) -> None:
-    """Broadcast the buffers of rank 0, or average the floating-point ones over all ranks."""
+def synchronise_buffers(runner: Runner, model: nn.Module, mode: Buffers, source: int = 0) -> None:
+    """Broadcast the buffers of rank ``source``, or average the floating-point ones over all ranks."""
     tensors = named_buffers(model)
     if mode == "broadcast":
-        same_from_rank(runner, list(tensors.values()), 0)
+        same_from_rank(runner, list(tensors.values()), source)
     elif mode == "average":
         average(runner, list(floating(tensors).values()))
 
@@ -49,13 +51,38 @@ def average(runner: Runner, tensors: list[Tensor]) -> None:
         unflatten(runner.run(lambda flat=flat: all_reduce(flat), "the average of buffers", lane_for(flat)), group)  # type: ignore[misc]
 
 
-def hook_forward(model: nn.Module, synchronise: Any) -> Any:
+class BeforeForward:
+    """Calls ``synchronise()`` before a forward pass that will be trained on; on a copy of the model it does nothing."""
+
+    def __init__(self, synchronise: Callable[[], None] | None = None) -> None:
+        self._synchronise = synchronise
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if self._synchronise is not None and module.training and torch.is_grad_enabled():
+            self._synchronise()
+
+    def __reduce__(self) -> tuple[type["BeforeForward"], tuple[()]]:
+        """Copies and pickles of the model train alone."""
+        return BeforeForward, ()
+
+
+def hook_forward(model: nn.Module, synchronise: Callable[[], None]) -> Any:
     """Call ``synchronise()`` before each forward pass of ``model`` that will be trained on."""
 
-    def before_forward(module: nn.Module, inputs: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            synchronise()
+    def outside_of_the_graph() -> None:
+        synchronise()
 
     # What torch.compiler.disable sets, without the second that importing the compiler takes.
-    before_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return model.register_forward_pre_hook(before_forward)
+    outside_of_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _forget_compiled(model)
+    return model.register_forward_pre_hook(BeforeForward(outside_of_the_graph))
+
+
+def _forget_compiled(model: nn.Module) -> None:
+    """Let what was compiled already be compiled again: its code was made without the hook, and is not guarded on hooks.
+
+    A model that is handed over compiled needs it not: its hook is called outside of the compiled code.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and not isinstance(model, dynamo.OptimizedModule):
+        dynamo.reset()

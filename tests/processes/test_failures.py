@@ -1,0 +1,109 @@
+"""Whatever goes wrong is a named error on every rank within ten seconds, and never a hang."""
+
+from typing import Any
+
+import pytest
+
+from processes.harness import Process, launch, require
+
+SECONDS = 10.0
+
+# Scenario: what the culprit raises, what the others raise, and what every text must contain.
+# (The culprit is rank 1, or rank 2 for those that are late.)
+D, C, U, E, L, T = (
+    "DisagreementError",
+    "ConfigurationError",
+    "UsageError",
+    "CommunicationError",
+    "PeerLeftError",
+    "CommunicationTimeout",
+)
+EXPECTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "different_algorithms": (D, D, ("algorithm", "ranks 0, 2: AllReduce", "rank 1: Gossip")),
+    "different_fields": (D, D, ("algorithm", "wire='fp32'", "wire='fp16'")),
+    "different_shapes": (D, D, ("model parameters", "rank 1: 0.weight", "[41, 10]", "[40, 10]")),
+    "different_names": (D, D, ("model parameters", "rank 1: other.0.weight")),
+    "different_dtypes": (D, D, ("model parameters", "float32", "float64")),
+    "different_freezing": (D, D, ("0.bias", "frozen", "trainable")),
+    "different_optimizers": (D, D, ("optimizers", "rank 1: SGD", "AdamW")),
+    "different_buffers": (D, D, ("options", "buffers='local'")),
+    "different_scalers": (D, D, ("options", "scaler=yes")),
+    "wrong_timeout": (C, E, ("timeout must be a positive number of seconds", "-1")),
+    "wrong_kind_of_timeout": (C, E, ("timeout must be a positive number of seconds", "'soon'")),
+    "wrong_buffers": (C, E, ("buffers must be one of", "sometimes")),
+    "wrong_scaler": (C, E, ("scaler must be a torch.amp.GradScaler", "float")),
+    "class_instead_of_algorithm": (C, E, ("write AllReduce()",)),
+    "foreign_optimizer_on_one_rank": (C, E, ("the optimizer does not hold", "'0.weight'")),
+    "foreign_optimizer_on_all_ranks": (C, C, ("the optimizer does not hold", "'0.weight'")),
+    "optimizer_with_some_parameters": (C, E, ("the optimizer does not hold", "'2.weight'")),
+    "wrapped_in_ddp": (C, C, ("DistributedDataParallel", "wrapped.module")),
+    "wrapped_in_fsdp1": (C, C, ("FSDP1",)),
+    "replicated_twice": (C, C, ("replicate() was called twice", "'0.weight'")),
+    "late_at_the_start": (E, T, ("replicate()", "rank 2")),
+    "parameter_added_on_one_rank": (U, E, ("'extra'", "after replicate()")),
+    "parameter_replaced_on_all_ranks": (U, U, ("'bias'", "after replicate()")),
+    "layer_replaced_with_gossip": (U, E, ("'2'", "after replicate()")),
+    "group_added_to_the_optimizer": (U, E, ("AdamW", "after replicate()")),
+    "model_converted": (U, E, ("'0.weight'", "torch.float16", "torch.float64")),
+    "no_parameter_reached": (U, E, ("rank 1", "step 2", "no backward pass")),
+    "no_parameter_reached_with_gossip": (U, E, ("rank 1", "step 2", "no backward pass")),
+    "forgotten_no_sync": (U, E, ("rank 1", "outside of no_sync()")),
+    "data_end_early": ("nothing", L, ("rank 1 ended", "replica.join()")),
+    "error_in_backward": (U, E, ("rank 1", "backward pass ended with an error")),
+    "algorithm_raises_in_first_bucket": (E, E, ("rank 1", "bucket 0", "step 2", "a mistake in the algorithm")),
+    "algorithm_raises_in_second_bucket": (E, E, ("rank 1", "bucket 1", "step 2", "a mistake in the algorithm")),
+    "algorithm_returns_the_wrong_shape": (C, E, ("Faulty.exchange", "bucket 1")),
+    "sparse_gradient": (C, C, ("'0.weight'", "sparse=False")),
+    "state_of_another_run": (C, E, ("Gossip()", "AllReduce")),
+    "state_of_another_step": (D, D, ("step", "rank 1: 3", "ranks 0, 2: 2")),
+    "used_after_close": (C, C, ("closed",)),
+    "close_after_a_failure": (E, T, ("bucket", "step", "2 s")),
+    "late": ("nothing", "nothing", ()),
+    "late_with_gossip": ("nothing", "nothing", ()),
+    "too_late": (E, T, ("rank 2", "bucket 0", "at step 2", "all_reduce", "2 s")),
+    "too_late_with_gossip": (E, T, ("rank 2", "bucket 0", "after step", "permute", "2 s")),
+}
+LATE = {"late_at_the_start", "late", "late_with_gossip", "too_late", "too_late_with_gossip"}
+
+
+@pytest.fixture(scope="module")
+def ended() -> list[Process]:
+    return launch("scenarios_failures", list(EXPECTED), 3, timeout=240)
+
+
+@pytest.mark.parametrize("scenario", EXPECTED)
+def test_every_rank_is_told(ended: list[Process], scenario: str) -> None:
+    found: list[dict[str, Any]] = require(ended, scenario)
+    culprit, others, texts = EXPECTED[scenario]
+    guilty = 2 if scenario in LATE else 1
+    for rank, told in enumerate(found):
+        print(f"rank {rank}, {told['end'] - told['begin']:.1f} s: {told['kind']}: {told['text']}")
+    for rank, told in enumerate(found):
+        assert told["kind"] == (culprit if rank == guilty else others), (rank, told)
+        if told["kind"] != "nothing":
+            assert all(text in told["text"] for text in texts), (rank, told["text"], texts)
+        assert told["end"] - told["begin"] < SECONDS
+
+
+@pytest.mark.parametrize("scenario", ["late", "late_with_gossip"])
+def test_a_late_rank_is_named_in_a_warning(ended: list[Process], scenario: str) -> None:
+    check_warnings(require(ended, scenario), 1.5)
+
+
+@pytest.mark.slow
+def test_a_late_rank_is_named_after_ten_seconds() -> None:
+    name = "late_by_twelve_seconds"
+    check_warnings(require(launch("scenarios_failures", [name], 3, timeout=60), name), 10)
+
+
+def check_warnings(found: list[dict[str, Any]], after: float) -> None:
+    warnings = [text for told in found for text in told["warnings"]]
+    print(*warnings, sep="\n")
+    assert warnings
+    for text in warnings:
+        assert "late: rank 2)" in text
+        assert "bucket 0" in text
+        assert "step" in text
+        assert "all_reduce" in text or "permute" in text
+        assert f"has waited {after:.0f} s" in text
+    assert not found[2]["warnings"]
