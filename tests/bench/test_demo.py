@@ -88,7 +88,7 @@ class TestReport:
         assert rows["step time"] == ["400 ms", "100 ms"]
         assert rows["exposed communication per step"] == ["300 ms", "0 ms"]
         assert rows["payload per step and worker"] == ["6.00 MB", "2.00 MB"]
-        assert rows["bytes on the wire, headers included"] == ["not measured", "not measured"]
+        assert rows["sent through the host's interface per step"] == ["not measured", "not measured"]
         assert rows["validation loss after 16 s"] == ["6.000", "-6.000"]
         assert rows["time to validation loss 6.000"] == ["16.0 s", "4.0 s"]
 
@@ -99,6 +99,9 @@ class TestReport:
         assert {line.count("|") for line in table} == {4}
         assert lines[-1] == "a note"
         assert "10 ms per step with ours" in report.markdown()
+        assert "its payload is computed" not in report.markdown()
+        report.runs[0].name = "ddp"
+        assert "its payload is computed" in report.markdown()
 
     def test_picture(self, report: Report, tmp_path: Path) -> None:
         report.draw(tmp_path / "new" / "picture.png")

@@ -33,13 +33,15 @@ class Report:
 
 @dataclass
 class Process:
-    """One rank of a launch, after its end."""
+    """One rank of a launch, after its end: when it ended, and the moment that it marked, as of ``time.time()``."""
 
     rank: int
     code: int
     output: str
     errors: str
     seconds: float
+    ended: float = 0.0
+    moment: float = 0.0
     reports: dict[str, Report] = field(default_factory=dict)
 
 
@@ -55,7 +57,7 @@ class Launch:
         timeout: float = 60.0,
         arguments: Mapping[str, str] | None = None,
     ) -> None:
-        self.world, self._end, self._begin = world, time.monotonic() + timeout, time.monotonic()
+        self.world, self._end, self._begin = world, time.monotonic() + timeout, time.time()
         self._folder = tempfile.TemporaryDirectory(prefix="gossamer-test-")
         self._port = free_port()
         self._processes = [self._spawn(rank, module, scenarios, arguments or {}) for rank in range(world)]
@@ -70,6 +72,8 @@ class Launch:
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": str(TESTS),
             "OMP_NUM_THREADS": "1",
+            # The server of a TCPStore looks up the name of every client; a slow name server stalls it for seconds.
+            "RES_OPTIONS": "timeout:1 attempts:1",
         }
         environment |= {f"SCENARIO_{key.upper()}": value for key, value in arguments.items()}
         command = [sys.executable, "-m", "processes.worker", module, ",".join(scenarios), self._folder.name]
@@ -101,7 +105,7 @@ class Launch:
         while len(ended) < self.world and time.monotonic() < self._end:
             for rank, process in enumerate(self._processes):
                 if rank not in ended and process.poll() is not None:
-                    ended[rank] = time.monotonic() - self._begin
+                    ended[rank] = time.time()
             time.sleep(0.02)
         hung = [rank for rank in range(self.world) if rank not in ended]
         for rank in hung:
@@ -111,15 +115,18 @@ class Launch:
         self._folder.cleanup()
         return result
 
-    def _collect(self, rank: int, seconds: float) -> Process:
+    def _collect(self, rank: int, ended: float) -> Process:
         out = self._file(rank, "out").read_text(errors="replace")
         err = self._file(rank, "err").read_text(errors="replace")
-        if seconds == float("inf"):
+        if ended == float("inf"):
             err += "\nHUNG: killed by the harness"
-        saved = Path(self._folder.name) / f"{rank}.pt"
+        mark = self._file(rank, "moment")
+        moment = float(mark.read_text()) if mark.exists() else 0.0
+        saved = self._file(rank, "pt")
         reports = torch.load(saved, weights_only=False) if saved.exists() else {}
         reports = {name: Report(**fields) for name, fields in reports.items()}
-        return Process(rank, self._processes[rank].returncode, out, err, seconds, reports)
+        code = self._processes[rank].returncode
+        return Process(rank, code, out, err, ended - self._begin, ended, moment, reports)
 
 
 def launch(module: str, scenarios: Sequence[str], world: int, **options: Any) -> list[Process]:

@@ -107,3 +107,10 @@ def check_warnings(found: list[dict[str, Any]], after: float) -> None:
         assert "all_reduce" in text or "permute" in text
         assert f"has waited {after:.0f} s" in text
     assert not found[2]["warnings"]
+
+
+def test_the_processes_end_well_after_all_that(ended: list[Process]) -> None:
+    for process in ended:
+        assert process.code == 0, process.errors[-3000:]
+        assert process.output == ""
+        assert process.errors == ""

@@ -35,7 +35,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="200mbit", help="of every host, both ways")
     parser.add_argument("--shaping", default="auto", help="as in gossamer lab")
-    parser.add_argument("--seconds", type=float, default=50.0, help="training time of each method")
+    parser.add_argument("--seconds", type=float, default=45.0, help="training time of each method")
     parser.add_argument("--steps", type=int, help="train every method for so many steps instead")
     parser.add_argument(
         "--methods", nargs="+", default=["ddp", "gossip:bf16"], metavar="METHOD[:WIRE]",

@@ -37,7 +37,11 @@ class Report:
             ("tokens per second, all workers", lambda run: run.items_per_second, "{:,.0f}"),
             ("exposed communication per step", lambda run: _times(1e3, exposed_seconds(run, self.compute)), "{:.0f} ms"),
             ("payload per step and worker", lambda run: _times(1e-6, run.payload_per_step), "{:.2f} MB"),
-            ("bytes on the wire, headers included", lambda run: _times(1e-6, run.per_step("interface_bytes")), "{:.2f} MB"),
+            (
+                "sent through the host's interface per step",
+                lambda run: _times(1e-6, run.per_step("interface_bytes")),
+                "{:.2f} MB",
+            ),
             (f"steps in {until:.0f} s of training", lambda run: run.steps_by(until), "{:,.0f}"),
             (f"validation loss after {until:.0f} s", lambda run: run.loss_at(until), "{:.3f}"),
         ]
@@ -50,18 +54,19 @@ class Report:
         compute = _spelled(_times(1e3, self.compute.step_seconds), "{:.0f} ms")
         lines = [
             f"Exposed communication: step time less {compute}, a step of the same workers without any communication, "
-            "measured in the same run (gossamer's encoding and copying on the shared processors counts as exposed). "
-            + self._stood_still(),
-            "Payload of DDP: computed, 2·(p - 1)/p of the gradients, as its ring all-reduce sends. "
-            "Bytes on the wire: counted at the host's interface, for all alike.",
+            "measured in the same run. The hosts share this machine's processors: what carrying the bytes and emulating "
+            "the network costs there counts as exposed.",
+            *self._stood_still(),
             f"Means over all steps but the first {WARM_UP}; one run each, one seed. {machine(self.compute)}.",
         ]
+        if any(run.name == "ddp" for run in self.runs):
+            lines.insert(-1, "DDP with its defaults; its payload is computed, 2·(p - 1)/p of the gradients: a ring all-reduce.")
         return [*lines, *self.notes]
 
-    def _stood_still(self) -> str:
+    def _stood_still(self) -> list[str]:
         waits = {run.title: run.per_step("exposed_seconds") for run in self.runs}
         told = [f"{1e3 * wait:.0f} ms per step with {title}" for title, wait in waits.items() if wait is not None]
-        return f"The training loop stood still for {', '.join(told)}." if told else ""
+        return [f"The training loop stood still, while others perhaps computed, for {', '.join(told)}."] if told else []
 
     def table(self) -> Table:
         """For the terminal."""
@@ -90,7 +95,7 @@ class Report:
         curves = [curve for run in self.runs if (curve := self._curve(run, until)).losses]
         loss_over_time(
             path, curves, title="Validation loss over wall-clock time", subtitle=self.network,
-            footer=machine(self.compute), until=until, sooner=self._sooner(),
+            footer=f"{machine(self.compute)}; one run each, one seed", until=until, sooner=self._sooner(),
         )  # fmt: skip
 
     def _curve(self, run: Run, until: float) -> Curve:

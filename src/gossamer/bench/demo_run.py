@@ -93,7 +93,7 @@ class Run:
         """Bytes that a worker handed to the transport per step: exact at evaluations, where nothing is under way."""
         if not self.evaluations:
             return self.per_step("payload_bytes")
-        return float(self.evaluations[-1]["payload_bytes"]) / self.evaluations[-1]["step"]
+        return float(self.evaluations[-1]["payload_bytes"] / self.evaluations[-1]["step"])
 
     def steps_by(self, seconds: float) -> int:
         """Number of steps done at a moment of training time."""
@@ -155,7 +155,9 @@ def failure(run: Run, result: LabResult) -> str:
 
 
 def save_logs(runs: Sequence[Run], folder: Path) -> None:
-    """Write every run's log as it came."""
+    """Write every run's log as it came, in the place of those of an earlier demo."""
     folder.mkdir(parents=True, exist_ok=True)
+    for earlier in folder.glob("[0-9]-*.jsonl"):
+        earlier.unlink()
     for number, run in enumerate(runs):
         (folder / f"{number}-{run.name}.jsonl").write_text("\n".join(run.lines) + "\n")

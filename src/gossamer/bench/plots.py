@@ -48,7 +48,7 @@ def loss_over_time(
     pyplot = require_matplotlib()
     figure, axes = pyplot.subplots(figsize=(8.6, 4.8), dpi=160, layout="constrained")
     for curve, colour in zip(curves, COLOURS, strict=False):
-        axes.plot(curve.seconds, curve.losses, color=colour, linewidth=2.2, marker="o", markersize=3.5, label=curve.name)
+        axes.plot(curve.seconds, curve.losses, color=colour, linewidth=2.2, marker="o", markersize=3.5, clip_on=False)
         axes.annotate(
             f"{curve.name}\n{curve.losses[-1]:.2f}", (curve.seconds[-1], curve.losses[-1]), (8, 0),
             textcoords="offset points", color=colour, va="center", fontsize=10, fontweight="bold", annotation_clip=False,
@@ -56,9 +56,10 @@ def loss_over_time(
     if sooner is not None:
         _mark_sooner(axes, sooner)
     _dress(axes, until)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
-    axes.set_title(subtitle, loc="left", fontsize=9.5, color="#555555")
-    figure.supxlabel(footer, x=0.01, ha="left", fontsize=7.5, color="#777777")
+    axes.set_title(title, loc="left", fontsize=14, fontweight="bold", pad=24)
+    above = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    axes.annotate(subtitle, (0, 1), (0, 9), **above, fontsize=9.5, color="#555555")
+    axes.annotate(footer, (0, 0), (0, -48), **above, fontsize=7.5, color="#777777", annotation_clip=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)
@@ -69,8 +70,9 @@ def _mark_sooner(axes: Any, sooner: Sooner) -> None:
     line = {"arrowstyle": "<->", "color": "#444444", "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
     axes.annotate("", (sooner.early, sooner.loss), (sooner.late, sooner.loss), arrowprops=line)
     text = f"the same loss {sooner.late / sooner.early:.1f} times sooner"
-    middle = (sooner.early + sooner.late) / 2
-    axes.annotate(text, (middle, sooner.loss), (0, 5), textcoords="offset points", ha="center", fontsize=9.5, color="#333333")
+    # Below its right end: to the right of the earlier curve, and under the later one.
+    place = {"textcoords": "offset points", "ha": "right", "va": "top"}
+    axes.annotate(text, (sooner.late, sooner.loss), (-4, -5), **place, fontsize=9.5, color="#333333")
 
 
 def _dress(axes: Any, until: float) -> None:

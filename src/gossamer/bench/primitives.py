@@ -11,17 +11,17 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from gossamer.comm.ops import all_reduce, permute
-from gossamer.comm.runner import Ticket
+from gossamer.comm.ops import Flow, all_reduce, permute
 from gossamer.comm.topology import Permutation, shift
 from gossamer.comm.torch_runner import TorchRunner
 from gossamer.lab.line_rate import lab_addresses, line_rate
+from gossamer.lab.rates import parse_rate
 
 SILENCE = 0.15
 """Seconds without traffic before a repeat that starts cold, as compute between two exchanges would give."""
@@ -38,23 +38,23 @@ def slowest(runner: TorchRunner, seconds: float) -> float:
     return float(runner.run(lambda: all_reduce(mine, "max"), "the slowest rank").item())
 
 
-def steady(runner: TorchRunner, begin: Callable[[], Ticket[Any]]) -> float:
-    """Seconds of an exchange that follows another at once, as the plain-TCP measure follows its drained bytes."""
-    first, second = begin(), begin()
-    runner.wait(first)
-    start = time.perf_counter()
-    runner.wait(second)
-    return slowest(runner, time.perf_counter() - start)
+def exchange(runner: TorchRunner, permutation: Permutation, message: Tensor, drain: int, pause: float) -> float:
+    """Seconds of one exchange on the slowest rank, all ranks starting together after ``pause`` seconds of silence.
 
+    As in the plain-TCP measure, ``drain`` bytes go ahead on the same connections and the clock starts when they are
+    there; with 0 it starts at the start.
+    """
 
-def cold(runner: TorchRunner, begin: Callable[[], Ticket[Any]]) -> float:
-    """Seconds of an exchange after a silence on its connections, all ranks starting together."""
-    runner.wait(begin())
-    time.sleep(SILENCE)
+    def flow() -> Flow[float]:
+        if drain:
+            yield from permute(message[:drain], permutation)
+        begin = time.perf_counter()
+        yield from permute(message, permutation)
+        return time.perf_counter() - begin
+
+    time.sleep(pause)
     slowest(runner, 0.0)  # a barrier, on connections of its own
-    start = time.perf_counter()
-    runner.wait(begin())
-    return slowest(runner, time.perf_counter() - start)
+    return slowest(runner, runner.wait(runner.submit(flow, f"an exchange of {message.numel()} bytes")))
 
 
 def measure(runner: TorchRunner, pattern: str, nbytes: int, repeats: int) -> dict[str, Any]:
@@ -64,14 +64,12 @@ def measure(runner: TorchRunner, pattern: str, nbytes: int, repeats: int) -> dic
     message = torch.zeros(nbytes, dtype=torch.uint8)
     rows: dict[str, list[float]] = {"tcp": [], "gossamer": [], "gossamer_after_silence": []}
 
-    def begin() -> Ticket[Any]:
-        return runner.submit(lambda: permute(message, permutation), f"{pattern} of {nbytes} bytes")
-
+    drain = max(256_000, 4 * parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped")).burst)
     for _ in range(repeats):
         plain = line_rate(runner.rank, world, lab_addresses(), "pair" if pattern == "pair" else "ring", nbytes, 1)
         rows["tcp"] += plain
-        rows["gossamer"].append(steady(runner, begin))
-        rows["gossamer_after_silence"].append(cold(runner, begin))
+        rows["gossamer"].append(exchange(runner, permutation, message, drain, pause=0.0))
+        rows["gossamer_after_silence"].append(exchange(runner, permutation, message, 0, SILENCE))
     medians = {name: statistics.median(seconds) for name, seconds in rows.items()}
     return {
         "pattern": pattern,

@@ -43,7 +43,7 @@ def steps_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = ["| workload | network | side | ms per step | time relative to DDP (95 % interval) |", "|---|---|---|---|---|"]
     for row in rows:
         for side, figures in row["sides"].items():
-            ratio = f"{figures['ratio']:.3f} ({figures['ratio_low']:.3f} – {figures['ratio_high']:.3f})"
+            ratio = f"{figures['ratio']:.3f} ({figures['ratio_low']:.3f} to {figures['ratio_high']:.3f})"
             ratio = "1" if side == "ddp" else ratio
             milliseconds = 1e3 * figures["step_seconds"]
             lines.append(f"| {row['workload']} | {row['rate']} | {side} | {milliseconds:.1f} | {ratio} |")

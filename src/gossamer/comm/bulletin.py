@@ -105,9 +105,6 @@ class Bulletin:
         """Raise if a rank has failed, or has left before flow ``sequence``; answer a roll call."""
         if not self._has("news"):
             return
-        if self._has("alarm"):
-            self._post("answer", "heard")
-            raise CommunicationError(f"rank {self._rank} gave up {waiting_for}: {self._read('alarm')}")
         if self._has("roll call"):
             self._post("answer", "here")
         gone = [rank for rank in self._others() if int(self._read("left", rank) or sequence + 1) <= sequence]
@@ -116,6 +113,9 @@ class Bulletin:
                 f"rank {self._rank} waits in {waiting_for}, but {names(gone)} ended their training (replica closed, or "
                 "process ended). If the data of some ranks end earlier, train inside `with replica.join():`."
             )
+        if self._has("alarm"):
+            self._post("answer", "heard")
+            raise CommunicationError(f"rank {self._rank} gave up {waiting_for}: {self._read('alarm')}")
 
     def wait_in(self, sequence: int | None) -> None:
         """Post in which flow this rank waits, or with None that it goes on."""
@@ -164,6 +164,7 @@ class Bulletin:
                 warned = True
                 who = names(self._absent())
                 logger.warning("rank %d has waited %.0f s: %s: %s not there", self._rank, waited, what, who)
+        self.check(0, what)  # a rank that came may have given up since
 
     def _check_exits(self, what: str) -> None:
         """Raise if a process has ended without having come here."""

@@ -45,12 +45,13 @@ class Ticket(Generic[T]):
     main thread reads the first at any time, the others only after ``done``.
     """
 
-    __slots__ = ("doing", "done", "error", "label", "peers", "result", "sequence")
+    __slots__ = ("begun", "doing", "done", "error", "label", "peers", "result", "sequence")
 
     def __init__(self, sequence: int, label: str) -> None:
         self.sequence = sequence
         self.label = label
-        self.doing = "not started yet"
+        self.begun = False
+        self.doing = "nothing yet"
         self.peers = ""
         self.done = threading.Event()
         self.result: T | None = None
@@ -58,6 +59,7 @@ class Ticket(Generic[T]):
 
     def carry_out(self, make_flow: Callable[[], Flow[T]], port: Port) -> None:
         """Run the flow to its end, keeping its result or its error."""
+        self.begun, self.doing = True, "the computation"
         try:
             self.result = drive(make_flow(), port)
         except BaseException as error:

@@ -1,6 +1,7 @@
 """Departure: what a process tells the others when it ends, in whatever way."""
 
 import atexit
+import ctypes
 import sys
 import time
 import weakref
@@ -17,6 +18,9 @@ class Leaver(Protocol):
 
     def depart(self, reason: str) -> None:
         """Post that this process ends; ``reason`` is empty if it ends well."""
+
+    def is_stuck(self) -> bool:
+        """Whether a thread of this process waits for the network."""
 
     def is_needed(self) -> bool:
         """Whether this process hosts the store, and another rank has not read yet what is on the board."""
@@ -36,7 +40,7 @@ def register(leaver: Leaver) -> None:
 def uncaught() -> str:
     """The error that ends this process, in words; empty if none does."""
     error = vars(sys).get("last_value")
-    return "" if error is None else f"{type(error).__name__}: {error}".split("\n")[0][:300]
+    return "" if error is None else f"{type(error).__name__}: {error}".split("\n")[0][:300].removesuffix(": ")
 
 
 @atexit.register
@@ -50,13 +54,31 @@ def say_goodbye() -> None:
     end = time.monotonic() + LINGER
     while time.monotonic() < end and any(leaver.is_needed() for leaver in leavers):
         time.sleep(0.02)
+    if any(leaver.is_stuck() for leaver in leavers):
+        _let_stuck_threads_sleep()
+
+
+def _let_stuck_threads_sleep() -> None:
+    """Keep a thread that waits inside C++ from aborting the process when its wait ends.
+
+    It cannot be ended from outside, and its wait ends when the other processes do: about now. Until 3.14 Python ends a
+    thread that comes back while the interpreter is torn down by unwinding it, which C++ answers with
+    ``std::terminate``; so that becomes an endless sleep, and the process ends with the exit status that it should have.
+    """
+    if sys.version_info >= (3, 14):
+        return
+    try:
+        pause = ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p)
+        ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(pause)
+    except (OSError, AttributeError):  # another C++ library, another system
+        return
 
 
 def _say_that_it_never_came(reason: str) -> None:
     from gossamer.comm.bulletin import note_exit
     from gossamer.comm.torch_store import QuietStore, default_store
 
-    store = QuietStore(default_store())
     how = f"its process ended with {reason}" if reason else "its process ended without calling replicate()"
+    store = QuietStore(default_store(), own_connections=False)
     if note_exit(store, dist.get_rank(), how) and reason and store.hosted:
         time.sleep(LINGER)

@@ -1,6 +1,7 @@
 """Torch runner: the real thing, over whatever backend the user's process group has."""
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -9,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from gossamer.comm import torch_departure
-from gossamer.comm.bulletin import Bulletin
+from gossamer.comm.bulletin import Bulletin, StoreLostError
 from gossamer.comm.ops import Flow
 from gossamer.comm.patience import Patience, seconds_of
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
 from gossamer.comm.torch_ports import DevicePort, GlooPort
-from gossamer.comm.torch_store import QuietStore, default_store
+from gossamer.comm.torch_store import QuietStore, board_store
 from gossamer.errors import CommunicationError, ConfigurationError, GossamerError
 from gossamer.lanes import StreamLanes, ThreadLanes
 
@@ -44,10 +45,10 @@ class TorchRunner(Runner):
         self.rank, self.world = dist.get_rank(self._group), len(self._ranks)
         self._submitted, self._groups = 0, 0
         self._under_way: dict[int, Ticket[Any]] = {}
-        self._closed = False
+        self._closed, self._alarmed = False, False
         self._failure: GossamerError | None = None
         self._name = _instance_name(self._ranks)
-        self._store = QuietStore(default_store())
+        self._store = _open_store()
         self._board = Bulletin(self._store, self._ranks, self.rank, self._name)
         self._meters = [Meter() for _ in range(self.lanes + 1)]
         self._shaper = shaper_from_environment()
@@ -80,6 +81,7 @@ class TorchRunner(Runner):
         """Do ``work``, which waits for other ranks, on a thread: this one listens for alarms and for Ctrl-C."""
         ticket: Ticket[None] = Ticket(0, "gossamer.replicate()")
         ticket.doing = doing
+        self._under_way[0] = ticket
 
         def body() -> None:
             try:
@@ -103,7 +105,7 @@ class TorchRunner(Runner):
         whenever one of them belongs to a group that another does not, and then waits for itself for ever.
         """
         self._groups += 1
-        store = dist.PrefixStore(f"gossamer/{self._name}/gloo/{self._groups}", default_store())  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"gossamer/{self._name}/gloo/{self._groups}", self._store.for_groups)  # type: ignore[attr-defined]
         group: Any = dist.ProcessGroupGloo(store, self.rank, self.world, last_resort)
         group.allreduce([torch.zeros(1)]).wait()  # the first message of a group can involve all ranks
         return group
@@ -135,9 +137,9 @@ class TorchRunner(Runner):
         if not ticket.done.is_set():
             self._check_usable()
             self._wait_for(ticket)
-        self._under_way.pop(ticket.sequence, None)
         if ticket.error is not None:
-            raise self._fail(self._failure or self._patience.explain(ticket)) from ticket.error
+            raise self._fail(self._failure or self._patience.explain(self._origin(ticket))) from ticket.error
+        self._under_way.pop(ticket.sequence, None)
         if isinstance(self._data, StreamLanes):
             self._data.order(ticket)
         return ticket.result  # type: ignore[return-value]
@@ -148,16 +150,21 @@ class TorchRunner(Runner):
         except GossamerError as error:
             raise self._fail(error) from error.__cause__
         if ended is not ticket:
-            raise self._fail(self._patience.explain(ended)) from ended.error
+            raise self._fail(self._patience.explain(self._origin(ended))) from ended.error
 
     def _broken(self) -> Ticket[Any] | None:
         """A flow that has failed while another is waited for: the lanes are independent, so that one may never end."""
         return next((t for t in self._under_way.values() if t.done.is_set() and t.error is not None), None)
 
+    def _origin(self, ticket: Ticket[Any]) -> Ticket[Any]:
+        """The flow in which an error arose that also ended ``ticket``, which was queued behind it."""
+        return next((t for t in self._under_way.values() if t.error is ticket.error and t.begun), ticket)
+
     def meters(self) -> list[Meter]:
         return self._meters
 
     def alarm(self, message: str) -> None:
+        self._alarmed = True
         if self.world > 1:
             self._board.alarm(message)
 
@@ -171,20 +178,30 @@ class TorchRunner(Runner):
                 lanes.close()
         # The process groups, with their threads and connections, end with the lanes that hold them.
         self._control = self._data = None
-        self._under_way.clear()
 
     def _leave(self) -> None:
-        if self.world > 1 and self._failure is None:
+        if self.world > 1 and not self._alarmed:
             self._board.leave(self._submitted)
 
     def depart(self, reason: str) -> None:
         """The process ends: tell those who wait for it; with the error that ends it, if one does."""
-        if self._closed:
+        if self._closed or self.world == 1:
             return
         if reason:
             self.alarm(f"the process of rank {self.rank} ended with {reason}")
-        else:
+        elif self._failure is None:
+            self._finish_what_is_under_way()
             self._leave()
+
+    def _finish_what_is_under_way(self) -> None:
+        """Let other ranks have the messages that were promised to them, if that does not take long."""
+        end = time.monotonic() + torch_departure.LINGER
+        for ticket in list(self._under_way.values()):
+            ticket.done.wait(max(0.0, end - time.monotonic()))
+
+    def is_stuck(self) -> bool:
+        """Whether a lane still waits for the network."""
+        return any(not ticket.done.is_set() for ticket in list(self._under_way.values()))
 
     def is_needed(self) -> bool:
         """Whether other ranks read the board in a store that ends with this process."""
@@ -209,6 +226,13 @@ class TorchRunner(Runner):
             if lanes is not None and lanes.error is None:
                 lanes.error = error
         return self._failure
+
+
+def _open_store() -> QuietStore:
+    try:
+        return board_store()
+    except StoreLostError as error:
+        raise CommunicationError(f"the key-value store of the process group is lost: {error}") from error
 
 
 def _ranks_of(group: Any) -> tuple[int, ...]:

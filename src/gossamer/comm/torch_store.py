@@ -1,8 +1,11 @@
-"""Store: the key-value store that the process group was made with, asked in a way that prints nothing."""
+"""Store: the key-value store that the process group was made with, asked in a way that prints nothing.
+
+Connections to it are few, and kept: for each new one the server may look up a host name, and serves nobody meanwhile.
+"""
 
 import os
+import select
 import socket
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,30 +16,32 @@ from gossamer.comm.bulletin import StoreLostError
 
 T = TypeVar("T")
 
-_PROBE_EVERY = 0.2
-
 
 class QuietStore:
     """The four operations of ``torch.distributed.Store`` that a bulletin needs.
 
-    A ``TCPStore`` whose host has ended writes pages of stack traces on each call. So its port is tried first, and a
-    store that was lost once is not asked again.
+    A ``TCPStore`` whose host has ended writes pages of stack traces on each call. So the connection is looked at first,
+    and a store that was lost once is not asked again.
     """
 
-    def __init__(self, store: Any) -> None:
-        self._origin = store  # the server, on the process that hosts it, lives as long as this
-        # A connection of its own, because a thread that waits for a key blocks every other call on the same one.
-        self._store = store.clone()
-        self._lost, self._seen = False, 0.0
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        self._address = (store.host, store.port) if isinstance(store, TCPStore) else None
-        if self._address is not None and not self._answers():
-            self._address = None  # behind a proxy, say: the store works, but its port cannot be tried
+    def __init__(self, store: Any, own_connections: bool = True) -> None:
+        self.origin = self._store = self.for_groups = store
+        tcp = store
+        while isinstance(tcp, PrefixStore):
+            tcp = tcp.underlying_store
+        port = tcp.port if isinstance(tcp, TCPStore) else None
         # torchrun keeps the store in its agent; elsewhere the process of rank 0 hosts it.
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
-        self.hosted = self._address is not None and not agent and dist.get_rank() == 0
+        self.hosted = port is not None and not agent and dist.get_rank() == 0
         """Whether this process hosts the store, so that the others lose it when this process ends."""
+        before = _connections_to(port)
+        self._line, self._lost = _Line(before), False
+        if own_connections:
+            self._require_line()  # connecting to a host that has ended would go on for minutes
+            # Connections of our own, because a thread that waits for a key blocks every other call on the same one.
+            self._store = store.clone()
+            self._line = _Line(_connections_to(port) - before)
+            self.for_groups = store.clone()
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
@@ -56,26 +61,61 @@ class QuietStore:
         return int(self._ask(lambda: self._store.add(key, amount)))
 
     def _ask(self, call: Callable[[], T]) -> T:
-        if self._lost or not self._fresh():
-            self._lost = True
-            raise StoreLostError("its host has ended, or cannot be reached")
+        self._require_line()
         return call()
 
-    def _fresh(self) -> bool:
-        """Whether the store answered a moment ago, or does now."""
-        if self._address is None or time.monotonic() - self._seen < _PROBE_EVERY:
-            return True
-        return self._answers()
+    def _require_line(self) -> None:
+        if self._lost or self._line.is_cut():
+            self._lost = True
+            raise StoreLostError("its host has ended, or cannot be reached")
 
-    def _answers(self) -> bool:
-        try:
-            socket.create_connection(self._address, timeout=2.0).close()  # type: ignore[arg-type]
-        except OSError:
-            return False
-        self._seen = time.monotonic()
-        return True
+
+class _Line:
+    """The connections of a store's clients, those that were found. Nothing comes on them unasked, except their end."""
+
+    def __init__(self, found: set[int]) -> None:
+        self._poll, self._descriptors = select.poll(), [os.dup(descriptor) for descriptor in found]
+        for descriptor in self._descriptors:
+            self._poll.register(descriptor, select.POLLIN)
+
+    def is_cut(self) -> bool:
+        """Whether the other side has gone."""
+        return bool(self._poll.poll(0))
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+
+def _connections_to(port: int | None) -> set[int]:
+    """The descriptors of this process that are connected to ``port`` on any host."""
+    # A socket object would make its descriptor non-blocking, for the store too, if a default timeout is set.
+    if port is None or not os.path.isdir("/dev/fd") or socket.getdefaulttimeout() is not None:
+        return set()
+    return {descriptor for descriptor in map(int, os.listdir("/dev/fd")) if _peer_port(descriptor) == port}
+
+
+def _peer_port(descriptor: int) -> int | None:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            name = connection.getpeername()
+    except OSError:
+        return None
+    return name[1] if isinstance(name, tuple) else None
 
 
 def default_store() -> Any:
     """The store of the default process group."""
     return dist.distributed_c10d._get_default_store()
+
+
+_board_store: QuietStore | None = None
+
+
+def board_store() -> QuietStore:
+    """That store, on connections that all boards of this process share."""
+    global _board_store
+    store = default_store()
+    if _board_store is None or _board_store.origin is not store:
+        _board_store = QuietStore(store)
+    return _board_store

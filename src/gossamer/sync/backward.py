@@ -19,8 +19,9 @@ def alarming(runner: Runner) -> Iterator[None]:
         yield
     except CommunicationError:
         raise
-    except GossamerError as error:
-        runner.alarm(str(error))
+    except Exception as error:
+        told = str(error) if isinstance(error, GossamerError) else f"rank {runner.rank}: {type(error).__name__}: {error}"
+        runner.alarm(told)
         raise
 
 

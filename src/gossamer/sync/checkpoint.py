@@ -8,6 +8,7 @@ from torch import Tensor
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError
+from gossamer.sync.agreement import agree
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.weights import WeightSync
 
@@ -67,6 +68,7 @@ def restore(
         raise ConfigurationError(
             f"the state holds no entry for rank {runner.rank}; each rank loads what it saved (keys: {sorted(state)})"
         )
+    agree(runner, {"the step of the saved state": str(state["step"]), "the saved plan of buckets": repr(state["plan"])})
     if gradients is not None:
         gradients.load_plan(state["plan"]["buckets"], state["plan"]["learned"])
         gradients.step = state["step"]

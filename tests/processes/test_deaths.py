@@ -1,0 +1,126 @@
+"""A process that ends in mid-training is an error on every other one within ten seconds, and no process is left."""
+
+import signal
+import time
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+
+from processes.harness import Launch, Process, launch
+
+SECONDS = 10.0
+
+
+def die(algorithm: str, world: int, victim: int, way: str) -> list[Process]:
+    arguments = {"algorithm": algorithm, "victim": str(victim), "way": way}
+    return launch("scenarios_deaths", ["dies"], world, timeout=60, arguments=arguments)
+
+
+def survivors(processes: Sequence[Process], name: str, victim: int, texts: Sequence[str], kinds: Sequence[str]) -> None:
+    """Every rank but the victim was told, soon and by name, and ended with its own traceback, soon after."""
+    moment = processes[victim].moment
+    assert moment > 0, processes[victim].errors
+    for process in processes:
+        if process.rank == victim:
+            continue
+        assert name in process.reports, f"rank {process.rank}, code {process.code}:\n{process.errors[-3000:]}"
+        told = process.reports[name].value
+        print(f"rank {process.rank}, {told['end'] - moment:.1f} s, ended {process.ended - moment:.1f} s: {told}")
+        assert told["kind"] in kinds, told
+        assert all(text in told["text"] for text in texts), (told["text"], texts)
+        assert told["end"] - moment < SECONDS
+        assert process.code == 1, process.errors[-3000:]
+        assert process.ended - told["end"] < 5.0
+        assert process.errors.count("Traceback") >= 1
+        assert "[W" not in process.errors, "the transport's own stack traces"
+
+
+QUICK = [("AllReduce", 4, 2, "kill"), ("Gossip", 4, 2, "kill"), ("AllReduce", 3, 0, "kill"), ("Gossip", 3, 0, "kill")]
+QUICK += [("AllReduce", 3, 1, "raise"), ("Gossip", 3, 0, "raise")]
+SLOW = [case for case in product(("AllReduce", "Gossip"), (3, 4), (0, 1, 2), ("kill", "raise")) if case not in QUICK]
+
+
+def check_death(algorithm: str, world: int, victim: int, way: str) -> None:
+    processes = die(algorithm, world, victim, way)
+    texts = [f"rank {victim}"]
+    if way == "raise":
+        texts = [f"rank {victim} ended with ArithmeticError: the user's own mistake"]
+        assert processes[victim].code == 1
+    elif victim == 0:
+        texts = ["rank 0"]  # or rather its host: the key-value store ended with it
+    survivors(processes, "dies", victim, texts, ["CommunicationError"])
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: "-".join(map(str, case)))
+def test_death_in_mid_step(case: tuple[str, int, int, str]) -> None:
+    check_death(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: "-".join(map(str, case)))
+def test_every_death_in_mid_step(case: tuple[str, int, int, str]) -> None:
+    check_death(*case)
+
+
+@pytest.mark.parametrize(("algorithm", "victim"), [("AllReduce", 2), ("Gossip", 0)])
+def test_data_that_end_early(algorithm: str, victim: int) -> None:
+    arguments = {"algorithm": algorithm, "victim": str(victim)}
+    processes = launch("scenarios_deaths", ["ends_early"], 3, timeout=60, arguments=arguments)
+    assert processes[victim].code == 0, processes[victim].errors
+    survivors(processes, "ends_early", victim, [f"rank {victim} ended", "join()"], ["PeerLeftError"])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_mistake_before_replicate(victim: int) -> None:
+    processes = launch("scenarios_deaths", ["never_comes"], 3, timeout=60, arguments={"victim": str(victim)})
+    assert "TypeError" in processes[victim].errors
+    assert "wirre" in processes[victim].errors
+    survivors(
+        processes, "never_comes", victim, [f"rank {victim}", "TypeError", "wirre"], ["PeerLeftError", "CommunicationError"]
+    )
+
+
+@pytest.mark.parametrize(("algorithm", "tidy"), [("AllReduce", "no"), ("Gossip", "yes")])
+def test_processes_end_after_a_timeout(algorithm: str, tidy: str) -> None:
+    arguments = {"algorithm": algorithm, "tidy": tidy, "busy": "5"}
+    processes = launch("scenarios_deaths", ["gives_up"], 3, timeout=60, arguments=arguments)
+    survivors(processes, "gives_up", 2, ["rank 2", "2 s"], ["CommunicationTimeout", "CommunicationError"])
+    assert processes[2].code == 1
+    assert "gave up" in processes[2].reports["gives_up"].value["text"]
+
+
+@pytest.mark.parametrize("where", ["exchange", "replicate"])
+def test_interrupt(where: str) -> None:
+    running = Launch(
+        "scenarios_deaths", ["is_interrupted"], 3, timeout=60, arguments={"algorithm": "AllReduce", "where": where}
+    )
+    for rank in (0, 1):
+        running.wait_until_said(rank, "waiting")
+    running.wait_until_said(2, "busy")
+    time.sleep(0.5)
+    moment = time.time()
+    for rank in (0, 1):
+        running.send(rank, signal.SIGINT)
+    time.sleep(3.0)
+    running.send(2, signal.SIGKILL)
+    for process in running.wait()[:2]:
+        assert process.code == -signal.SIGINT, process.errors[-3000:]
+        assert "KeyboardInterrupt" in process.errors
+        print(f"rank {process.rank} ended after {process.ended - moment:.1f} s")
+        assert process.ended - moment < 5.0
+
+
+@pytest.mark.parametrize(("algorithm", "order"), [("Gossip", "last"), ("Gossip", "first"), ("AllReduce", "destroyed")])
+def test_an_ordinary_script_ends_well_and_quietly(algorithm: str, order: str) -> None:
+    processes = launch("scenarios_deaths", ["ends_well"], 3, timeout=60, arguments={"algorithm": algorithm, "order": order})
+    for process in processes:
+        assert process.code == 0, process.errors[-3000:]
+        assert process.output == ""
+        assert process.errors == ""
+
+
+def test_only_rank_0_speaks() -> None:
+    processes = launch("scenarios_deaths", ["speaks"], 3, timeout=60, arguments={"algorithm": "AllReduce"})
+    assert "replicating Sequential over 3 ranks with AllReduce" in processes[0].output
+    assert all("gossamer" not in process.output + process.errors for process in processes[1:])
