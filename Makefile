@@ -40,7 +40,7 @@ readme: $(READY) ## run the demo and put its table and picture into the README
 	$(RUN) -m gossamer.bench.demo --save-to docs/assets
 	$(RUN) -m gossamer.bench.readme
 
-bench-speed: $(READY) ## measure the step time beside DDP and the line rate beside plain TCP (about 25 minutes)
+bench-speed: $(READY) ## measure the step time beside DDP and the line rate beside plain TCP (about 12 minutes)
 	$(RUN) -m gossamer.bench.speed --save-to benchmarks/results
 
 clean: ## remove what was built

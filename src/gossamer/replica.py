@@ -94,8 +94,8 @@ class Replica:
         own = [tensor.detach().clone() for tensor in tensors]
         for sync in self._weights:
             sync.arrive()
-        average(self._runner, [tensor.detach() for tensor in tensors])
         try:
+            average(self._runner, [tensor.detach() for tensor in tensors])
             yield self._model
         finally:
             with torch.no_grad():

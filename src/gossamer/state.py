@@ -35,6 +35,10 @@ class State:
         """What is kept: names and tensors as of the last commit, whatever was written since."""
         return list(self._kept.items())
 
+    def drafts(self) -> list[Tensor]:
+        """What was written since the last commit."""
+        return list(self._draft.values())
+
     def load(self, values: Mapping[str, Tensor | None]) -> None:
         """Keep exactly ``values``, leaving out what is None."""
         self._draft.clear()

@@ -28,6 +28,24 @@ def compiled(here: Here, backend: str, wholly: bool, first: bool) -> float:
     return difference(reference.bare, model)
 
 
+def used_before(here: Here) -> float:
+    """Compiled and tried once before replicate() is given the model as it was before compilation."""
+    reference = under_ddp(here, with_adamw(batch_norm))
+    plain(reference)
+    model = batch_norm()
+    called = torch.compile(model, backend="aot_eager")
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    called(torch.randn(8, 10, dtype=torch.float64)).sum().backward()
+    model.zero_grad()
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    replica = here.replicate(model, optimizer, AllReduce(bucket_bytes=2048))
+    plain(Run(here, called, model, [optimizer], replica.no_sync, replica.join, replica))
+    assert difference(reference.bare, model) <= 1e-10
+    return difference(reference.bare, model)
+
+
 def wrap(model: nn.Module, backend: str, wholly: bool) -> nn.Module:
     """Compile the model, or each of its layers in place."""
     if wholly:

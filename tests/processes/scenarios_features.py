@@ -1,10 +1,12 @@
 """Scenarios: every way in which a training loop may be written, against DDP where DDP can do it. Three ranks."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import gossamer
 from gossamer import AllReduce, Gossip
+from gossamer.algorithms.base import Algorithm, Context
+from gossamer.buckets import Bucket
+from gossamer.comm.ops import Flow, all_reduce
+from gossamer.state import State
 from processes.twins import (
     Build,
     Run,
@@ -27,6 +33,18 @@ from processes.worker import Here
 from processes.workloads import generator
 
 STEPS = 6
+
+
+@contextmanager
+def raises(kind: type[Exception], match: str = "") -> Iterator[None]:
+    """What ``pytest.raises`` does, without the time that importing pytest takes."""
+    try:
+        yield
+    except kind as error:
+        if not re.search(match, str(error)):
+            raise
+    else:
+        raise AssertionError(f"{kind.__name__} was not raised")
 
 
 def numbers(here: Here, step: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -318,6 +336,22 @@ def uneven_data_with_gossip(here: Here) -> None:
         assert_same_on_all_ranks(here, run.bare)
 
 
+def uneven_data_with_gossip_and_several_optimizers(here: Here) -> None:
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = mlp()
+        return model, [AdamW(model[0].parameters(), lr=1e-2), SGD([*model[2].parameters(), *model[4].parameters()], lr=0.1)]
+
+    run = under_gossamer(here, build, Gossip(bucket_bytes=2048))
+    for _ in range(2):
+        with run.join():
+            for batch in steps(run, 4 - here.rank):
+                loss_of(run, batch).backward()
+                for optimizer in run.optimizers:
+                    optimizer.step()
+    with run.replica.consensus():
+        assert_same_on_all_ranks(here, run.bare)
+
+
 def evaluation_on_one_rank(here: Here) -> None:
     """Only rank 0 evaluates, with buffers: no other rank is needed for it."""
     run = under_gossamer(here, with_adamw(batch_norm))
@@ -407,6 +441,41 @@ def gradient_scaler_with_gossip(here: Here) -> None:
     assert all(torch.equal(scales, other) for other in here.gathered(scales))
 
 
+def gradient_scaler_with_several_dtypes(here: Here) -> None:
+    """Empty parameters, and 64-bit gradients beyond the range of 32 bits, are no overflow."""
+    scaler = torch.amp.GradScaler("cpu")
+    model = Mixed()
+    optimizer = SGD(model.parameters(), lr=1e-30)
+    here.replicate(model, optimizer, scaler=scaler)
+    scaler.scale(model.wide(torch.ones(1, 10, dtype=torch.float64)).sum() * 1e60).backward()
+    assert model.wide.weight.grad.isfinite().all()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembers(Algorithm, register=False):
+    """An exact all-reduce that keeps what it sent, as error feedback would."""
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        state["residual"] = state["residual"] + bucket.flat
+        return (yield from all_reduce(bucket.flat / ctx.world))
+
+
+def non_finite_gradients_and_state(here: Here) -> None:
+    """NaN of one rank reaches no rank's state, with a scaler or without; the next step goes on from the state before."""
+    for scaler in (None, torch.amp.GradScaler("cpu")):
+        run = under_gossamer(here, with_adamw(mlp), Remembers(bucket_bytes=2048), scaler=scaler)
+        seen = []
+        for step, batch in enumerate(steps(run, 3)):
+            loss = loss_of(run, batch)
+            (loss * float("nan") if here.rank == 1 and step == 1 else loss).backward()
+            kept = run.replica.state_dict()[f"rank{here.rank}"]["residual"]
+            seen.append(torch.cat([tensor.reshape(-1) for tensor in kept.values()]))
+        assert all(tensor.isfinite().all() for tensor in seen)
+        assert torch.equal(seen[0], seen[1])
+        assert not torch.equal(seen[1], seen[2])
+        here.close()
+
+
 def non_finite_gradients(here: Here) -> None:
     """Without a scaler: NaN and inf of one rank reach every rank's gradients."""
     for value in (float("nan"), float("inf")):
@@ -453,6 +522,48 @@ def buffer_modes(here: Here) -> None:
             here.close()
 
 
+class Odd(nn.Module):
+    """Buffers of every kind: shared, scalar, empty, transposed, complex, boolean, not persistent; and a saved constant."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 10).double()
+        kinds = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool)
+        for dtype in kinds:
+            value = torch.full((3,), rank % 2 if dtype == torch.bool else rank).to(dtype)
+            self.register_buffer(f"of_{str(dtype)[6:]}", value)
+        self.register_buffer("scalar", torch.tensor(float(rank)), persistent=False)
+        self.register_buffer("empty", torch.zeros(0, 4))
+        self.register_buffer("transposed", torch.arange(6.0).view(2, 3).t() + rank)
+        self.register_buffer("shared", self.of_float32)
+        self.register_buffer("nothing", None)
+        self.register_buffer("scale", torch.linspace(1, 2, 10, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+def buffers_of_every_kind(here: Here) -> None:
+    """Rank 0's arrive bit by bit, at the start and before each forward."""
+    model, expected = Odd(here.rank), Odd(0)
+    here.replicate(model, SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, expected.get_buffer(name)), name
+            buffer.copy_(buffer + here.rank if buffer.dtype != torch.bool else buffer ^ bool(here.rank))
+        model.scale.copy_(expected.scale)
+        model(numbers(here, 0, 2, 10))
+
+
+def two_forwards_before_backward(here: Here) -> None:
+    """A buffer that autograd has saved is broadcast again before the backward pass (DDP raises here)."""
+    run = under_gossamer(here, with_adamw(lambda: Odd(0)))
+    for batch in steps(run):
+        (loss_of(run, batch) + loss_of(run, batch + 1)).backward()
+        run.optimizer.step()
+    assert_same_on_all_ranks(here, run.bare)
+
+
 def channels_last(here: Here) -> float:
     def build() -> tuple[nn.Module, Sequence[Optimizer]]:
         torch.manual_seed(10)
@@ -492,7 +603,7 @@ def checkpoint_without_reentrance(here: Here) -> float:
 
 def checkpoint_with_reentrance(here: Here) -> None:
     run = under_gossamer(here, with_adamw(lambda: Checkpointed(True)))
-    with pytest.raises(gossamer.UsageError, match="use_reentrant=False"):
+    with raises(gossamer.UsageError, match="use_reentrant=False"):
         plain(run)
 
 
@@ -628,7 +739,7 @@ def subgroups(here: Here) -> None:
     model = mlp()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     if here.rank == 1:
-        with pytest.raises(gossamer.ConfigurationError, match="not a member"):
+        with raises(gossamer.ConfigurationError, match="not a member"):
             here.replicate(model, optimizer, group=group)
         return
     reference = under_ddp(here, with_adamw(mlp), process_group=group)
@@ -653,7 +764,7 @@ def device_meshes(here: Here) -> float:
 
     grid = init_device_mesh("cpu", (1, 3), mesh_dim_names=("shard", "replicate"))
     line = init_device_mesh("cpu", (3,))
-    with pytest.raises(gossamer.ConfigurationError, match=r"mesh\["):
+    with raises(gossamer.ConfigurationError, match=r"mesh\["):
         under_gossamer(here, with_adamw(mlp), mesh=grid)
     equal_to_ddp(here, with_adamw(mlp), plain, ours={"mesh": grid["replicate"]})
     return equal_to_ddp(here, with_adamw(mlp), plain, ours={"mesh": line})
@@ -696,6 +807,6 @@ def nothing_is_pickled(here: Here) -> None:
             with run.replica.consensus(), run.replica.join():
                 pass
             here.close()
-        with pytest.raises(gossamer.DisagreementError):
+        with raises(gossamer.DisagreementError):
             under_gossamer(here, with_adamw(mlp), AllReduce(bucket_bytes=1000 + here.rank))
     assert not forbidden.called

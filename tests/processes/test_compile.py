@@ -4,7 +4,7 @@ import pytest
 
 from processes.harness import Process, launch, require
 
-SCENARIOS = ["wholly_before", "wholly_after", "blockwise_before", "blockwise_after", "overlap_of_blocks"]
+SCENARIOS = ["wholly_before", "wholly_after", "blockwise_before", "blockwise_after", "used_before", "overlap_of_blocks"]
 
 
 @pytest.fixture(scope="module")

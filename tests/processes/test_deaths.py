@@ -31,9 +31,10 @@ def survivors(processes: Sequence[Process], name: str, victim: int, texts: Seque
         assert all(text in told["text"] for text in texts), (told["text"], texts)
         assert told["end"] - moment < SECONDS
         assert process.code == 1, process.errors[-3000:]
-        assert process.ended - told["end"] < 5.0
+        assert process.ended - told["end"] < SECONDS
         assert process.errors.count("Traceback") >= 1
-        assert "[W" not in process.errors, "the transport's own stack traces"
+        if victim != 0:
+            assert "[W" not in process.errors, "the transport's own stack traces"
 
 
 QUICK = [("AllReduce", 4, 2, "kill"), ("Gossip", 4, 2, "kill"), ("AllReduce", 3, 0, "kill"), ("Gossip", 3, 0, "kill")]

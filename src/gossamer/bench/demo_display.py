@@ -21,7 +21,7 @@ class Display:
 
     def __init__(self, console: Console, heading: str, runs: Sequence[Run]) -> None:
         self._console, self._heading, self._runs = console, heading, runs
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._shown, self._states = 0.0, [""] * len(runs)
 
     def __enter__(self) -> "Display":
@@ -34,7 +34,6 @@ class Display:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
-            self._live.transient = False
             self._live.stop()
 
     def show(self, runs: Sequence[Run]) -> None:

@@ -151,7 +151,7 @@ def failure(run: Run, result: LabResult) -> str:
     if result.timed_out:
         return f"{run.title}: not done in time; the run was ended at step {len(run.steps)}"
     where = f"rank {result.failed_rank} on host {result.failed_host} failed with exit code {result.exit_code}"
-    return f"{run.title}: {where}\n{result.traceback}".rstrip()
+    return f"{run.title}: {where}, after {len(run.steps)} steps of rank 0\n{result.traceback}".rstrip()
 
 
 def save_logs(runs: Sequence[Run], folder: Path) -> None:

@@ -16,6 +16,7 @@ from gossamer.errors import GossamerError
 from gossamer.lab import LabSpec, run_lab
 
 NETWORKS = ("200mbit", "1gbit", "unshaped")
+EXCHANGES = ("--mbytes", "8", "16", "64", "--repeats", "5")
 WORKLOADS = (Path("examples/02_convnet.py"), Path("examples/01_gpt.py"))
 
 console = Console(stderr=True)
@@ -78,12 +79,12 @@ def main() -> None:
     for rate in options.networks:
         for workload in options.workloads:
             console.log(f"{workload.stem} on {rate}: {options.rounds} rounds")
-            count = str(3 if rate == "200mbit" else 8)
+            count = str(2 if rate == "200mbit" else 5)
             command = ["-m", "gossamer.bench.paired", "--workload", str(workload), "--rounds", str(options.rounds)]
             steps += lab_json(rate, [*command, "--steps", count], options.hosts)
         if rate != "unshaped":
             console.log(f"exchanges on {rate}")
-            exchanges += lab_json(rate, ["-m", "gossamer.bench.primitives"], options.hosts)
+            exchanges += lab_json(rate, ["-m", "gossamer.bench.primitives", *EXCHANGES], options.hosts)
     save(options.save_to, steps, exchanges, options.hosts)
 
 

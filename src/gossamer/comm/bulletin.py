@@ -137,11 +137,16 @@ class Bulletin:
         while missing and time.monotonic() < end:
             time.sleep(0.1)
             missing = [rank for rank in missing if not self._has("answer", rank)]
+        for rank in missing:
+            self._store.set(self._key("missing", rank), "1")
         return missing
 
     def heard_by_all(self) -> bool:
-        """Whether every other rank has left, or has heard of an alarm: none needs this board any more."""
-        return all(self._has("left", rank) or self._read("answer", rank) in ("heard", "alarm") for rank in self._others())
+        """Whether every other rank has left, is missing, or has heard of an alarm: none needs this board any more."""
+        return all(
+            self._has("left", rank) or self._has("missing", rank) or self._read("answer", rank) in ("heard", "alarm")
+            for rank in self._others()
+        )
 
     def arrive(self, timeout: float, what: str) -> None:
         """Wait until every rank is here; say after ten seconds who is not."""

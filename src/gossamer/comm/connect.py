@@ -4,9 +4,12 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from gossamer.comm import loopback
+from gossamer.comm import loopback, torch_departure
+from gossamer.comm.patience import seconds_of
 from gossamer.comm.runner import Runner, solo_runner
 from gossamer.errors import ConfigurationError
+
+torch_departure.listen()
 
 
 def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | None = None) -> Runner:
@@ -16,13 +19,14 @@ def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | No
     """
     group = _group_of(group, mesh)
     inside = loopback.current_runner()
-    if inside is not None:
-        return inside
     from gossamer.comm import torch_runner
 
-    if torch_runner.initialised():
+    if inside is None and torch_runner.initialised():
         runner = torch_runner.TorchRunner(group, timeout)
         return runner if runner.world > 1 else solo_runner()
+    seconds_of(timeout, timedelta(0))
+    if inside is not None:
+        return inside
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         raise ConfigurationError(
@@ -37,6 +41,8 @@ def _group_of(group: Any, mesh: Any) -> Any:
         return group
     if group is not None:
         raise ConfigurationError("give group= or mesh=, not both")
+    if not callable(getattr(mesh, "get_group", None)):
+        raise ConfigurationError(f"mesh= takes a torch.distributed.device_mesh.DeviceMesh; got {mesh!r}")
     if mesh.ndim != 1:
         raise ConfigurationError(
             f"mesh= takes the one dimension over which the model is replicated, this one has {mesh.ndim}: "

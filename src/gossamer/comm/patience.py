@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from gossamer.comm import bulletin
-from gossamer.comm.bulletin import Bulletin, StoreLostError, names
+from gossamer.comm.bulletin import Bulletin, names
 from gossamer.comm.runner import Ticket
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError
 
@@ -68,10 +68,7 @@ class Patience:
             raise self._store_lost(ticket, error) from error
 
     def _store_lost(self, ticket: Ticket[Any], error: Exception) -> CommunicationError:
-        return CommunicationError(
-            f"rank {self._rank} waits in {ticket}, and the key-value store (on the host of rank 0, or the launcher) "
-            f"no longer answers: {first_line(error)}"
-        )
+        return CommunicationError(f"rank {self._rank} waits in {ticket}, and the key-value store is lost: {first_line(error)}")
 
     def _late(self, ticket: Ticket[Any]) -> list[int]:
         try:
@@ -109,10 +106,8 @@ class Patience:
             text += f"; no longer answering: {names(missing)}" if missing else "; every rank still answers"
         except GossamerError as reason:
             return reason
-        except StoreLostError:
-            text += "; nor does the key-value store answer (on the host of rank 0, or the launcher)"
-        except Exception as unknown:
-            text += f"; nor does the key-value store answer ({first_line(unknown)})"
+        except Exception as lost:
+            text += f"; the key-value store is lost too: {first_line(lost)}"
         return CommunicationError(f"{text} ({first_line(error)})")
 
 
@@ -135,5 +130,5 @@ def is_connection_error(error: BaseException | None) -> bool:
 
 
 def first_line(error: BaseException | None) -> str:
-    """The first line of an error's text."""
-    return str(error).strip().split("\n")[0][:200]
+    """The first line of an error's text, without the general advice that Gloo adds."""
+    return str(error).strip().split("\n")[0].split(". This is typically")[0][:200]

@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import os
 import sys
 import time
 import weakref
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 LINGER = 3.0
 """Seconds for which the process that hosts the store lets the others read why it ends: the store ends with it."""
+
+_LINGER_AFTER_INTERRUPT = 1.0
 
 
 class Leaver(Protocol):
@@ -43,15 +46,22 @@ def uncaught() -> str:
     return "" if error is None else f"{type(error).__name__}: {error}".split("\n")[0][:300].removesuffix(": ")
 
 
-@atexit.register
-def say_goodbye() -> None:
+def listen() -> None:
+    """Notice the end of this process, from now on (not that of a process forked from it)."""
+    atexit.register(say_goodbye, os.getpid())
+
+
+def say_goodbye(process: int) -> None:
     """Tell ranks that still wait that this process ends, and why."""
+    if os.getpid() != process:
+        return
     reason, leavers = uncaught(), list(_leavers)
     for leaver in leavers:
         leaver.depart(reason)
     if not _came and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _say_that_it_never_came(reason)
-    end = time.monotonic() + LINGER
+    interrupted = reason.startswith(KeyboardInterrupt.__name__)
+    end = time.monotonic() + (_LINGER_AFTER_INTERRUPT if interrupted else LINGER)
     while time.monotonic() < end and any(leaver.is_needed() for leaver in leavers):
         time.sleep(0.02)
     if any(leaver.is_stuck() for leaver in leavers):

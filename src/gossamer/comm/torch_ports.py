@@ -1,6 +1,7 @@
 """Torch ports: operations of the vocabulary on the process groups of ``torch.distributed``."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,18 @@ class Pending:
     works: list[Any]
     result: Tensor
     due: float = 0.0
+
+
+PIECE = 2**20
+"""Bytes that travel as one Gloo message. Each message begins with a round trip that queues behind the data of the
+other direction; with several posted at once, one is always on the wire (8 MB between a pair at 1 Gbit/s: 852 Mbit/s as
+one message, 890 in pieces; plain TCP 934)."""
+
+
+def pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Views of a contiguous tensor, each of at most ``PIECE`` bytes."""
+    split: Sequence[Tensor] = tensor.view(-1).split(PIECE // tensor.element_size())
+    return split
 
 
 class GlooPort:
@@ -83,11 +96,11 @@ class GlooPort:
         for source, tensor in incoming:
             if source != me:
                 group = self._up if source < me else self._down
-                works.append(group.recv([tensor], source, 0))
+                works += [group.recv([piece], source, 0) for piece in pieces(tensor)]
         for destination, tensor in outgoing:
             if destination != me:
                 group = self._up if destination > me else self._down
-                works.append(group.send([tensor], destination, 0))
+                works += [group.send([piece], destination, 0) for piece in pieces(tensor)]
             else:
                 next(mine for source, mine in incoming if source == me).copy_(tensor)
         return works

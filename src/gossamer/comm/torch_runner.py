@@ -69,7 +69,10 @@ class TorchRunner(Runner):
 
     def agree_on_opening(self) -> None:
         """Meet the other ranks, then make the lanes' process groups (each warmed by one collective)."""
-        self._board.arrive(self._patience.timeout, "gossamer.replicate()")
+        try:
+            self._board.arrive(self._patience.timeout, "gossamer.replicate()")
+        except StoreLostError as error:
+            raise CommunicationError(f"rank {self.rank}: gossamer.replicate(): the key-value store is lost: {error}") from error
         # The groups' own timeout is only the last resort: the main thread's patience ends first.
         last_resort = timedelta(seconds=self._patience.timeout + 60)
         device = dist.get_backend(self._group) == "nccl"

@@ -32,6 +32,7 @@ class QuietStore:
         port = tcp.port if isinstance(tcp, TCPStore) else None
         # torchrun keeps the store in its agent; elsewhere the process of rank 0 hosts it.
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+        self.host = "the launcher, which hosts it," if agent else "the process of rank 0, which hosts it,"
         self.hosted = port is not None and not agent and dist.get_rank() == 0
         """Whether this process hosts the store, so that the others lose it when this process ends."""
         before = _connections_to(port)
@@ -62,12 +63,16 @@ class QuietStore:
 
     def _ask(self, call: Callable[[], T]) -> T:
         self._require_line()
-        return call()
+        try:
+            return call()
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            self._lost = True
+            raise StoreLostError(f"{self.host} no longer answers: {error}") from error
 
     def _require_line(self) -> None:
         if self._lost or self._line.is_cut():
             self._lost = True
-            raise StoreLostError("its host has ended, or cannot be reached")
+            raise StoreLostError(f"{self.host} has ended, or cannot be reached")
 
 
 class _Line:

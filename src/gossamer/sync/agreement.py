@@ -56,33 +56,38 @@ def _describe(texts: list[str]) -> str:
 
 
 def same_from_rank(runner: Runner, tensors: Sequence[Tensor], source: int) -> None:
-    """Overwrite ``tensors`` (any dtypes, any strides) with those of rank ``source``, one broadcast per dtype."""
+    """Overwrite ``tensors`` with those of rank ``source``: as bytes, so that any dtype travels, in one broadcast per device."""
     if runner.world == 1:
         return
-    for group in _by_dtype(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+    for group in _by_device(tensors):
+        flat = torch.cat([_as_bytes(tensor) for tensor in group])
         flat = runner.run(lambda flat=flat: broadcast(flat, source), f"the broadcast of rank {source}'s values", lane_for(flat))  # type: ignore[misc]
-        unflatten(flat, group)
+        pieces = flat.split([tensor.numel() * tensor.element_size() for tensor in group])
+        for tensor, piece in zip(group, pieces, strict=True):
+            # Through .data: a value that autograd has saved may be overwritten with the same one (two forwards, one backward).
+            tensor.data.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def unflatten(flat: Tensor, tensors: list[Tensor]) -> None:
     """Copy consecutive pieces of ``flat`` into ``tensors``."""
-    with torch.no_grad():
-        for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(piece.view(tensor.shape))
+    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.data.copy_(piece.view(tensor.shape))
 
 
 def checksum(tensors: list[Tensor]) -> str:
     """A hash over the bits of ``tensors``: equal on ranks that hold the same values."""
     hasher = hashlib.sha256()
     for tensor in tensors:
-        dense = tensor.detach().contiguous().cpu().reshape(-1)
-        hasher.update(dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b"")
+        hasher.update(_as_bytes(tensor).cpu().numpy().tobytes())
     return hasher.hexdigest()
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        groups.setdefault(tensor.device, []).append(tensor)
     return list(groups.values())

@@ -64,8 +64,8 @@ class Backward:
             )
         if self._task is not None:
             raise UsageError(
-                f"rank {self._runner.rank}: the previous backward pass ended with an error half-way through its "
-                "exchange; the ranks can no longer be matched, so this run cannot go on"
+                f"rank {self._runner.rank}: the previous backward pass has not ended: it raised an error half-way through its "
+                "exchange, or this one runs inside it; the ranks can no longer be matched, so this run cannot go on"
             )
         self._task = task
         self._on_begin()

@@ -19,6 +19,7 @@ from gossamer.errors import ConfigurationError, UsageError
 from gossamer.state import State
 from gossamer.sync.agreement import agree
 from gossamer.sync.backward import Backward
+from gossamer.sync.scaling import any_non_finite
 from gossamer.sync.statistics import Statistics
 
 
@@ -148,11 +149,24 @@ class GradientSync:
             for state in (*self.states, self.step_state):
                 state.rollback()
             raise
-        for state in (*self.states, self.step_state):
-            state.commit()
+        self._settle()
         self.step += 1
         if not self.learned:
             self._learn()
+
+    def _settle(self) -> None:
+        """Keep what the flows wrote, unless the gradient is not finite: a residual would not lose that any more.
+
+        The result is the same on all ranks, so all of them keep it, or none does.
+        """
+        states = (*self.states, self.step_state)
+        drafts = [tensor for state in states for tensor in state.drafts()]
+        finite = not drafts or any_non_finite([*drafts, *(bucket.flat for bucket in self.buckets)]).item() == 0
+        for state in states:
+            if finite:
+                state.commit()
+            else:
+                state.rollback()
 
     def _flush(self) -> Tensor:
         """Complete the buckets: a parameter that backward did not reach sends the gradient it has, or zeros.

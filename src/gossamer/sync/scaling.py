@@ -22,9 +22,10 @@ def agree_on_overflow(runner: Runner, scaler: Any, parameters: Iterable[Paramete
 
 
 def any_non_finite(tensors: list[Tensor]) -> Tensor:
-    """One float: 1 if any element is inf or NaN."""
-    if not tensors:
+    """One float: 1 if any element of the floating-point tensors is inf or NaN."""
+    some = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel() > 0]
+    if not some:
         return torch.zeros(1)
     # A non-finite element makes the maximum norm non-finite, in one pass and without a temporary of the tensor's size.
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm(tensors, float("inf"))])
-    return (~torch.isfinite(largest)).any().float().reshape(1).to("cpu")
+    finite = torch.stack([torch.isfinite(norm) for norm in torch._foreach_norm(some, float("inf"))])
+    return (~finite).any().float().reshape(1).to("cpu")

@@ -1,0 +1,425 @@
+"""The entry point: what it takes, what it refuses, and what it leaves as it was."""
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
+
+import gossamer
+from gossamer import AllReduce, ConfigurationError, DisagreementError, Gossip, UsageError, loopback
+
+
+def make(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 3, rank: int = 0) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        source = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(5, 4, generator=source)).square().mean().backward()
+        optimizer.step()
+
+
+def values(model: nn.Module) -> Tensor:
+    return torch.cat([tensor.detach().double().reshape(-1) for tensor in model.state_dict().values()])
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group with nobody else in it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# -- the signature --------------------------------------------------------------------------------------------------
+
+
+def test_the_signature() -> None:
+    parameters = inspect.signature(gossamer.replicate).parameters
+    keyword = {name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert list(parameters)[:3] == ["model", "optimizer_or_optimizers", "algorithm"]
+    assert keyword == {"group", "mesh", "scaler", "buffers", "timeout"}
+    assert all(parameters[name].default is None for name in keyword | {"algorithm"})
+
+
+def test_the_handle() -> None:
+    public = {name for name in dir(gossamer.Replica) if not name.startswith("_")}
+    assert public == {"close", "consensus", "join", "load_state_dict", "metrics", "no_sync", "state_dict"}
+
+
+# -- a world of one -------------------------------------------------------------------------------------------------
+
+
+def check_alone() -> None:
+    """Trains as without gossamer, bit by bit, and everything on the handle works."""
+    for algorithm in (None, AllReduce(wire="bf16"), Gossip()):
+        plain, model = make(), make()
+        train(plain, AdamW(plain.parameters()))
+        optimizer = AdamW(model.parameters())
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        with replica.join(), replica.no_sync():
+            pass
+        train(model, optimizer)
+        if algorithm != AllReduce(wire="bf16"):
+            assert torch.equal(values(plain), values(model))
+        with replica.consensus() as same:
+            assert same is model
+        replica.load_state_dict(replica.state_dict())
+        assert replica.step == 3
+        assert replica.metrics()["step"] == 3
+        assert replica.metrics()["bytes_sent"] == 0
+        replica.close()
+
+
+def test_alone_without_a_process_group() -> None:
+    check_alone()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_alone_in_a_process_group() -> None:
+    check_alone()
+
+
+def test_the_default_is_exact_all_reduce() -> None:
+    model = make()
+    assert gossamer.replicate(model, AdamW(model.parameters())).algorithm == AllReduce()
+
+
+def test_launched_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = make()
+    with pytest.raises(ConfigurationError, match="init_process_group"):
+        gossamer.replicate(model, AdamW(model.parameters()))
+
+
+# -- what stays as it was -------------------------------------------------------------------------------------------
+
+
+def test_model_and_optimizer_stay_what_they_were() -> None:
+    model = make()
+    kind, keys, dictionary = type(model), list(model.state_dict()), set(vars(model))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    step = SGD.step
+    replica = gossamer.replicate(model, optimizer)
+    train(model, optimizer)
+    assert type(model) is kind
+    assert list(model.state_dict()) == keys
+    assert set(vars(model)) == dictionary
+    assert SGD.step is step
+    replica.close()
+
+
+@pytest.mark.parametrize("algorithm", [AllReduce(), Gossip()], ids=repr)
+def test_close_removes_every_hook(algorithm: gossamer.Algorithm) -> None:
+    def body(rank: int) -> None:
+        model = make()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        train(model, optimizer, rank=rank)
+        replica.close()
+        replica.close()
+        assert not model._forward_pre_hooks
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+        if rank == 1:
+            train(model, optimizer)  # alone
+        gossamer.replicate(model, optimizer, algorithm).close()
+
+    loopback(body, 2)
+
+
+def test_a_copy_of_the_model_trains_alone() -> None:
+    def body(rank: int) -> None:
+        model = make()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        gossamer.replicate(model, optimizer)
+        twin = copy.deepcopy(model)
+        if rank == 0:
+            train(twin, SGD(twin.parameters(), lr=0.1))
+        train(model, optimizer, rank=rank)
+
+    loopback(body, 2)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+def refused(match: str, *arguments: Any, **options: Any) -> None:
+    """Refused alone, and by every rank of a world."""
+    with pytest.raises(ConfigurationError, match=match):
+        gossamer.replicate(*arguments, **options)
+    with pytest.raises(ConfigurationError, match=match):
+        loopback(lambda rank: gossamer.replicate(*arguments, **options), 2)
+
+
+def test_refuses_what_is_no_model() -> None:
+    refused("torch.nn.Module", "resnet50", None)
+
+
+@pytest.mark.parametrize("optimizer", [None, [], "adam", [None], SGD], ids=repr)
+def test_refuses_what_is_no_optimizer(optimizer: Any) -> None:
+    refused("torch.optim.Optimizer", make(), optimizer)
+
+
+def with_adamw(**options: Any) -> tuple[tuple[nn.Module, AdamW], dict[str, Any]]:
+    model = make()
+    return (model, AdamW(model.parameters())), options
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"algorithm": AllReduce}, r"AllReduce\(\)"),
+        ({"algorithm": "gossip"}, "'gossip'"),
+        ({"buffers": "sometimes"}, "broadcast, average, local"),
+        ({"scaler": 1024}, "GradScaler"),
+        ({"timeout": 0}, "timeout .*0"),
+        ({"timeout": -1.5}, "timeout .*-1.5"),
+        ({"timeout": float("nan")}, "timeout .*nan"),
+        ({"timeout": float("inf")}, "timeout .*inf"),
+        ({"timeout": "soon"}, "timeout .*'soon'"),
+        ({"timeout": True}, "timeout .*True"),
+        ({"timeout": timedelta(0)}, "timeout"),
+        ({"mesh": 2}, "DeviceMesh"),
+        ({"mesh": 2, "group": 3}, "not both"),
+    ],
+    ids=repr,
+)
+def test_refuses_wrong_options(options: dict[str, Any], match: str) -> None:
+    arguments, options = with_adamw(**options)
+    refused(match, *arguments, **options)
+
+
+@pytest.mark.parametrize("timeout", [5, 0.5, timedelta(minutes=1)])
+def test_takes_every_kind_of_timeout(timeout: Any) -> None:
+    arguments, options = with_adamw(timeout=timeout)
+    gossamer.replicate(*arguments, **options).close()
+
+
+@pytest.mark.parametrize("kind", [AllReduce, Gossip])
+def test_refuses_unknown_fields_and_values(kind: type[gossamer.Algorithm]) -> None:
+    with pytest.raises(TypeError, match="wirre"):
+        kind(wirre="fp16")
+    with pytest.raises(TypeError):
+        kind("fp16")
+    with pytest.raises(ConfigurationError, match=r"fp32, fp16, bf16.*'fp8'"):
+        kind(wire="fp8")
+    for size in (0, -1, 1.5, "2MB"):
+        with pytest.raises(ConfigurationError, match=re.escape(repr(size))):
+            kind(bucket_bytes=size)
+    with pytest.raises(AttributeError):
+        kind().wire = "bf16"
+
+
+def test_refuses_parameters_that_cannot_be_replicated() -> None:
+    lazy = nn.LazyLinear(3)
+    refused("lazy", lazy, SGD(lazy.parameters(), lr=0.1))
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    refused("complex64", model, SGD(model.parameters(), lr=0.1))
+
+
+def test_refuses_a_model_that_is_frozen() -> None:
+    model = make().requires_grad_(False)
+    refused("no trainable parameter", model, SGD(model.parameters(), lr=0.1))
+
+
+def test_refuses_optimizers_that_do_not_fit() -> None:
+    model, other = make(), make()
+    refused("does not hold.*'0.weight'", model, SGD(other.parameters(), lr=0.1))
+    refused("does not hold parameter '0.weight':", model, SGD(list(model.parameters())[1:], lr=0.1))
+    refused("more than one optimizer", model, [SGD(model.parameters(), lr=0.1), SGD(model[3].parameters(), lr=0.1)])
+    refused("2 parameter.* the model does not have", model, SGD([*model.parameters(), *other[3].parameters()], lr=0.1))
+
+
+def test_a_frozen_parameter_needs_no_optimizer() -> None:
+    model = make()
+    model[0].requires_grad_(False)
+    optimizer = SGD(model[1:].parameters(), lr=0.1)
+    gossamer.replicate(model, optimizer)
+    train(model, optimizer)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_refuses_wrapped_models() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrapped: dict[str, nn.Module] = {
+        "DistributedDataParallel": nn.parallel.DistributedDataParallel(make()),
+        "DataParallel": nn.DataParallel(make()),
+        "FSDP1": FullyShardedDataParallel(make(), device_id=torch.device("cpu")),
+    }
+    for match, model in wrapped.items():
+        for whole in (model, nn.Sequential(model)):
+            with pytest.raises(ConfigurationError, match=match):
+                gossamer.replicate(whole, SGD(whole.parameters(), lr=0.1))
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_refuses_what_is_no_group() -> None:
+    model = make()
+    for group in ("gloo", 3, dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(ConfigurationError, match="group"):
+            gossamer.replicate(model, SGD(model.parameters(), lr=0.1), group=group)
+
+
+def test_refuses_a_model_that_is_replicated_already() -> None:
+    model = make()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    replica = gossamer.replicate(model, optimizer)
+    refused("called twice", model, optimizer)
+    shares = nn.Sequential(model[0], nn.Linear(6, 6))
+    refused("'0.weight' is replicated already", shares, SGD(shares.parameters(), lr=0.1))
+    replica.close()
+    gossamer.replicate(model, optimizer)
+
+
+def test_ranks_that_differ_are_told_who_differs() -> None:
+    def body(rank: int) -> None:
+        model = make()
+        gossamer.replicate(model, SGD(model.parameters(), lr=0.1), Gossip() if rank == 2 else None)
+
+    with pytest.raises(DisagreementError, match=r"algorithm: ranks 0, 1: AllReduce\(.*\); rank 2: Gossip\("):
+        loopback(body, 3)
+
+
+# -- what is noticed later ------------------------------------------------------------------------------------------
+
+
+def change_after(change: Callable[[nn.Module, SGD], None], match: str) -> None:
+    """The next optimizer step says what was changed; after close() and replicate() the change is part of the run."""
+    model = make()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    replica = gossamer.replicate(model, optimizer)
+    train(model, optimizer)
+    change(model, optimizer)
+    with pytest.raises(UsageError, match=match):
+        train(model, optimizer)
+    replica.close()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    gossamer.replicate(model, optimizer)
+    train(model, optimizer)
+
+
+def test_a_parameter_that_is_added() -> None:
+    change_after(lambda m, o: m[0].register_parameter("extra", nn.Parameter(torch.zeros(1))), "'extra' was added")
+
+
+def test_a_parameter_that_is_replaced() -> None:
+    change_after(lambda m, o: setattr(m[0], "bias", nn.Parameter(torch.zeros(6))), "'bias' was added, replaced")
+
+
+def test_a_parameter_that_is_removed() -> None:
+    change_after(lambda m, o: setattr(m[0], "bias", None), "'bias' was added, replaced or removed")
+
+
+def test_a_layer_that_is_replaced() -> None:
+    change_after(lambda m, o: m.__setitem__(3, nn.Linear(6, 1)), "'3' was added, replaced")
+
+
+def test_a_layer_that_is_added() -> None:
+    change_after(lambda m, o: m.append(nn.Linear(2, 2)), "'4' was added")
+
+
+def test_an_optimizer_that_gets_another_parameter() -> None:
+    change_after(lambda m, o: o.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}), "SGD changed")
+
+
+def test_a_parameter_that_is_unfrozen() -> None:
+    model = make()
+    model[0].requires_grad_(False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    gossamer.replicate(model, optimizer)
+    train(model, optimizer)
+    model[0].requires_grad_(True)
+    with pytest.raises(UsageError, match=r"'0.weight', '0.bias'.*unfrozen"):
+        train(model, optimizer)
+
+
+def test_a_model_that_is_converted() -> None:
+    model = make()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    gossamer.replicate(model, optimizer)
+    model.double()
+    with pytest.raises(UsageError, match=r"'0.weight' moved from torch.float32 on cpu to torch.float64"):
+        optimizer.step()
+
+
+def test_a_closed_replica_says_so() -> None:
+    model = make()
+    replica = gossamer.replicate(model, SGD(model.parameters(), lr=0.1))
+    state = replica.state_dict()
+    replica.close()
+    for call in (replica.state_dict, lambda: replica.load_state_dict(state)):
+        with pytest.raises(ConfigurationError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize("algorithm", [AllReduce(), Gossip()], ids=repr)
+def test_a_step_without_a_backward(algorithm: gossamer.Algorithm) -> None:
+    def body(rank: int) -> None:
+        model = make()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        gossamer.replicate(model, optimizer, algorithm)
+        train(model, optimizer)
+        with pytest.raises(UsageError, match=f"rank {rank}.*step 3.*no backward pass"):
+            optimizer.step()
+
+    loopback(body, 2)
+
+
+def test_reentrant_checkpointing() -> None:
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)])
+    optimizer = SGD(model.parameters(), lr=0.1)
+    gossamer.replicate(model, optimizer)
+    x = torch.ones(3, 4, requires_grad=True)
+    with pytest.raises(UsageError, match="use_reentrant=False"):
+        model[1](checkpoint(model[0], x, use_reentrant=True)).sum().backward()
+
+
+# -- the state ------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_does_not_fit() -> None:
+    model = make()
+    replica = gossamer.replicate(model, SGD(model.parameters(), lr=0.1))
+    state = replica.state_dict()
+    for wrong, match in (
+        ({"format": 99}, "format"),
+        ({"algorithm": "Gossip()"}, "Gossip"),
+        ({"world": 8}, "saved by 8 ranks, this run has 1"),
+        ({"plan": {"buckets": [["other"]], "learned": True}}, "other parameters"),
+    ):
+        with pytest.raises(ConfigurationError, match=match):
+            replica.load_state_dict(state | wrong)
+    del state["rank0"]
+    with pytest.raises(ConfigurationError, match="no entry for rank 0"):
+        replica.load_state_dict(state)
+
+
+def test_the_state_can_be_saved_without_pickling() -> None:
+    import io
+
+    def body(rank: int) -> None:
+        model = make()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, Gossip())
+        train(model, optimizer)
+        file = io.BytesIO()
+        torch.save(replica.state_dict(), file)
+        file.seek(0)
+        replica.load_state_dict(torch.load(file, weights_only=True))
+
+    loopback(body, 2)
