@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import gossamer
-from common import chosen_algorithm, consensus, finish, mean_over_ranks, option_parser, start
+from common import chosen_algorithm, consensus, finish, leave, mean_over_ranks, option_parser, start
 from data import standard_library
 from training_log import TrainingLog
 
@@ -130,3 +130,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

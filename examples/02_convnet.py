@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gossamer
-from common import chosen_algorithm, consensus, finish, mean_over_ranks, option_parser, start
+from common import chosen_algorithm, consensus, finish, leave, mean_over_ranks, option_parser, start
 from data import fashion_mnist
 from training_log import TrainingLog
 
@@ -121,3 +121,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -78,5 +78,9 @@ def finish(options: argparse.Namespace, rank: int, net: nn.Module, replica: goss
             torch.save(net.state_dict(), options.save_to)
     if replica is not None:
         replica.close()
+
+
+def leave() -> None:
+    """End the process group, after all that used it is gone: DDP's last reference to it can wait for itself for ever."""
     if dist.is_initialized():
         dist.destroy_process_group()

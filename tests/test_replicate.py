@@ -252,6 +252,7 @@ def test_a_frozen_parameter_needs_no_optimizer() -> None:
     train(model, optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching")
 @pytest.mark.usefixtures("group_of_one")
 def test_refuses_wrapped_models() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel

@@ -14,13 +14,14 @@ class State:
     """
 
     def __init__(self, like: Tensor) -> None:
-        self._like = like
+        # Not the tensor itself: a bucket gives its first one away, and it would be kept for nothing.
+        self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
         self._kept: dict[str, Tensor] = {}
         self._draft: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         value = self._draft.get(name, self._kept.get(name))
-        return torch.zeros_like(self._like) if value is None else value
+        return torch.zeros(self._shape, dtype=self._dtype, device=self._device) if value is None else value
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self._draft[name] = value

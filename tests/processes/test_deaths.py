@@ -4,12 +4,18 @@ import signal
 import time
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 
 from processes.harness import Launch, Process, launch
 
 SECONDS = 10.0
+
+
+def slowly(*arguments: Any) -> Any:
+    """A case that only `make test-slow` runs."""
+    return pytest.param(*arguments, marks=pytest.mark.slow)
 
 
 def die(algorithm: str, world: int, victim: int, way: str) -> list[Process]:
@@ -37,8 +43,7 @@ def survivors(processes: Sequence[Process], name: str, victim: int, texts: Seque
             assert "[W" not in process.errors, "the transport's own stack traces"
 
 
-QUICK = [("AllReduce", 4, 2, "kill"), ("Gossip", 4, 2, "kill"), ("AllReduce", 3, 0, "kill"), ("Gossip", 3, 0, "kill")]
-QUICK += [("AllReduce", 3, 1, "raise"), ("Gossip", 3, 0, "raise")]
+QUICK = [("AllReduce", 4, 2, "kill"), ("Gossip", 3, 0, "kill"), ("AllReduce", 3, 0, "raise"), ("Gossip", 4, 1, "raise")]
 SLOW = [case for case in product(("AllReduce", "Gossip"), (3, 4), (0, 1, 2), ("kill", "raise")) if case not in QUICK]
 
 
@@ -64,7 +69,7 @@ def test_every_death_in_mid_step(case: tuple[str, int, int, str]) -> None:
     check_death(*case)
 
 
-@pytest.mark.parametrize(("algorithm", "victim"), [("AllReduce", 2), ("Gossip", 0)])
+@pytest.mark.parametrize(("algorithm", "victim"), [slowly("AllReduce", 2), ("Gossip", 0)])
 def test_data_that_end_early(algorithm: str, victim: int) -> None:
     arguments = {"algorithm": algorithm, "victim": str(victim)}
     processes = launch("scenarios_deaths", ["ends_early"], 3, timeout=60, arguments=arguments)
@@ -72,7 +77,7 @@ def test_data_that_end_early(algorithm: str, victim: int) -> None:
     survivors(processes, "ends_early", victim, [f"rank {victim} ended", "join()"], ["PeerLeftError"])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, slowly(1)])
 def test_a_mistake_before_replicate(victim: int) -> None:
     processes = launch("scenarios_deaths", ["never_comes"], 3, timeout=60, arguments={"victim": str(victim)})
     assert "TypeError" in processes[victim].errors
@@ -82,7 +87,7 @@ def test_a_mistake_before_replicate(victim: int) -> None:
     )
 
 
-@pytest.mark.parametrize(("algorithm", "tidy"), [("AllReduce", "no"), ("Gossip", "yes")])
+@pytest.mark.parametrize(("algorithm", "tidy"), [("AllReduce", "no"), slowly("Gossip", "yes")])
 def test_processes_end_after_a_timeout(algorithm: str, tidy: str) -> None:
     arguments = {"algorithm": algorithm, "tidy": tidy, "busy": "5"}
     processes = launch("scenarios_deaths", ["gives_up"], 3, timeout=60, arguments=arguments)
@@ -91,7 +96,7 @@ def test_processes_end_after_a_timeout(algorithm: str, tidy: str) -> None:
     assert "gave up" in processes[2].reports["gives_up"].value["text"]
 
 
-@pytest.mark.parametrize("where", ["exchange", "replicate"])
+@pytest.mark.parametrize("where", ["exchange", slowly("replicate")])
 def test_interrupt(where: str) -> None:
     running = Launch(
         "scenarios_deaths", ["is_interrupted"], 3, timeout=60, arguments={"algorithm": "AllReduce", "where": where}
@@ -112,7 +117,9 @@ def test_interrupt(where: str) -> None:
         assert process.ended - moment < 5.0
 
 
-@pytest.mark.parametrize(("algorithm", "order"), [("Gossip", "last"), ("Gossip", "first"), ("AllReduce", "destroyed")])
+@pytest.mark.parametrize(
+    ("algorithm", "order"), [("Gossip", "last"), slowly("Gossip", "first"), slowly("AllReduce", "destroyed")]
+)
 def test_an_ordinary_script_ends_well_and_quietly(algorithm: str, order: str) -> None:
     processes = launch("scenarios_deaths", ["ends_well"], 3, timeout=60, arguments={"algorithm": algorithm, "order": order})
     for process in processes:

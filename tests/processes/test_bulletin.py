@@ -1,0 +1,193 @@
+"""The board beside the exchanges: threads stand for ranks, a dictionary for the store."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from gossamer.comm import bulletin
+from gossamer.comm.bulletin import Bulletin, StoreLostError, names, note_exit
+from gossamer.errors import CommunicationError, CommunicationTimeout, PeerLeftError
+
+
+class Shelf:
+    """A store in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.calls = 0
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> str:
+        return self.values[key]
+
+    def has(self, key: str) -> bool:
+        self.calls += 1
+        return key in self.values
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            self.values[key] = str(int(self.values.get(key, "0")) + amount)
+            return int(self.values[key])
+
+
+class Gone(Shelf):
+    """A store whose host has ended."""
+
+    def _ask(self, *arguments: Any) -> Any:
+        raise StoreLostError("gone")
+
+    has = set = get = add = _ask  # type: ignore[assignment]
+
+
+def boards(world: int, store: Any = None) -> list[Bulletin]:
+    store = store or Shelf()
+    return [Bulletin(store, range(10, 10 + world), rank, "test") for rank in range(world)]
+
+
+def in_threads(*calls: Callable[[], Any]) -> list[Any]:
+    """Run at the same time; what each returned, or its error."""
+
+    def attempt(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(attempt, calls))
+
+
+def test_names() -> None:
+    assert names([2]) == "rank 2"
+    assert names({3, 1, 2}) == "ranks 1, 2, 3"
+
+
+def test_nothing_posted_costs_one_look() -> None:
+    store = Shelf()
+    boards(8, store)[3].check(5, "an exchange")
+    assert store.calls == 1
+
+
+def test_the_first_alarm_is_what_all_report() -> None:
+    board = boards(3)
+    board[1].alarm("the reason")
+    board[2].alarm("a consequence")
+    with pytest.raises(CommunicationError, match="rank 0 gave up an exchange: the reason"):
+        board[0].check(0, "an exchange")
+
+
+def test_a_departure_counts_from_its_flow_on() -> None:
+    board = boards(3)
+    board[2].leave(5)
+    board[0].check(4, "flow 4")
+    with pytest.raises(PeerLeftError, match=r"rank 0 waits in flow 5, but rank 2 ended .*join\(\)"):
+        board[0].check(5, "flow 5")
+    board[1].leave(4)
+    with pytest.raises(PeerLeftError, match="ranks 1, 2"):
+        board[0].check(6, "flow 6")
+
+
+def test_a_departure_is_reported_before_the_alarm_that_follows_from_it() -> None:
+    board = boards(3)
+    board[2].leave(0)
+    board[1].alarm("rank 1 waits in vain")
+    with pytest.raises(PeerLeftError):
+        board[0].check(0, "an exchange")
+
+
+def test_who_is_late() -> None:
+    board = boards(4)
+    board[1].wait_in(7)
+    assert board[0].late(7) == [2, 3], "those that wait for nobody"
+    board[2].wait_in(6)
+    assert board[0].late(7) == [3]
+    board[3].wait_in(7)
+    assert board[0].late(7) == [2], "who waits in an earlier flow"
+    board[2].wait_in(None)
+    assert board[0].late(7) == [2]
+    board[2].wait_in(8)
+    assert board[0].late(7) == []
+
+
+def test_roll_call_names_who_is_silent() -> None:
+    board = boards(4)
+
+    def answer() -> None:
+        time.sleep(0.3)
+        board[2].check(0, "an exchange")
+
+    missing, other, _ = in_threads(lambda: board[0].roll_call(1.0), lambda: board[3].roll_call(1.0), answer)
+    assert missing == other == [1]
+    assert not board[0].heard_by_all()
+    board[2].leave(0)
+    board[3].alarm("lost")
+    assert board[0].heard_by_all()
+
+
+def test_arrival() -> None:
+    board = boards(3)
+    assert in_threads(*(lambda b=b: b.arrive(5.0, "the start") for b in board)) == [None] * 3
+
+
+def test_arrival_of_some(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulletin, "WARN_AFTER", 0.1)
+    board = boards(4)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        errors = in_threads(*(lambda b=b: b.arrive(0.5, "the start") for b in board[:2]))
+    assert all(isinstance(error, CommunicationTimeout) for error in errors)
+    assert all("the start: ranks 2, 3 not there after 0.5 s" in str(error) for error in errors)
+    assert "the start: ranks 2, 3 not there" in caplog.text
+
+
+@pytest.mark.parametrize("absent", ["alarm", "leave", "exit"])
+def test_arrival_of_one_that_fails_first(absent: str) -> None:
+    store = Shelf()
+    board = boards(2, store)
+
+    def fail() -> None:
+        time.sleep(0.1)
+        if absent == "exit":
+            note_exit(store, 11, "its process ended with ValueError: x")  # the global rank of rank 1
+        else:
+            board[1].alarm("ValueError: x") if absent == "alarm" else board[1].leave(0)
+
+    begin = time.monotonic()
+    error, _ = in_threads(lambda: board[0].arrive(30.0, "the start"), fail)
+    assert isinstance(error, CommunicationError)
+    assert "rank 1" in str(error) or "ValueError: x" in str(error)
+    assert time.monotonic() - begin < 2.0
+
+
+def test_who_comes_after_the_others_gave_up_is_told() -> None:
+    board = boards(2)
+    with pytest.raises(CommunicationTimeout):
+        board[0].arrive(0.2, "the start")
+    board[0].alarm("rank 1 not there after 0.2 s")
+    with pytest.raises(CommunicationError, match="rank 1 gave up the start: rank 1 not there after"):
+        board[1].arrive(5.0, "the start")
+
+
+def test_without_a_store_posting_is_quiet_and_reading_is_an_error() -> None:
+    board = boards(2, Gone())[0]
+    board.alarm("x")
+    board.leave(1)
+    assert not note_exit(Gone(), 0, "x")
+    for read in (lambda: board.check(0, "x"), lambda: board.roll_call(0.1), lambda: board.arrive(1.0, "x")):
+        with pytest.raises(StoreLostError):
+            read()
+
+
+def test_boards_of_two_replicas_do_not_mix() -> None:
+    store = Shelf()
+    one, other = Bulletin(store, range(2), 0, "a"), Bulletin(store, range(2), 1, "b")
+    other.alarm("x")
+    other.leave(0)
+    one.check(0, "an exchange")

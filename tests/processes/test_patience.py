@@ -1,0 +1,167 @@
+"""Waiting for a lane: in slices, with a limit, and with an ear for the others."""
+
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from gossamer.comm import bulletin, patience
+from gossamer.comm.bulletin import Bulletin
+from gossamer.comm.patience import Patience, first_line, is_connection_error
+from gossamer.comm.runner import Ticket
+from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, PeerLeftError
+from processes.test_bulletin import Gone, Shelf
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "SLICE", 0.01)
+    monkeypatch.setattr(patience, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(bulletin, "WARN_AFTER", 0.2)
+
+
+def ticket(number: int = 3) -> Ticket[Any]:
+    made: Ticket[Any] = Ticket(number, f"bucket {number} (a …) at step 9")
+    made.doing, made.peers = "all_reduce(float32[5])", "all 3 ranks"
+    return made
+
+
+def three(timeout: float = 5.0, store: Any = None) -> tuple[Patience, list[Bulletin]]:
+    store = store or Shelf()
+    boards = [Bulletin(store, range(3), rank, "test") for rank in range(3)]
+    return Patience(boards[0], 0, timeout), boards
+
+
+def nothing() -> None:
+    return None
+
+
+def later(seconds: float, action: Any) -> None:
+    threading.Timer(seconds, action).start()
+
+
+def test_a_result() -> None:
+    waiting, _ = three()
+    made = ticket()
+    later(0.05, made.done.set)
+    assert waiting.wait(made, nothing) is made
+
+
+def test_a_timeout_names_everything() -> None:
+    waiting, boards = three(timeout=0.3)
+    boards[1].wait_in(3)
+    with pytest.raises(CommunicationTimeout) as caught:
+        waiting.wait(ticket(), nothing)
+    where = "all_reduce(float32[5]) of bucket 3 (a …) at step 9, waiting for all 3 ranks"
+    assert str(caught.value) == f"rank 0 gave up after 0.3 s in {where}; late: rank 2"
+
+
+def test_a_warning_comes_once_and_names_everything(caplog: pytest.LogCaptureFixture) -> None:
+    waiting, boards = three()
+    boards[1].wait_in(3)
+    made = ticket()
+    later(1.2, made.done.set)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        waiting.wait(made, nothing)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "rank 0 has waited 0 s in all_reduce(float32[5]) of bucket 3 (a …) at step 9, waiting for all 3 ranks (late: rank 2)"
+    )
+
+
+def test_a_rank_that_goes_on_says_so() -> None:
+    store = Shelf()
+    waiting, boards = three(store=store)
+    made = ticket()
+    later(0.2, made.done.set)
+    waiting.wait(made, nothing)
+    boards[2].wait_in(4)
+    assert boards[1].late(4) == [0]
+
+
+def test_a_short_wait_asks_nobody() -> None:
+    store = Shelf()
+    waiting, _ = three(store=store)
+    made = ticket()
+    later(0.02, made.done.set)
+    waiting.wait(made, nothing)
+    assert not store.calls
+    assert not store.values
+
+
+def test_alarms_and_departures_end_the_wait() -> None:
+    waiting, boards = three()
+    later(0.1, lambda: boards[2].alarm("the reason"))
+    with pytest.raises(CommunicationError, match="the reason"):
+        waiting.wait(ticket(), nothing)
+    waiting, boards = three()
+    later(0.1, lambda: boards[2].leave(3))
+    with pytest.raises(PeerLeftError, match="rank 2"):
+        waiting.wait(ticket(), nothing)
+
+
+def test_what_is_posted_after_the_exchange_was_complete_does_not_end_it() -> None:
+    """A rank that fails later may post it before this one has noticed that its own exchange is done."""
+    waiting, boards = three()
+    made = ticket()
+    boards[2].alarm("of the next step")
+    later(0.055, made.done.set)
+    assert waiting.wait(made, nothing) is made
+
+
+def test_another_flow_that_fails_ends_the_wait() -> None:
+    waiting, _ = three()
+    failed = ticket(4)
+    assert waiting.wait(ticket(), lambda: failed) is failed
+
+
+def test_a_lost_store_ends_the_wait() -> None:
+    waiting, _ = three(store=Gone())
+    with pytest.raises(CommunicationError, match=r"all_reduce.* the key-value store is lost: gone"):
+        waiting.wait(ticket(), nothing)
+
+
+def test_ctrl_c_ends_the_wait() -> None:
+    import _thread
+
+    waiting, _ = three()
+    later(0.1, _thread.interrupt_main)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        waiting.wait(ticket(), nothing)
+    assert time.monotonic() - begin < 1.0
+
+
+def failed_with(error: BaseException) -> Ticket[Any]:
+    made = ticket()
+    made.error = error
+    return made
+
+
+def test_explanations() -> None:
+    waiting, boards = three()
+    own = ConfigurationError("a field")
+    assert waiting.explain(failed_with(own)) is own
+    text = str(waiting.explain(failed_with(ZeroDivisionError("x"))))
+    assert text.startswith("rank 0: all_reduce(float32[5]) of bucket 3 (a …) at step 9")
+    assert "ZeroDivisionError('x')" in text
+    boards[1].leave(0)
+    gloo = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [1.2.3.4]:5. This is typically caused by x")
+    assert isinstance(waiting.explain(failed_with(gloo)), PeerLeftError)
+    waiting, boards = three()
+    later(0.3, lambda: boards[1].check(0, "x"))
+    text = str(waiting.explain(failed_with(gloo)))
+    assert "no longer answering: rank 2" in text
+    assert text.endswith("Connection closed by peer [1.2.3.4]:5)")
+    waiting, _ = three(store=Gone())
+    assert "the key-value store is lost too: gone" in str(waiting.explain(failed_with(gloo)))
+
+
+def test_what_a_connection_error_is() -> None:
+    assert is_connection_error(RuntimeError("[gloo/transport] Connection reset by peer"))
+    assert is_connection_error(RuntimeError("Timed out waiting 1000ms"))
+    assert not is_connection_error(RuntimeError("shape mismatch"))
+    assert not is_connection_error(ValueError("Connection"))
+    assert first_line(RuntimeError("one\ntwo")) == "one"

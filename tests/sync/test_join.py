@@ -1,0 +1,103 @@
+"""Ranks with different numbers of batches."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gossamer
+from gossamer import AllReduce, Gossip, UsageError, loopback
+from gossamer.comm.connect import connect
+from gossamer.sync.join import Event, Join
+
+
+def test_events_are_mirrored_in_order() -> None:
+    """Rank r announces r + 1 rounds; those that have ended mirror exactly what the others do, and learn who is last."""
+
+    def body(rank: int) -> tuple[list[tuple[str, int, int]], list[int]]:
+        mirrored: list[tuple[str, int, int]] = []
+        ends: list[int] = []
+        join = Join(connect(), {event: lambda i, s, e=event: mirrored.append((e.name, i, s)) for event in Event})
+        with join.active(ends.append):
+            for _ in range(rank + 1):
+                assert join.announce(Event.BUFFERS) == 2, "the last rank of those that train stands for all"
+                join.announce(Event.BACKWARD)
+                join.announce(Event.WEIGHTS, 1)
+        return mirrored, ends
+
+    found = loopback(body, 3)
+    one = [("BUFFERS", 0, 2), ("BACKWARD", 0, 2), ("WEIGHTS", 1, 2)]
+    assert [mirrored for mirrored, _ in found] == [one * 2, one, []]
+    assert [ends for _, ends in found] == [[2], [2], [2]]
+
+
+def test_outside_nothing_is_announced() -> None:
+    runner_calls: list[str] = []
+    runner = connect()
+    runner.run = lambda *arguments, **options: runner_calls.append("run")  # type: ignore[method-assign]
+    join = Join(runner, {})
+    assert join.announce(Event.BACKWARD) == 0
+    assert not runner_calls
+
+
+def test_ranks_that_do_different_things_are_told() -> None:
+    def body(rank: int) -> None:
+        join = Join(connect(), {})
+        with join.active(lambda last: None):
+            join.announce(Event.BUFFERS if rank else Event.WEIGHTS, 2)
+
+    with pytest.raises(UsageError, match=r"different things.*the step of optimizer"):
+        loopback(body, 3)
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 1), (0, 0, 0), (2, 2, 2), (0, 4, 4)])
+@pytest.mark.parametrize("algorithm", [AllReduce(bucket_bytes=8), Gossip(bucket_bytes=8)], ids=repr)
+def test_any_number_of_batches(counts: tuple[int, ...], algorithm: gossamer.Algorithm) -> None:
+    def body(rank: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        for _ in range(2):
+            with replica.join():
+                for _ in range(counts[rank]):
+                    optimizer.zero_grad()
+                    model(torch.randn(4, 2, dtype=torch.float64)).square().mean().backward()
+                    optimizer.step()
+        assert replica.step == 2 * max(counts)
+        with replica.consensus():
+            return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    found = loopback(body, 3)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_the_mean_is_over_all_ranks() -> None:
+    """A rank that has ended counts with a zero gradient, as in DDP's join."""
+
+    def body(rank: int) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        replica = gossamer.replicate(model, optimizer)
+        seen = []
+        with replica.join():
+            for _ in range(1 if rank == 0 else 2):
+                optimizer.zero_grad()
+                (model.weight * 4).sum().backward()
+                seen.append(model.weight.grad.item())
+                optimizer.step()
+        return [*seen, model.weight.item()]
+
+    assert loopback(body, 4) == [[4.0, -7.0]] + [[4.0, 3.0, -7.0]] * 3
+
+
+def test_an_error_inside_is_told_to_all() -> None:
+    def body(rank: int) -> None:
+        model = nn.Linear(1, 1)
+        replica = gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        with replica.join():
+            if rank == 1:
+                raise ArithmeticError("the user's own")
+
+    with pytest.raises(ArithmeticError):
+        loopback(body, 3)

@@ -1,0 +1,94 @@
+"""How buffers are kept together."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gossamer
+from gossamer import AllReduce, ConfigurationError, Gossip, loopback
+from gossamer.sync.module_buffers import BeforeForward, floating, hook_forward, named_buffers, resolve_buffers
+
+
+def test_defaults() -> None:
+    assert resolve_buffers(None, "gradients") == "broadcast"
+    assert resolve_buffers(None, "weights") == "average"
+    assert resolve_buffers("local", "weights") == "local"
+    with pytest.raises(ConfigurationError, match="broadcast, average, local; got 'none'"):
+        resolve_buffers("none", "gradients")  # type: ignore[arg-type]
+
+
+def test_what_can_be_averaged() -> None:
+    model = nn.BatchNorm1d(3)
+    assert list(named_buffers(model)) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert list(floating(named_buffers(model))) == ["running_mean", "running_var"]
+
+
+def seen_in_forward(rank: int, algorithm: gossamer.Algorithm, buffers: Any, use: Callable[[nn.Module], Any]) -> float:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=0.0))
+    replica = gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, buffers=buffers)
+    model[1].running_mean.fill_(float(rank))
+    use(model)
+    found = model[1].running_mean[0].item()
+    replica.close()
+    return found
+
+
+def forward(model: nn.Module) -> None:
+    model(torch.randn(4, 2))
+
+
+def evaluate(model: nn.Module) -> None:
+    model.eval()(torch.randn(4, 2))
+
+
+def without_gradient(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.randn(4, 2))
+
+
+@pytest.mark.parametrize("use", [forward, evaluate, without_gradient])
+@pytest.mark.parametrize(
+    ("algorithm", "buffers", "expected"),
+    [
+        (AllReduce(), None, [0, 0, 0]),
+        (AllReduce(), "average", [1, 1, 1]),
+        (AllReduce(), "local", [0, 1, 2]),
+        (Gossip(), "broadcast", [0, 0, 0]),
+        (Gossip(), None, [0, 1, 2]),
+        (Gossip(), "local", [0, 1, 2]),
+    ],
+)
+def test_modes(algorithm: gossamer.Algorithm, buffers: Any, expected: list[float], use: Callable[[nn.Module], Any]) -> None:
+    found = loopback(lambda rank: seen_in_forward(rank, algorithm, buffers, use), 3)
+    assert found == (expected if use is forward else [0, 1, 2])
+
+
+def test_averages_travel_with_the_weights() -> None:
+    def body(rank: int) -> float:
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=0.0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        gossamer.replicate(model, optimizer, Gossip(wire="fp32"))
+        model[1].running_mean.fill_(float(rank))
+        for _ in range(3):
+            model(torch.randn(4, 2)).sum().backward()
+            optimizer.step()
+        return model[1].running_mean[0].item()
+
+    assert loopback(body, 4) == [1.5] * 4
+
+
+def test_the_hook_stays_behind_when_a_model_is_copied_or_saved() -> None:
+    calls: list[int] = []
+    model = nn.Linear(1, 1)
+    hook_forward(model, lambda: calls.append(1))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert any(isinstance(hook, BeforeForward) for hook in twin._forward_pre_hooks.values())
+        twin(torch.zeros(1, 1))
+    assert not calls
+    model(torch.zeros(1, 1))
+    assert calls == [1]

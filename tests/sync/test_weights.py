@@ -1,0 +1,101 @@
+"""Weights leave after a step; what comes is added before the next one."""
+
+import torch
+from torch import nn
+
+import gossamer
+from gossamer import Gossip, loopback
+
+
+def make(rank: int, learning_rate: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer, gossamer.Replica]:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+    replica = gossamer.replicate(model, optimizer, Gossip(wire="fp32"))
+    with torch.no_grad():
+        model.weight.fill_(float(rank))
+    return model, optimizer, replica
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, slope: float) -> float:
+    optimizer.zero_grad()
+    (model.weight * slope).sum().backward()
+    optimizer.step()
+    return model.weight.item()
+
+
+def test_when_the_average_is_applied() -> None:
+    """Two ranks at 0 and 1: nothing before the first step; the mean of what was sent, then the next update, in full."""
+
+    def body(rank: int) -> list[float]:
+        model, optimizer, replica = make(rank)
+        seen = [step(model, optimizer, 0.0), step(model, optimizer, -1.0)]
+        replica.close()
+        return [*seen, model.weight.item()]
+
+    assert loopback(body, 2) == [[0.0, 1.5, 1.5], [1.0, 1.5, 1.5]]
+
+
+def test_the_gradient_is_taken_where_the_weights_were_sent() -> None:
+    """During forward and backward the model holds its own weights, not yet the average."""
+
+    def body(rank: int) -> None:
+        model, optimizer, _ = make(rank)
+        step(model, optimizer, 0.0)
+        assert model.weight.item() == rank
+        model(torch.ones(1, 1)).sum().backward()
+        assert model.weight.item() == rank
+        optimizer.step()
+        assert model.weight.item() != rank
+
+    loopback(body, 2)
+
+
+def test_the_mean_moves_with_the_mean_update() -> None:
+    def body(rank: int) -> float:
+        model, optimizer, replica = make(rank)
+        for number in range(10):
+            step(model, optimizer, float(rank * (number % 3)))
+        with replica.consensus():
+            return model.weight.item()
+
+    world = 5
+    updates = sum(number % 3 for number in range(10))
+    expected = sum(rank - rank * updates for rank in range(world)) / world
+    assert all(abs(found - expected) < 1e-4 for found in loopback(body, world))
+
+
+def test_frozen_parameters_do_not_travel() -> None:
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, Gossip(wire="fp32"))
+        before = replica.metrics()["bytes_sent"]
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        replica.close()
+        assert replica.metrics()["bytes_sent"] - before == 5 * 4
+
+    loopback(body, 2)
+
+
+def test_gradients_stay_local() -> None:
+    def body(rank: int) -> None:
+        model, _, _ = make(rank)
+        (model.weight * rank).sum().backward()
+        assert model.weight.grad.item() == rank
+
+    loopback(body, 3)
+
+
+def test_consensus_leaves_everything_as_it_was() -> None:
+    def body(rank: int) -> None:
+        model, optimizer, replica = make(rank)
+        step(model, optimizer, 0.0)
+        with replica.consensus() as same:
+            assert same is model
+            assert model.weight.item() == 1.0
+        assert model.weight.item() == rank
+        assert step(model, optimizer, 0.0) in (0.5, 1.0, 1.5), "the mean of two"
+
+    loopback(body, 3)
