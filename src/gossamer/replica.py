@@ -17,7 +17,16 @@ from gossamer.sync.backward import Backward, alarming
 from gossamer.sync.checks import Watch, held_by, named_parameters
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.join import Event, Join
-from gossamer.sync.module_buffers import Buffers, average, floating, hook_forward, named_buffers, synchronise_buffers
+from gossamer.sync.module_buffers import (
+    Buffers,
+    average,
+    averaged,
+    beside_parameters,
+    floating,
+    hook_forward,
+    named_buffers,
+    synchronise_buffers,
+)
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.weights import WeightSync
 
@@ -127,8 +136,8 @@ class Replica:
             handle.remove()
         self._watch.release()
         try:
-            for sync in self._weights:
-                sync.land()
+            for index in range(len(self._weights)):
+                self._land(index)
         finally:
             self._runner.close()
 
@@ -142,7 +151,7 @@ class Replica:
             held = {id(parameter) for parameter in held_by(optimizer)}
             tensors: dict[str, Tensor] = {name: p for name, p in self._trainable.items() if id(p) in held}
             if self._buffers == "average" and not self._weights:
-                tensors |= {f"{name} (buffer)": b for name, b in floating(named_buffers(self._model)).items()}
+                tensors |= averaged(self._model)
             self._weights.append(WeightSync(self._runner, self.algorithm, tensors, self._statistics))
 
     def _hook(self) -> list[Any]:
@@ -181,7 +190,7 @@ class Replica:
                 if len(args) == 1 and kwargs.get("closure") is None:
                     self._require_backward(index)
             if self._weights:
-                self._weights[index].land()
+                self._land(index)
 
         return before_step
 
@@ -193,6 +202,11 @@ class Replica:
                 self._weights[index].launch(self.step)
 
         return after_step
+
+    def _land(self, index: int) -> None:
+        if index == 0 and self._buffers == "average":
+            self._weights[0].follow(beside_parameters(self._model))
+        self._weights[index].land()
 
     def _passes(self) -> int:
         return self._backward.passes if self._weights else self._backward.synchronised_passes
@@ -227,6 +241,7 @@ class Replica:
             parameter.grad = None
 
     def _mirror_weights(self, index: int, source: int) -> None:
+        self._land(index)
         self._weights[index].launch(self.step)
 
     def _conclude_join(self, last: int) -> None:

@@ -1,6 +1,7 @@
 """Scenarios: what goes wrong without ending a process. Every rank returns what it was told, and after how long."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -178,8 +179,8 @@ def replicated_twice(here: Here) -> dict[str, Any]:
 
 def late_at_the_start(here: Here) -> dict[str, Any]:
     if here.rank == 2:
-        time.sleep(3.0)
-    return start(here, odd={}, timeout=1.5)
+        time.sleep(1.5)
+    return start(here, odd={}, timeout=0.7)
 
 
 # -- a loop that goes wrong -----------------------------------------------------------------------------------------
@@ -362,13 +363,16 @@ def state_of_another_step(here: Here) -> dict[str, Any]:
 
 def close_after_a_failure(here: Here) -> dict[str, Any]:
     """What is under way when a run fails does not make close() wait."""
-    _, _, train = begin(here, Gossip(bucket_bytes=2048), timeout=2.0)
+    _, _, train = begin(here, Gossip(bucket_bytes=2048), timeout=1.5)
     if here.rank == 1:
-        time.sleep(4.0)
+        time.sleep(2.5)
     report = told(many(train))
     moment = time.time()
     told(here.replicas[0].close)
     assert time.time() - moment < 1.0
+    while any(thread.name.startswith("gossamer-lane") for thread in threading.enumerate()):
+        assert time.time() - moment < 2.0, "a lane still waits for the network"
+        time.sleep(0.01)
     return report
 
 
@@ -401,7 +405,7 @@ def warnings_after(seconds: float) -> Iterator[list[str]]:
         bulletin.WARN_AFTER, logger.propagate = before, True
 
 
-def merely_late(here: Here, algorithm: Algorithm | None = None, after: float = 1.5, sleep: float = 3.5) -> dict[str, Any]:
+def merely_late(here: Here, algorithm: Algorithm | None = None, after: float = 1.2, sleep: float = 2.5) -> dict[str, Any]:
     """Rank 2 takes a break in mid-training: a warning that names it, and training goes on."""
     with warnings_after(after) as kept:
         _, _, train = begin(here, algorithm)
@@ -425,14 +429,14 @@ def late_by_twelve_seconds(here: Here) -> dict[str, Any]:
 
 def too_late(here: Here) -> dict[str, Any]:
     """Rank 2 comes after the timeout: every rank is told, rank 2 when it comes."""
-    _, _, train = begin(here, timeout=2.0)
+    _, _, train = begin(here, timeout=1.5)
     if here.rank == 2:
-        time.sleep(4.0)
+        time.sleep(2.5)
     return told(many(train))
 
 
 def too_late_with_gossip(here: Here) -> dict[str, Any]:
-    _, _, train = begin(here, Gossip(bucket_bytes=2048), timeout=2.0)
+    _, _, train = begin(here, Gossip(bucket_bytes=2048), timeout=1.5)
     if here.rank == 2:
-        time.sleep(4.0)
+        time.sleep(2.5)
     return told(many(train))

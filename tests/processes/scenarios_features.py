@@ -384,6 +384,21 @@ def training_in_a_thread(here: Here) -> None:
     assert_same_on_all_ranks(here, run.bare)
 
 
+def forked_processes(here: Here) -> None:
+    """A process forked from this one ends as Python processes end; that is not the end of this rank."""
+    import atexit
+    import os
+
+    run = under_gossamer(here, with_adamw(mlp))
+    child = os.fork()
+    if child == 0:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    plain(run)
+    assert_same_on_all_ranks(here, run.bare)
+
+
 # -- precision ------------------------------------------------------------------------------------------------------
 
 
@@ -710,13 +725,13 @@ def metrics(here: Here) -> dict[str, float]:
 
 
 def closing_and_replicating_again(here: Here) -> int:
-    """Twenty times, without leaving threads behind; between and after, the model trains alone."""
+    """Eight times, without leaving threads behind; between and after, the model trains alone."""
     import os
 
     run = Run(here, *with_adamw(mlp)()[:1] * 2, [], None, None)  # type: ignore[arg-type]
     run.optimizers = [AdamW(run.bare.parameters(), lr=1e-2)]
     tasks = []
-    for algorithm in (AllReduce(), Gossip()) * 10:
+    for algorithm in (AllReduce(), Gossip()) * 4:
         replica = here.replicate(run.bare, run.optimizers, algorithm)
         plain(run)
         replica.close()

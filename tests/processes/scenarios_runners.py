@@ -15,13 +15,18 @@ STEPS = 6
 
 
 def algorithms() -> dict[str, Algorithm]:
-    """Every registered algorithm with its defaults, and with each value of its ``wire``, in small buckets."""
-    made: dict[str, Algorithm] = {}
-    for name, kind in registry().items():
-        made[name] = kind(bucket_bytes=64)
+    """Every registered algorithm with its defaults, and with each other value of its ``wire``, in small buckets."""
+    made: list[Algorithm] = []
+    for kind in registry().values():
+        made.append(kind(bucket_bytes=64))
         if "wire" in kind.__dataclass_fields__:
-            made |= {f"{name} {wire}": kind(bucket_bytes=64, wire=wire) for wire in ("fp32", "fp16", "bf16")}
-    return made
+            made += [kind(bucket_bytes=64, wire=wire) for wire in ("fp32", "fp16", "bf16")]
+    return {repr(algorithm).replace("bucket_bytes=64, ", ""): algorithm for algorithm in made}
+
+
+def is_exact(algorithm: Algorithm) -> bool:
+    """Whether it computes the mean in full precision."""
+    return algorithm.exact and getattr(algorithm, "wire", "fp32") == "fp32"
 
 
 class Exact(nn.Module):
@@ -83,5 +88,6 @@ def every_world(here: Here) -> dict[tuple[str, str, int], list[Tensor]]:
         for name, algorithm in algorithms().items():
             options = {"group": group, "timeout": 30.0}
             seen["exact", name, world] = train_exact(algorithm, here.rank, world, **options)
-            seen["real", name, world] = train_real(algorithm, here.rank, world, **options)
+            if is_exact(algorithm):
+                seen["real", name, world] = train_real(algorithm, here.rank, world, **options)
     return seen

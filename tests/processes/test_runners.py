@@ -7,7 +7,7 @@ import torch
 
 from gossamer import loopback
 from processes.harness import launch, require
-from processes.scenarios_runners import WORLDS, algorithms, train_exact, train_real
+from processes.scenarios_runners import WORLDS, algorithms, is_exact, train_exact, train_real
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_exact_sums_are_bit_equal(seen: list[Any], name: str, world: int) -> Non
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", sorted(name for name, a in algorithms().items() if a.exact and "16" not in name))
+@pytest.mark.parametrize("name", sorted(name for name, algorithm in algorithms().items() if is_exact(algorithm)))
 def test_exact_algorithms_agree_on_real_data(seen: list[Any], name: str, world: int) -> None:
     inside = loopback(lambda rank: train_real(algorithms()[name], rank, world), world)
     for rank in range(world):
@@ -35,8 +35,8 @@ def test_exact_algorithms_agree_on_real_data(seen: list[Any], name: str, world: 
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_replicas_of_exact_algorithms_are_bit_identical(seen: list[Any], world: int) -> None:
-    for name, algorithm in algorithms().items():
-        if algorithm.subject == "gradients":
-            for rank in range(world):
-                assert all(map(torch.equal, seen[rank]["real", name, world], seen[0]["real", name, world])), name
+@pytest.mark.parametrize("name", sorted(name for name, a in algorithms().items() if a.subject == "gradients"))
+def test_all_ranks_are_bit_identical(seen: list[Any], name: str, world: int) -> None:
+    for kind in ("exact", "real"):
+        for rank in range(world if (kind, name, world) in seen[0] else 0):
+            assert all(map(torch.equal, seen[rank][kind, name, world], seen[0][kind, name, world])), (kind, rank)

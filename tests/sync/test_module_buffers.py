@@ -82,6 +82,41 @@ def test_averages_travel_with_the_weights() -> None:
     assert loopback(body, 4) == [1.5] * 4
 
 
+class Assigns(nn.Module):
+    """A mask with infinities, and a buffer that each forward replaces by a new tensor."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("mask", torch.full((2, 2), -float("inf")).triu(1))
+        self.register_buffer("center", torch.zeros(2))
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.center = self.center * 0 + float(self.rank)
+        return torch.softmax(self.layer(x) + self.mask, -1)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16"])
+def test_masks_survive_gossip_and_assigned_buffers_are_followed(wire: Any) -> None:
+    def body(rank: int) -> float:
+        model = Assigns(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, Gossip(wire=wire))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 2)).square().sum().backward()
+            optimizer.step()
+        assert torch.equal(model.mask, torch.full((2, 2), -float("inf")).triu(1))
+        with replica.consensus():
+            assert torch.equal(model.mask, torch.full((2, 2), -float("inf")).triu(1))
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        replica.close()
+        return model.center[0].item()
+
+    assert loopback(body, 2) == [0.5, 0.5]
+
+
 def test_the_hook_stays_behind_when_a_model_is_copied_or_saved() -> None:
     calls: list[int] = []
     model = nn.Linear(1, 1)

@@ -21,6 +21,10 @@ LOOK_EVERY = 1.0
 """Seconds after which a waiting rank looks at the board, again and again."""
 
 
+LOOKS_WITHOUT_STORE = 3
+"""Looks in a row without a store after which a rank gives up."""
+
+
 class Patience:
     """Waits for tickets: never for ever, and never without saying for whom."""
 
@@ -33,7 +37,7 @@ class Patience:
 
         Raises when a rank posts a failure, when one leaves, and when the timeout is over.
         """
-        begin, next_look, warned = time.monotonic(), LOOK_EVERY, False
+        begin, next_look, warned, lost = time.monotonic(), LOOK_EVERY, False, 0
         while not ticket.done.wait(SLICE):
             failed, waited = broken(), time.monotonic() - begin
             if failed is not None:
@@ -41,16 +45,17 @@ class Patience:
             if waited >= self.timeout:
                 raise CommunicationTimeout(self._timeout_text(ticket))
             if waited >= next_look:
-                self._look(ticket, first=next_look == LOOK_EVERY)
+                lost = self._look(ticket, next_look == LOOK_EVERY, lost)
                 next_look += LOOK_EVERY
             if waited >= bulletin.WARN_AFTER and not warned:
                 warned = True
                 self._warn(ticket, waited)
         if next_look > LOOK_EVERY:
-            self._go_on(ticket)
+            self._go_on()
         return ticket
 
-    def _look(self, ticket: Ticket[Any], first: bool) -> None:
+    def _look(self, ticket: Ticket[Any], first: bool, lost: int) -> int:
+        """Read the board. Returns for how many looks in a row there was no store."""
         try:
             if first:
                 self._board.wait_in(ticket.sequence)
@@ -59,16 +64,18 @@ class Patience:
             if not ticket.done.wait(SLICE):  # what was posted may have happened after this exchange
                 raise
         except Exception as error:
-            raise self._store_lost(ticket, error) from error
+            # Rank 0 may have ended well, its last messages still on their way to this one.
+            if lost >= LOOKS_WITHOUT_STORE:
+                where = f"rank {self._rank} waits in {ticket}"
+                raise CommunicationError(f"{where}, and the key-value store is lost: {first_line(error)}") from error
+            return lost + 1
+        return 0
 
-    def _go_on(self, ticket: Ticket[Any]) -> None:
+    def _go_on(self) -> None:
         try:
             self._board.wait_in(None)
         except Exception as error:
-            raise self._store_lost(ticket, error) from error
-
-    def _store_lost(self, ticket: Ticket[Any], error: Exception) -> CommunicationError:
-        return CommunicationError(f"rank {self._rank} waits in {ticket}, and the key-value store is lost: {first_line(error)}")
+            logger.debug("could not say that this rank goes on: %s", error)
 
     def _late(self, ticket: Ticket[Any]) -> list[int]:
         try:

@@ -14,6 +14,7 @@ LINGER = 3.0
 """Seconds for which the process that hosts the store lets the others read why it ends: the store ends with it."""
 
 _LINGER_AFTER_INTERRUPT = 1.0
+_PATIENCE_WITH_LANES = 0.5
 
 
 class Leaver(Protocol):
@@ -64,8 +65,12 @@ def say_goodbye(process: int) -> None:
     end = time.monotonic() + (_LINGER_AFTER_INTERRUPT if interrupted else LINGER)
     while time.monotonic() < end and any(leaver.is_needed() for leaver in leavers):
         time.sleep(0.02)
-    if any(leaver.is_stuck() for leaver in leavers):
-        _let_stuck_threads_sleep()
+    end = time.monotonic() + _PATIENCE_WITH_LANES
+    while any(leaver.is_stuck() for leaver in leavers):
+        if time.monotonic() > end:
+            _let_stuck_threads_sleep()
+            break
+        time.sleep(0.005)
 
 
 def _let_stuck_threads_sleep() -> None:
@@ -89,6 +94,6 @@ def _say_that_it_never_came(reason: str) -> None:
     from gossamer.comm.torch_store import QuietStore, default_store
 
     how = f"its process ended with {reason}" if reason else "its process ended without calling replicate()"
-    store = QuietStore(default_store(), own_connections=False)
+    store = QuietStore(default_store(), own_connection=False)
     if note_exit(store, dist.get_rank(), how) and reason and store.hosted:
         time.sleep(LINGER)

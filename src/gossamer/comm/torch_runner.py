@@ -15,6 +15,7 @@ from gossamer.comm.ops import Flow
 from gossamer.comm.patience import Patience, seconds_of
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
+from gossamer.comm.sockets import Connection, connections, cut
 from gossamer.comm.torch_ports import DevicePort, GlooPort
 from gossamer.comm.torch_store import QuietStore, board_store
 from gossamer.errors import CommunicationError, ConfigurationError, GossamerError
@@ -45,6 +46,7 @@ class TorchRunner(Runner):
         self.rank, self.world = dist.get_rank(self._group), len(self._ranks)
         self._submitted, self._groups = 0, 0
         self._under_way: dict[int, Ticket[Any]] = {}
+        self._connections: frozenset[Connection] = frozenset()
         self._closed, self._alarmed = False, False
         self._failure: GossamerError | None = None
         self._name = _instance_name(self._ranks)
@@ -108,8 +110,10 @@ class TorchRunner(Runner):
         whenever one of them belongs to a group that another does not, and then waits for itself for ever.
         """
         self._groups += 1
-        store = dist.PrefixStore(f"gossamer/{self._name}/gloo/{self._groups}", self._store.for_groups)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"gossamer/{self._name}/gloo/{self._groups}", self._store.origin)  # type: ignore[attr-defined]
+        before = connections()
         group: Any = dist.ProcessGroupGloo(store, self.rank, self.world, last_resort)
+        self._connections |= connections() - before
         group.allreduce([torch.zeros(1)]).wait()  # the first message of a group can involve all ranks
         return group
 
@@ -192,6 +196,7 @@ class TorchRunner(Runner):
             return
         if reason:
             self.alarm(f"the process of rank {self.rank} ended with {reason}")
+            cut(self._connections)
         elif self._failure is None:
             self._finish_what_is_under_way()
             self._leave()
@@ -222,13 +227,16 @@ class TorchRunner(Runner):
             raise CommunicationError(f"rank {self.rank}: the replica is closed")
 
     def _fail(self, error: GossamerError) -> GossamerError:
-        if self._failure is None:
-            self._failure = error
-            self.alarm(str(error))
+        if self._failure is not None:
+            return self._failure
+        self._failure = error
+        self.alarm(str(error))
         for lanes in (self._control, self._data):
             if lanes is not None and lanes.error is None:
                 lanes.error = error
-        return self._failure
+        # Gloo has no way to end a wait. Without this the lanes would wait on, and so would the other ranks for a while.
+        cut(self._connections)
+        return error
 
 
 def _open_store() -> QuietStore:

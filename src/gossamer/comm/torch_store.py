@@ -5,7 +5,6 @@ Connections to it are few, and kept: for each new one the server may look up a h
 
 import os
 import select
-import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gossamer.comm.bulletin import StoreLostError
+from gossamer.comm.sockets import connections
 
 T = TypeVar("T")
 
@@ -24,8 +24,8 @@ class QuietStore:
     and a store that was lost once is not asked again.
     """
 
-    def __init__(self, store: Any, own_connections: bool = True) -> None:
-        self.origin = self._store = self.for_groups = store
+    def __init__(self, store: Any, own_connection: bool = True) -> None:
+        self.origin = self._store = store
         tcp = store
         while isinstance(tcp, PrefixStore):
             tcp = tcp.underlying_store
@@ -37,12 +37,11 @@ class QuietStore:
         """Whether this process hosts the store, so that the others lose it when this process ends."""
         before = _connections_to(port)
         self._line, self._lost = _Line(before), False
-        if own_connections:
+        if own_connection:
             self._require_line()  # connecting to a host that has ended would go on for minutes
-            # Connections of our own, because a thread that waits for a key blocks every other call on the same one.
+            # A connection of our own, because a thread that waits for a key blocks every other call on the same one.
             self._store = store.clone()
             self._line = _Line(_connections_to(port) - before)
-            self.for_groups = store.clone()
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
@@ -75,13 +74,17 @@ class QuietStore:
             raise StoreLostError(f"{self.host} has ended, or cannot be reached")
 
 
+# Linux tells a connection that the other side has closed from one with something to read; elsewhere POLLHUP does.
+_CLOSED = vars(select).get("POLLRDHUP", 0)
+
+
 class _Line:
-    """The connections of a store's clients, those that were found. Nothing comes on them unasked, except their end."""
+    """The connections of a store's clients, those that were found."""
 
     def __init__(self, found: set[int]) -> None:
         self._poll, self._descriptors = select.poll(), [os.dup(descriptor) for descriptor in found]
         for descriptor in self._descriptors:
-            self._poll.register(descriptor, select.POLLIN)
+            self._poll.register(descriptor, _CLOSED)
 
     def is_cut(self) -> bool:
         """Whether the other side has gone."""
@@ -94,19 +97,7 @@ class _Line:
 
 def _connections_to(port: int | None) -> set[int]:
     """The descriptors of this process that are connected to ``port`` on any host."""
-    # A socket object would make its descriptor non-blocking, for the store too, if a default timeout is set.
-    if port is None or not os.path.isdir("/dev/fd") or socket.getdefaulttimeout() is not None:
-        return set()
-    return {descriptor for descriptor in map(int, os.listdir("/dev/fd")) if _peer_port(descriptor) == port}
-
-
-def _peer_port(descriptor: int) -> int | None:
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            name = connection.getpeername()
-    except OSError:
-        return None
-    return name[1] if isinstance(name, tuple) else None
+    return set() if port is None else {c.descriptor for c in connections() if c.port == port}
 
 
 def default_store() -> Any:
@@ -118,7 +109,7 @@ _board_store: QuietStore | None = None
 
 
 def board_store() -> QuietStore:
-    """That store, on connections that all boards of this process share."""
+    """That store, on a connection that all boards of this process share."""
     global _board_store
     store = default_store()
     if _board_store is None or _board_store.origin is not store:

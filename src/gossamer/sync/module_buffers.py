@@ -34,6 +34,19 @@ def floating(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel() > 0}
 
 
+def beside_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers under names that no parameter has, to travel with the weights."""
+    return {f"{name} (buffer)": tensor for name, tensor in floating(named_buffers(model)).items()}
+
+
+def averaged(model: nn.Module) -> dict[str, Tensor]:
+    """Those that do travel with the weights.
+
+    Not those that hold infinities when training starts (masks of attention, equal on all ranks): ∞ − ∞ is no number.
+    """
+    return {name: tensor for name, tensor in beside_parameters(model).items() if tensor.isfinite().all()}
+
+
 def synchronise_buffers(runner: Runner, model: nn.Module, mode: Buffers, source: int = 0) -> None:
     """Broadcast the buffers of rank ``source``, or average the floating-point ones over all ranks."""
     tensors = named_buffers(model)

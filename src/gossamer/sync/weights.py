@@ -37,6 +37,13 @@ class WeightSync:
         self._deltas: list[Tensor] = []
         self._ctx = Context(0, runner.rank, runner.members)
 
+    def follow(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with ``tensors`` where they have replaced others (a module may assign a new tensor to a buffer)."""
+        replaced = {name: t for name, t in tensors.items() if name in self._tensors and self._tensors[name] is not t}
+        if replaced:
+            self._tensors |= replaced
+            self._members = [[self._tensors[s.name] for s in bucket.segments] for bucket in self.buckets]
+
     @torch.no_grad()
     def launch(self, step: int) -> None:
         """Send the weights as they are now."""

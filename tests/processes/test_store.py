@@ -1,0 +1,138 @@
+"""The store of a process group, asked quietly; and the sockets of this process."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from gossamer.comm import sockets
+from gossamer.comm.bulletin import StoreLostError
+from gossamer.comm.torch_store import QuietStore, _Line
+
+HOST = """
+import sys, torch.distributed as dist
+from datetime import timedelta
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that hosts a store, and its port."""
+    command = [sys.executable, "-c", textwrap.dedent(HOST)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+        process.kill()
+
+
+@pytest.fixture(autouse=True)
+def _rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+
+
+def connect(port: int) -> dist.PrefixStore:  # type: ignore[name-defined]
+    tcp = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))  # type: ignore[attr-defined]
+    return dist.PrefixStore("a", dist.PrefixStore("b", tcp))  # type: ignore[attr-defined]
+
+
+def test_a_lost_store_is_noticed_without_a_word(
+    host: tuple[subprocess.Popen[str], int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    process, port = host
+    origin = connect(port)
+    store = QuietStore(origin)
+    store.set("key", "välue")
+    assert store.get("key") == "välue"
+    assert store.has("key")
+    assert not store.has("other")
+    assert [store.add("counter", 2), store.add("counter", 0)] == [2, 2]
+    assert not store.hosted
+    process.kill()
+    process.wait()
+    for call in (lambda: store.has("key"), lambda: store.set("key", "x"), lambda: store.add("counter", 1)):
+        with pytest.raises(StoreLostError, match="the process of rank 0, which hosts it, has ended"):
+            call()
+    for own in (True, False):
+        with pytest.raises(StoreLostError):
+            QuietStore(origin, own_connection=own).has("key")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_store_that_waits_in_another_thread_does_not_stop_this_one(host: tuple[subprocess.Popen[str], int]) -> None:
+    import threading
+
+    origin = connect(host[1])
+    waiting = threading.Thread(target=lambda: origin.wait(["never before"], timedelta(seconds=15)), daemon=True)
+    store = QuietStore(origin)
+    waiting.start()
+    store.set("never before", "now")
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_other_stores_work_too(tmp_path: object) -> None:
+    for origin in (dist.HashStore(), dist.FileStore(f"{tmp_path}/store", 1)):  # type: ignore[attr-defined]
+        store = QuietStore(origin)
+        store.set("key", "value")
+        assert (store.get("key"), store.has("other"), store.add("n", 3)) == ("value", False, 3)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket, int]]:
+    """Two connected sockets, and the port of the second one's listener."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as one, server.accept()[0] as other:
+            yield one, other, port
+
+
+def test_connections_are_found_and_cut(pair: tuple[socket.socket, socket.socket, int]) -> None:
+    one, other, port = pair
+    (found,) = (connection for connection in sockets.connections() if connection.port == port)
+    assert found.descriptor == one.fileno()
+    assert one.getblocking()
+    line = _Line({one.fileno()})
+    other.sendall(b"something to read")
+    assert not line.is_cut()
+    sockets.cut([found])
+    assert other.recv(10) == b""
+    assert one.recv(100) == b"something to read"
+    assert one.recv(100) == b""
+
+
+def test_a_line_is_cut_when_the_other_side_closes(pair: tuple[socket.socket, socket.socket, int]) -> None:
+    one, other, _ = pair
+    line = _Line({one.fileno()})
+    assert not line.is_cut()
+    other.close()
+    assert line.is_cut()
+
+
+def test_a_descriptor_that_is_something_else_by_now_is_left_alone(pair: tuple[socket.socket, socket.socket, int]) -> None:
+    one, _, port = pair
+    (found,) = (connection for connection in sockets.connections() if connection.port == port)
+    third, fourth = socket.socketpair()
+    os.dup2(third.fileno(), one.fileno())
+    sockets.cut([found])
+    fourth.sendall(b"still there")
+    assert third.recv(20) == b"still there"
+    third.close()
+    fourth.close()
+
+
+def test_a_default_timeout_is_respected(pair: tuple[socket.socket, socket.socket, int]) -> None:
+    """Looking at a socket would make it non-blocking."""
+    try:
+        socket.setdefaulttimeout(5.0)
+        assert not sockets.connections()
+    finally:
+        socket.setdefaulttimeout(None)
