@@ -1,6 +1,7 @@
 """Runs: what ranks see, what is handed on, and what a failure looks like."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -165,3 +166,20 @@ def test_gloo_all_reduce_over_four_hosts(lab: Lab, namespaces: None) -> None:
 def test_the_supervisor_starts_without_torch() -> None:
     code = _BOOT.replace("main()", "assert not {'torch', 'typer', 'pyroute2'} & set(sys.modules)")
     subprocess.run([sys.executable, "-P", "-c", code, f"{SOURCES}/gossamer"], check=True)
+
+
+SLICE = """
+import ctypes, os, struct
+libc = ctypes.CDLL(None, use_errno=True)
+number = {"x86_64": 315, "aarch64": 275}[os.uname().machine]
+before = ctypes.create_string_buffer(48)
+assert libc.syscall(ctypes.c_long(number), 0, before, 48, 0) == 0
+print(struct.unpack_from("Q", before, 24)[0])
+"""
+
+
+@pytest.mark.skipif(tuple(map(int, os.uname().release.split(".")[:2])) < (6, 12), reason="Linux from 6.12 has slices")
+@pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="system calls have other numbers")
+def test_hosts_share_the_processors_in_fine_slices(lab: Callable[..., Run]) -> None:
+    run = lab(LabSpec(hosts=2), SLICE)
+    assert [run.stdout(rank) for rank in range(2)] == [["100000"]] * 2

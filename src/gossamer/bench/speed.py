@@ -16,6 +16,8 @@ from gossamer.errors import GossamerError
 from gossamer.lab import LabSpec, run_lab
 
 NETWORKS = ("200mbit", "1gbit", "unshaped")
+STEPS = 6
+"""Steps of a side per round. Few, and the barriers at its ends, which queue behind an exchange under way, would count."""
 EXCHANGES = ("--mbytes", "8", "16", "64", "--repeats", "5")
 WORKLOADS = (Path("examples/02_convnet.py"), Path("examples/01_gpt.py"))
 
@@ -66,12 +68,19 @@ def exchange_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def merged(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], key: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of both, in the order of the first time that each was measured; the newer one where both have it."""
+    rows = {tuple(row[name] for name in key): row for row in (*before, *now)}
+    return list(rows.values())
+
+
 def main() -> None:
     """Measure everything and save ``speed.json`` and ``speed.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-to", type=Path, default=Path("out/speed"))
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
     parser.add_argument("--workloads", nargs="+", type=Path, default=list(WORKLOADS))
+    parser.add_argument("--without-exchanges", action="store_true", help="measure the training steps only")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
@@ -79,18 +88,20 @@ def main() -> None:
     for rate in options.networks:
         for workload in options.workloads:
             console.log(f"{workload.stem} on {rate}: {options.rounds} rounds")
-            count = str(2 if rate == "200mbit" else 5)
             command = ["-m", "gossamer.bench.paired", "--workload", str(workload), "--rounds", str(options.rounds)]
-            steps += lab_json(rate, [*command, "--steps", count], options.hosts)
-        if rate != "unshaped":
+            steps += lab_json(rate, [*command, "--steps", str(STEPS)], options.hosts)
+        if rate != "unshaped" and not options.without_exchanges:
             console.log(f"exchanges on {rate}")
             exchanges += lab_json(rate, ["-m", "gossamer.bench.primitives", *EXCHANGES], options.hosts)
     save(options.save_to, steps, exchanges, options.hosts)
 
 
 def save(folder: Path, steps: Sequence[dict[str, Any]], exchanges: Sequence[dict[str, Any]], hosts: int) -> None:
-    """Write the raw figures and the tables."""
+    """Write the raw figures and the tables. Rows of an earlier run that this one did not measure again are kept."""
     folder.mkdir(parents=True, exist_ok=True)
+    before = json.loads((folder / "speed.json").read_text()) if (folder / "speed.json").exists() else {}
+    steps = merged(before.get("steps", []), steps, ("workload", "rate"))
+    exchanges = merged(before.get("exchanges", []), exchanges, ("rate", "pattern", "bytes"))
     machine = f"{hosts} emulated hosts; {platform.system()} {platform.machine()}, torch {steps[0]['torch'] if steps else ''}"
     (folder / "speed.json").write_text(json.dumps({"machine": machine, "steps": steps, "exchanges": exchanges}, indent=1))
     text = [*steps_table(steps), "", *exchange_table(exchanges), "", machine]

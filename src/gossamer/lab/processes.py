@@ -17,6 +17,10 @@ from gossamer.lab.lines import ErrorTail
 # One period of a slowed host's stop and go: short against a training step, long against a scheduler's slice.
 _PERIOD_S = 0.03
 
+# The hosts share processors. A real host's wake up at once when a message comes; with the kernel's own slices of about
+# 3 ms they wait for the computation of others, once per hand-over between threads.
+_SLICE_US = 100
+
 
 class RankProcess:
     """One running rank; `exit_code` is None until it has ended."""
@@ -24,6 +28,8 @@ class RankProcess:
     def __init__(self, rank: int, host: int, command: Sequence[str], env: Mapping[str, str], namespace: int | None):
         def enter() -> None:
             syscalls.die_with_parent()
+            with contextlib.suppress(OSError):  # older kernels: coarser slices
+                syscalls.share_processors_finely(_SLICE_US)
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell that starts us in the background ignores it
             if namespace is not None:
                 syscalls.setns(namespace, syscalls.CLONE_NEWNET)
