@@ -1,9 +1,42 @@
 """State: what an algorithm remembers about a bucket, written in transactions."""
 
 from collections.abc import Iterator, Mapping
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+K = TypeVar("K")
+
+
+class Ledger(Generic[K]):
+    """Tensors by key. What is written becomes what is kept only at :meth:`commit`."""
+
+    def __init__(self) -> None:
+        self.kept: dict[K, Tensor] = {}
+        self.draft: dict[K, Tensor] = {}
+
+    def get(self, key: K) -> Tensor | None:
+        """The last value written, committed or not."""
+        return self.draft.get(key, self.kept.get(key))
+
+    def load(self, values: Mapping[K, Tensor | None]) -> None:
+        """Keep exactly ``values``, leaving out what is None."""
+        self.draft.clear()
+        self.kept = {key: value for key, value in values.items() if value is not None}
+
+    def commit(self) -> None:
+        """Keep what was written."""
+        self.kept.update(self.draft)
+        self.draft.clear()
+
+    def rollback(self) -> None:
+        """Forget what was written."""
+        self.draft.clear()
+
+
+WHOLE = ""
+"""The owner of an extra that belongs to the bucket as it is cut, and not to one of its parameters."""
 
 
 class State:
@@ -11,45 +44,57 @@ class State:
 
     Reading an unknown name gives zeros. Writing keeps the old tensor until :meth:`commit`, so that an exchange which
     is aborted half-way loses nothing; write a new tensor, do not modify the one that was read.
+
+    *Extras* are tensors of any other shape. One that belongs to a parameter (a factor of its gradient) follows it to
+    another bucket; one that belongs to the bucket (owner ``WHOLE``: a choice of its chunks) is dropped when the cuts
+    change, so an algorithm must do without it.
     """
 
     def __init__(self, like: Tensor) -> None:
         # Not the tensor itself: a bucket gives its first one away, and it would be kept for nothing.
         self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
-        self._kept: dict[str, Tensor] = {}
-        self._draft: dict[str, Tensor] = {}
+        self.flats: Ledger[str] = Ledger()
+        self.extras: Ledger[tuple[str, str]] = Ledger()
 
     def __getitem__(self, name: str) -> Tensor:
-        value = self._draft.get(name, self._kept.get(name))
+        value = self.flats.get(name)
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device) if value is None else value
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self._draft[name] = value
+        self.flats.draft[name] = value
 
     def __contains__(self, name: str) -> bool:
-        return name in self._draft or name in self._kept
+        return self.flats.get(name) is not None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._kept)
+        return iter(self.flats.kept)
+
+    def extra(self, key: str, owner: str = WHOLE) -> Tensor | None:
+        """The extra of this key that ``owner`` has; None if there is none."""
+        return self.extras.get((key, owner))
+
+    def set_extra(self, key: str, value: Tensor, owner: str = WHOLE) -> None:
+        """Write an extra: a new tensor, as with the flat ones."""
+        self.extras.draft[key, owner] = value
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """What is kept: names and tensors as of the last commit, whatever was written since."""
-        return list(self._kept.items())
+        """The flat tensors that are kept, as of the last commit, whatever was written since."""
+        return list(self.flats.kept.items())
 
     def drafts(self) -> list[Tensor]:
         """What was written since the last commit."""
-        return list(self._draft.values())
+        return [*self.flats.draft.values(), *self.extras.draft.values()]
 
     def load(self, values: Mapping[str, Tensor | None]) -> None:
-        """Keep exactly ``values``, leaving out what is None."""
-        self._draft.clear()
-        self._kept = {name: value for name, value in values.items() if value is not None}
+        """Keep exactly these flat tensors, leaving out what is None."""
+        self.flats.load(values)
 
     def commit(self) -> None:
         """Make everything written since the last commit the state to keep."""
-        self._kept.update(self._draft)
-        self._draft.clear()
+        self.flats.commit()
+        self.extras.commit()
 
     def rollback(self) -> None:
         """Forget everything written since the last commit."""
-        self._draft.clear()
+        self.flats.rollback()
+        self.extras.rollback()

@@ -14,7 +14,7 @@ from ..contracts.cases import exchange, gossip, noise, stacked, tap
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_the_delta_is_half_the_difference_of_what_was_sent(wire: str, world: int) -> None:
     tensors, codec = noise(world, 50), Cast(wire=wire)
-    rounded = torch.stack([codec.decode(codec.encode(tensor), tensor.dtype) for tensor in tensors])
+    rounded = torch.stack([codec.decode(codec.encode(tensor), tensor.numel(), tensor.dtype) for tensor in tensors])
     outcomes = exchange(Gossip(wire=wire), [tensors] * 4)
     for step in range(4):
         partners = dissemination(step, world)

@@ -140,42 +140,42 @@ class Coarse(Cast):
 class Alias(Cast):
     """Sends the tensor itself."""
 
-    def encode(self, tensor: Tensor) -> Tensor:
+    def encode(self, tensor: Tensor, seed: int = 0) -> Tensor:
         return tensor
 
 
 class Cleaning(Cast):
     """Hides what is not finite."""
 
-    def decode(self, payload: Tensor, dtype: torch.dtype) -> Tensor:
-        return super().decode(payload, dtype).nan_to_num(0, 0, 0)
+    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return super().decode(payload, numel, dtype).nan_to_num(0, 0, 0)
 
 
 class Restless(Cast):
     """Decodes something else every time."""
 
-    def decode(self, payload: Tensor, dtype: torch.dtype) -> Tensor:
-        return super().decode(payload, dtype) + torch.rand(payload.shape)
+    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return super().decode(payload, numel, dtype) + torch.rand(payload.shape)
 
 
 class Wide(Cast):
     """Sends more than it was given."""
 
-    def encode(self, tensor: Tensor) -> Tensor:
+    def encode(self, tensor: Tensor, seed: int = 0) -> Tensor:
         return tensor.double()
 
 
 class Stubborn(Cast):
     """Decodes to its own type."""
 
-    def decode(self, payload: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return payload
 
 
 class Sparse(Cast):
     """Sends as much as the values ask for."""
 
-    def encode(self, tensor: Tensor) -> Tensor:
+    def encode(self, tensor: Tensor, seed: int = 0) -> Tensor:
         return tensor[: int((tensor != 0).sum()) // 2].clone()
 
 

@@ -38,4 +38,4 @@ class AllReduce(Algorithm):
         # Full precision needs no second copy; a narrow wire does.
         narrow = codec.wire_dtype(share.dtype) != share.dtype
         mean = yield from all_reduce(codec.encode(share) if narrow else share)
-        return codec.decode(mean, share.dtype)
+        return codec.decode(mean, share.numel(), share.dtype)

@@ -44,6 +44,6 @@ class Gossip(Algorithm):
         partners = topology.dissemination(ctx.step, ctx.world)
         message = codec.encode(bucket.flat)
         theirs = yield from permute(message, partners)
-        dtype = bucket.flat.dtype
+        numel, dtype = bucket.flat.numel(), bucket.flat.dtype
         # The message was only read by the exchange, so it still is what the partner received.
-        return torch.sub(codec.decode(theirs, dtype), codec.decode(message, dtype)).mul_(0.5)
+        return torch.sub(codec.decode(theirs, numel, dtype), codec.decode(message, numel, dtype)).mul_(0.5)

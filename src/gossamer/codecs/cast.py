@@ -33,10 +33,10 @@ class Cast(Codec):
         narrow = _NARROW.get(self.wire, dtype)
         return narrow if narrow.itemsize < dtype.itemsize else dtype
 
-    def encode(self, tensor: Tensor) -> Tensor:
+    def encode(self, tensor: Tensor, seed: int = 0) -> Tensor:
         return tensor.to(self.wire_dtype(tensor.dtype), copy=True)
 
-    def decode(self, payload: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return payload.to(dtype)
 
     def error_bound(self, tensor: Tensor) -> Tensor:
