@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.buckets import Bucket, make_layout, make_plan, plan_from_names
+from gossamer.buckets import Bucket, OneSize, make_layout, make_plan, plan_from_names
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -52,7 +52,7 @@ def test_views_cover_a_bucket_without_overlap(tensors: dict[str, Tensor], thresh
 @given(models, thresholds)
 def test_a_plan_survives_its_dictionary(tensors: dict[str, Tensor], threshold: int) -> None:
     plan = make_plan(tensors, threshold)
-    again = plan_from_names(plan.to_dict()["buckets"], tensors)
+    again = plan_from_names(plan.to_dict()["buckets"], tensors, OneSize(threshold))
     assert again == plan
     assert again.digest() == plan.digest()
 

@@ -76,7 +76,7 @@ class Remembering(Algorithm, register=False):
         mean = yield from all_reduce(state["smooth"] / ctx.world)
         return (mean if self.subject == "gradients" else 1e-3 * mean).to(bucket.flat.dtype)
 
-    def finish(self, buckets: Sequence[Bucket], state: State, ctx: Context) -> Flow[None]:
+    def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None]:
         state["steps"] = state["steps"] + 1
         if self.where == "finish" and ctx.step == self.fails_at:
             raise ConnectionError("finish failed")
@@ -156,21 +156,23 @@ def test_an_aborted_step_leaves_all_state_as_it_was(cls: type[Algorithm], where:
         assert pending or cls is Remembering
         for name, tensor in before["rank0"]["smooth"].items():
             assert same_bits(tensor, after["rank0"]["smooth"][name])
-        assert before["rank0, per step"] == after["rank0, per step"] == [{"steps": torch.tensor(float(before["step"]))}]
+        assert (
+            before["rank0, extras"] == after["rank0, extras"] == [{"step : steps": {"": torch.tensor(float(before["step"]))}}]
+        )
 
 
 def test_state_survives_another_layout_of_the_buckets() -> None:
     parameters = {name: p for name, p in Oddities(other=torch.bfloat16).named_parameters() if p.requires_grad}
     runner = solo_runner()
     sync = GradientSync(runner, Remembering(bucket_bytes=200), parameters, Statistics(runner))
-    for index, state in enumerate(sync.states):
-        state["smooth"] = torch.randn(sync.buckets[index].flat.shape)
+    for index, state in enumerate(sync.exchange.states):
+        state["smooth"] = torch.randn(sync.exchange.buckets[index].flat.shape)
         state.commit()
-    before = {name: tensor.clone() for name, tensor in sync.state_by_name()["smooth"].items()}
+    before = {name: tensor.clone() for name, tensor in sync.exchange.state_by_name()["smooth"].items()}
     for order in (list(parameters), sorted(parameters)):
         for size in (1, 100, 10**6):
             sync.adopt_plan(make_plan({name: parameters[name] for name in order}, size))
-            after = sync.state_by_name()["smooth"]
+            after = sync.exchange.state_by_name()["smooth"]
             assert before.keys() == after.keys()
             assert all(same_bits(before[name], after[name]) for name in before)
             assert all(after[name].stride() == parameters[name].stride() for name in before if after[name].numel() > 1)
@@ -180,11 +182,11 @@ def test_weight_states_of_any_dtype_are_put_back() -> None:
     parameters = dict(Oddities(dtype=torch.bfloat16).named_parameters())
     runner = solo_runner()
     syncs = [WeightSync(runner, RememberingWeights(), parameters, Statistics(runner)) for _ in range(2)]
-    for bucket, state in zip(syncs[0].buckets, syncs[0].states, strict=True):
+    for bucket, state in zip(syncs[0].exchange.buckets, syncs[0].exchange.states, strict=True):
         state["smooth"] = torch.rand(bucket.flat.shape, dtype=torch.float32)
         state.commit()
-    syncs[1].load_state_by_name(syncs[0].state_by_name())
-    for one, other in zip(syncs[0].states, syncs[1].states, strict=True):
+    syncs[1].load_state_by_name(syncs[0].state_by_name(), {})
+    for one, other in zip(syncs[0].exchange.states, syncs[1].exchange.states, strict=True):
         assert same_bits(one["smooth"], other["smooth"])
 
 
@@ -196,12 +198,12 @@ def test_an_aborted_exchange_of_weights_is_forgotten(where: str) -> None:
     def step(number: int) -> list[Tensor]:
         sync.launch(number)
         sync.land()
-        return [state["smooth"].clone() for state in sync.states]
+        return [state["smooth"].clone() for state in sync.exchange.states]
 
     before = step(0)
     with pytest.raises(ConnectionError, match=where):
         step(1)
-    assert all(same_bits(state["smooth"], kept) for state, kept in zip(sync.states, before, strict=True))
+    assert all(same_bits(state["smooth"], kept) for state, kept in zip(sync.exchange.states, before, strict=True))
     sync.land()
     assert all(not same_bits(after, kept) for after, kept in zip(step(2), before, strict=True) if kept.any())
-    assert sync.step_state["steps"] == 2
+    assert sync.exchange.step_states[""]["steps"] == 2

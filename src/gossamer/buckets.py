@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class Layout:
     segments: tuple[Segment, ...]
     dtype: torch.dtype
     device: torch.device
+    label: str = ""
+    """Who handles it: see ``Algorithm.route``."""
 
     @property
     def numel(self) -> int:
@@ -71,7 +73,7 @@ class Plan:
 
     def digest(self) -> str:
         """A hash over names, shapes, strides and dtypes in order: equal plans, equal digests."""
-        rows = [(str(a.dtype), [(s.name, s.shape, s.stride) for s in a.segments]) for a in self.layouts]
+        rows = [(str(a.dtype), a.label, [(s.name, s.shape, s.stride) for s in a.segments]) for a in self.layouts]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
@@ -80,7 +82,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
-def make_layout(tensors: Mapping[str, Tensor]) -> Layout:
+def make_layout(tensors: Mapping[str, Tensor], label: str = "") -> Layout:
     """One bucket that holds ``tensors`` (all of one dtype, on one device) in the order given."""
     ends = list(accumulate(tensor.numel() for tensor in tensors.values()))
     segments = tuple(
@@ -88,28 +90,62 @@ def make_layout(tensors: Mapping[str, Tensor]) -> Layout:
         for (name, tensor), end in zip(tensors.items(), ends, strict=True)
     )
     first = next(iter(tensors.values()))
-    return Layout(segments, first.dtype, first.device)
+    return Layout(segments, first.dtype, first.device, label)
 
 
-def make_plan(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Plan:
-    """Cut ``tensors``, in the order given, into buckets of at least ``bucket_bytes`` each (the last of a dtype: less).
+class Routing(Protocol):
+    """What a plan must know of an algorithm."""
+
+    def route(self, name: str, tensor: Tensor) -> str:
+        """The label of a parameter."""
+
+    def of(self, label: str) -> Any:
+        """Who handles it; its ``bucket_bytes`` is the threshold."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneSize:
+    """The routing without labels: every bucket has the same threshold."""
+
+    bucket_bytes: int
+
+    def route(self, name: str, tensor: Tensor) -> str:
+        """No label."""
+        return ""
+
+    def of(self, label: str) -> "OneSize":
+        """Itself."""
+        return self
+
+
+def make_plan(tensors: Mapping[str, Tensor], routing: Routing | int) -> Plan:
+    """Cut ``tensors``, in the order given, into buckets of at least ``bucket_bytes`` each (the last of a kind: less).
+
+    ``routing``: an algorithm, or the threshold alone.
 
     A bucket is launched when it is complete, so buckets stand in the order in which their last tensor comes.
     """
+    routing = OneSize(routing) if isinstance(routing, int) else routing
     layouts: list[Layout] = []
-    waiting: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    waiting: dict[tuple[torch.dtype, torch.device, str], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        held = waiting.setdefault((tensor.dtype, tensor.device), {})
+        label = routing.route(name, tensor)
+        kind = (tensor.dtype, tensor.device, label)
+        held = waiting.setdefault(kind, {})
         held[name] = tensor
-        if sum(t.numel() * t.element_size() for t in held.values()) >= bucket_bytes:
-            layouts.append(make_layout(waiting.pop((tensor.dtype, tensor.device))))
-    layouts.extend(make_layout(held) for held in waiting.values())
+        if sum(t.numel() * t.element_size() for t in held.values()) >= routing.of(label).bucket_bytes:
+            layouts.append(make_layout(waiting.pop(kind), label))
+    layouts.extend(make_layout(held, label) for (_, _, label), held in waiting.items())
     return Plan(tuple(layouts))
 
 
-def plan_from_names(names: Iterable[Sequence[str]], tensors: Mapping[str, Tensor]) -> Plan:
+def plan_from_names(names: Iterable[Sequence[str]], tensors: Mapping[str, Tensor], routing: Routing) -> Plan:
     """The plan with exactly these buckets, as saved by :meth:`Plan.to_dict`."""
-    return Plan(tuple(make_layout({name: tensors[name] for name in bucket}) for bucket in names))
+    return Plan(tuple(_saved(bucket, tensors, routing) for bucket in names))
+
+
+def _saved(names: Sequence[str], tensors: Mapping[str, Tensor], routing: Routing) -> Layout:
+    return make_layout({name: tensors[name] for name in names}, routing.route(names[0], tensors[names[0]]))
 
 
 class Bucket:
@@ -128,6 +164,12 @@ class Bucket:
     def segments(self) -> tuple[Segment, ...]:
         """Name, shape, strides and offset of each parameter."""
         return self.layout.segments
+
+    def holding(self, flat: Tensor) -> "Bucket":
+        """A bucket of the same layout around another flat tensor."""
+        other = Bucket.__new__(Bucket)
+        other.index, other.layout, other.flat, other.views = self.index, self.layout, flat, self.split(flat)
+        return other
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """The parameter-shaped views of another tensor laid out like this bucket."""

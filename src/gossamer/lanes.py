@@ -34,9 +34,9 @@ _Job = Callable[[], None]
 class ThreadLanes:
     """Host lanes: one daemon thread per port. Daemons, because a thread inside a wait on the network cannot be stopped."""
 
-    def __init__(self, ports: list[Port], meters: list[Meter]) -> None:
+    def __init__(self, ports: list[Any], meters: list[Meter]) -> None:
         self.error: BaseException | None = None
-        self._ports, self._meters = ports, meters
+        self.ports, self._meters = ports, meters
         self._queues: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue() for _ in ports]
         self._threads = [
             threading.Thread(target=self._loop, args=(jobs,), name=f"gossamer-lane-{index}", daemon=True)
@@ -47,7 +47,7 @@ class ThreadLanes:
 
     def submit(self, ticket: Ticket[T], make_flow: Callable[[], Flow[T]], lane: int) -> None:
         """Queue a flow on ``lane``."""
-        port, meter = self._ports[lane], self._meters[lane]
+        port, meter = self.ports[lane], self._meters[lane]
         self._queues[lane].put(lambda: self._carry_out(ticket, make_flow, port, meter))
 
     def close(self) -> None:

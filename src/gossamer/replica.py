@@ -132,6 +132,7 @@ class Replica:
         if self._closed:
             return
         self._closed = True
+        self.algorithm.detach(self._optimizers)
         for handle in self._handles:
             handle.remove()
         self._watch.release()
@@ -144,15 +145,15 @@ class Replica:
     # -- what the hooks call ------------------------------------------------------------------------------------
 
     def _open_syncs(self) -> None:
-        if self.algorithm.subject == "gradients":
-            self._gradients = GradientSync(self._runner, self.algorithm, self._trainable, self._statistics)
-            return
-        for optimizer in self._optimizers:
+        of_gradients, of_weights = self.algorithm.part("gradients"), self.algorithm.part("weights")
+        if of_gradients is not None:
+            self._gradients = GradientSync(self._runner, of_gradients, self._trainable, self._statistics)
+        for optimizer in self._optimizers if of_weights is not None else ():
             held = {id(parameter) for parameter in held_by(optimizer)}
             tensors: dict[str, Tensor] = {name: p for name, p in self._trainable.items() if id(p) in held}
             if self._buffers == "average" and not self._weights:
                 tensors |= averaged(self._model)
-            self._weights.append(WeightSync(self._runner, self.algorithm, tensors, self._statistics))
+            self._weights.append(WeightSync(self._runner, of_weights, tensors, self._statistics))
 
     def _hook(self) -> list[Any]:
         handles: list[Any] = []
@@ -163,7 +164,7 @@ class Replica:
         for index, optimizer in enumerate(self._optimizers):
             handles.append(optimizer.register_step_pre_hook(self._before_step(index)))
             handles.append(optimizer.register_step_post_hook(self._after_step(index)))
-        by_forward = self._buffers == "broadcast" or (self._buffers == "average" and self._gradients is not None)
+        by_forward = self._buffers == "broadcast" or (self._buffers == "average" and not self._weights)
         if by_forward and self._runner.world > 1 and named_buffers(self._model):
             handles.append(hook_forward(self._model, self._synchronise_buffers))
         return handles
@@ -245,7 +246,7 @@ class Replica:
         self._weights[index].launch(self.step)
 
     def _conclude_join(self, last: int) -> None:
-        if self._gradients is not None:
+        if not self._weights:
             same_from_rank(self._runner, [*self._parameters.values(), *named_buffers(self._model).values()], last)
 
     def _require_open(self) -> None:

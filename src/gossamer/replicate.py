@@ -64,6 +64,7 @@ def replicate(
         runner.agree_on_opening()
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler))
         _start_equal(runner, model)
+        running = algorithm.attach(optimizers)
     except BaseException as error:
         if isinstance(error, GossamerError):
             runner.alarm(str(error))
@@ -71,7 +72,7 @@ def replicate(
         raise
     if runner.rank == 0:
         logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, algorithm)
-    return Replica(model, optimizers, algorithm, runner, mode, scaler)
+    return Replica(model, optimizers, running, runner, mode, scaler)
 
 
 def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any) -> tuple[Optimizer, ...]:

@@ -198,8 +198,8 @@ class Tapped(Algorithm, register=False):
         tape.append(f"returns {result.dtype}{list(result.shape)}")
         return result
 
-    def finish(self, buckets: Sequence[Bucket], state: State, ctx: Context) -> Flow[None] | None:
-        flow = self.inner.finish(buckets, state, ctx)
+    def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
+        flow = self.inner.finish(buckets, states, state, ctx)
         return None if flow is None else tapped(flow, self.tape.setdefault((ctx.step, -1), []))
 
 

@@ -41,7 +41,7 @@ class MetaPort:
     def __init__(self, world: int) -> None:
         self.world = world
 
-    def start(self, op: Op) -> Op:
+    def start(self, op: Op, group: object = None) -> Op:
         return op
 
     def wait(self, handle: Op) -> Tensor:

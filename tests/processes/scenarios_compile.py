@@ -88,7 +88,7 @@ def overlap_of_blocks(here: Here) -> None:
         gradients = replica._gradients
         assert gradients is not None
         launched: list[int] = []
-        handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: launched.append(len(gradients._tickets)))
+        handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: launched.append(gradients.exchange.launched))
         run = Run(here, wrap(model, "aot_eager", wholly), model, optimizers, replica.no_sync, replica.join, replica)
         for batch in steps(run):
             loss_of(run, batch).backward()

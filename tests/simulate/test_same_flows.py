@@ -33,7 +33,7 @@ def test_operations_bytes_and_messages_agree(algorithm: Algorithm, world: int) -
 
     looped = loopback(body, world)
     model = Oddities()
-    plan = plan_from_names(looped[0][2], dict(model.named_parameters())) if looped[0][2] else model
+    plan = plan_from_names(looped[0][2], dict(model.named_parameters()), algorithm) if looped[0][2] else model
     clocked: dict[tuple[int, int], list[str]] = {}
     options = {"world": world, "link": FAST, "compute": Compute(forward=1, backward=1)}
     step_time(plan, tap(algorithm, clocked), **options, steps=STEPS, warmup=0)

@@ -183,7 +183,7 @@ class Finishing(AllReduce, register=False):
 
     subject: ClassVar[Literal["gradients", "weights"]] = "gradients"
 
-    def finish(self, buckets: Sequence[Bucket], state: State, ctx: Context) -> Flow[None]:
+    def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None]:
         state["norms"] = state["norms"] + 1
         yield from all_reduce(torch.cat([bucket.flat for bucket in buckets]))
 

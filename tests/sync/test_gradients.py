@@ -95,7 +95,7 @@ def test_buckets_leave_while_backward_goes_on() -> None:
     model, optimizer, replica = make(AllReduce(bucket_bytes=1), nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))))
     sync, under_way = replica._gradients, []
     assert sync is not None
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: under_way.append(len(sync._tickets)))
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: under_way.append(sync.exchange.launched))
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
@@ -169,15 +169,15 @@ def test_nothing_of_a_step_is_kept_until_the_next() -> None:
     assert sync is not None
     for number in range(4):
         optimizer.zero_grad()
-        first = [weakref.ref(bucket.flat) for bucket in sync.buckets]
+        first = [weakref.ref(bucket.flat) for bucket in sync.exchange.buckets]
         model(torch.ones(1, 3)).sum().backward()
         if number == 0:
             continue
-        assert not sync._tickets
+        assert not sync.exchange.launched
         gc.collect()
         assert [reference() for reference in first] == [None] * len(first), "the flat tensors that went on the wire"
         assert [reference() for reference in shares] == [None] * len(shares)
-        flats = {bucket.flat.untyped_storage().data_ptr() for bucket in sync.buckets}
+        flats = {bucket.flat.untyped_storage().data_ptr() for bucket in sync.exchange.buckets}
         assert {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None} <= flats
         optimizer.step()
 
@@ -190,7 +190,7 @@ class Remembers(Algorithm, register=False):
         state["count"] = state["count"] + 1
         return (yield from all_reduce(bucket.flat / ctx.world))
 
-    def finish(self, buckets: Any, state: State, ctx: Context) -> Flow[None]:
+    def finish(self, buckets: Any, states: Any, state: State, ctx: Context) -> Flow[None]:
         total = yield from all_reduce(torch.ones(1))
         state["finished"] = state["finished"] + total / ctx.world
 
@@ -205,7 +205,7 @@ def test_a_gradient_that_is_not_finite_reaches_no_state_of_any_rank(bad: float) 
             assert model.first.weight.grad.isfinite().all() == (step != 2)
         state = replica.state_dict()
         assert all(count.eq(3).all() for count in state[f"rank{rank}"]["count"].values())
-        assert state[f"rank{rank}, per step"][0]["finished"] == 3
+        assert state[f"rank{rank}, extras"][0]["step : finished"][""] == 3
 
     loopback(body, 2)
 

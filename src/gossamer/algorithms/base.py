@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gossamer.buckets import Bucket
-from gossamer.comm.ops import Flow
+from gossamer.comm.ops import Flow, Group
 from gossamer.errors import ConfigurationError
 from gossamer.state import State
+
+Subject = Literal["gradients", "weights"]
 
 _REGISTRY: dict[str, type["Algorithm"]] = {}
 
@@ -20,18 +23,31 @@ class Context:
     """What a flow may know: the step, and the members of this step's epoch.
 
     ``members`` are stable ids, not a fixed world: they may change between steps, never within a flow.
-    ``rank`` is this worker's index among them.
+    ``rank`` is this worker's index among them; ``nodes`` says which indices share a machine (each its own if unknown).
     """
 
     step: int
     rank: int
     members: tuple[int, ...]
-    role: str = "worker"
+    nodes: tuple[Group, ...] | None = None
 
     @property
     def world(self) -> int:
         """Number of members."""
         return len(self.members)
+
+    @property
+    def machines(self) -> tuple[Group, ...]:
+        """The indices of each machine's members."""
+        return self.nodes if self.nodes is not None else tuple((rank,) for rank in range(self.world))
+
+    def seed(self, *what: int) -> int:
+        """A number for this step, this worker and ``what`` else: below 2^63, for codecs that round at random."""
+        value = 0x9E3779B97F4A7C15
+        for part in (self.step, self.rank, *what):
+            value = ((value ^ part) * 0xBF58476D1CE4E5B9) % 2**64
+            value ^= value >> 29
+        return value >> 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +58,10 @@ class Algorithm(ABC):
     order in which gradients become ready, and a bucket is closed when it holds at least this many bytes.
     """
 
-    subject: ClassVar[Literal["gradients", "weights"]] = "gradients"
+    subject: ClassVar[Subject] = "gradients"
     exact: ClassVar[bool] = False
+    serial: ClassVar[bool] = False
+    """Whether flows must run one after the other, on one lane."""
 
     bucket_bytes: int = 2 * 2**20
 
@@ -66,9 +84,35 @@ class Algorithm(ABC):
         Writes to ``state`` take effect only when the whole step has succeeded.
         """
 
-    def finish(self, buckets: Sequence[Bucket], state: State, ctx: Context) -> Flow[None] | None:
-        """Once per step after the last bucket, for what belongs to the step; ``None`` (the default) for nothing."""
+    def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
+        """Once per step after the last bucket, for what belongs to the step; ``None`` (the default) for nothing.
+
+        ``states`` are those of ``buckets``; ``state`` is the step's own.
+        """
         return None
+
+    def due(self, step: int) -> bool:
+        """Whether anything is exchanged at ``step``; if not, gradients or weights stay this worker's own."""
+        return True
+
+    def part(self, subject: Subject) -> "Algorithm | None":
+        """What of this algorithm moves gradients, or weights. Most are one or the other."""
+        return self if self.subject == subject else None
+
+    def route(self, name: str, tensor: Tensor) -> str:
+        """A label for a parameter: those of different labels never share a bucket, and :meth:`of` says who handles them."""
+        return ""
+
+    def of(self, label: str) -> "Algorithm":
+        """The algorithm for the buckets with this label."""
+        return self
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> "Algorithm":
+        """What to run with these optimizers. An algorithm that takes something over from them (their momentum) does so here."""
+        return self
+
+    def detach(self, optimizers: Sequence[Optimizer]) -> None:  # noqa: B027  (most take nothing)
+        """Give back what :meth:`attach` took."""
 
 
 def wrong_shape(algorithm: Algorithm, bucket: Bucket, result: Tensor) -> ConfigurationError:

@@ -4,7 +4,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from gossamer.comm.ops import Decide, Flow, Op, Start, Wait
+from gossamer.comm.ops import Decide, Flow, Group, Op, Start, Wait
 
 T = TypeVar("T")
 
@@ -12,8 +12,8 @@ T = TypeVar("T")
 class Port(Protocol):
     """One ordered channel to the other ranks: the k-th operation started on it meets the k-th of every other rank."""
 
-    def start(self, op: Op) -> Any:
-        """Hand an operation to the transport; returns a handle."""
+    def start(self, op: Op, group: Group | None = None) -> Any:
+        """Hand an operation to the transport, among all members or those of ``group``; returns a handle."""
 
     def wait(self, handle: Any) -> Tensor:
         """Block (or, on a device, order the stream) until the operation is done; returns its result."""
@@ -34,7 +34,7 @@ def drive(flow: Flow[T], port: Port) -> T:
         if isinstance(command, Wait):
             reply = port.wait(command.handle)
         elif isinstance(command, Start):
-            reply = port.start(command.op)
+            reply = port.start(command.op, command.group)
         elif isinstance(command, Decide):
             reply = port.decide(command)
         else:

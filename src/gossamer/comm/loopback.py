@@ -7,6 +7,7 @@ it would draw in a process of its own. Ranks that disagree raise at once; ranks 
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gossamer.comm import ops
-from gossamer.comm.ops import Decide, Flow, Op
+from gossamer.comm.ops import Decide, Flow, Group, Op
 from gossamer.comm.runner import InlineRunner, Meter, Ticket
 from gossamer.errors import CommunicationError, ConfigurationError, DisagreementError
 
@@ -26,13 +27,18 @@ T = TypeVar("T")
 _here = threading.local()
 
 
+Place = tuple[int, Group, int]
+"""Where ranks meet: a channel, those who take part, and the how-many-th operation among them it is."""
+
+
 @dataclass
 class Meeting:
-    """The k-th operation of a channel: what each rank brought, and in the end what each takes away."""
+    """One operation: what each rank brought, and in the end what each takes away."""
 
+    group: Group
     brought: dict[int, Op] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
-    results: list[Tensor] | None = None
+    results: dict[int, Tensor] | None = None
 
 
 class World:
@@ -48,7 +54,7 @@ class World:
         self._running = 0
         self._waits: dict[int, Meeting] = {}
         self._finished: set[int] = set()
-        self._meetings: dict[tuple[int, int], Meeting] = {}
+        self._meetings: dict[Place, Meeting] = {}
         self._channels = [0] * size
         self._random: list[Any] = [random_state() for _ in range(size)]
 
@@ -57,19 +63,20 @@ class World:
         self._channels[rank] += 1
         return self._channels[rank]
 
-    def bring(self, rank: int, key: tuple[int, int], op: Op, label: str) -> Meeting:
+    def bring(self, rank: int, place: Place, op: Op, label: str) -> Meeting:
         """Start an operation; raises if another rank brought a different one to the same meeting."""
-        meeting = self._meetings.setdefault(key, Meeting())
+        meeting = self._meetings.setdefault(place, Meeting(place[1]))
         for other, theirs in islice(meeting.brought.items(), 1):  # those already here agree with each other
             if str(theirs) != str(op):
                 raise DisagreementError(
-                    f"operation {key[1]} differs between ranks: rank {other} yielded {theirs} ({meeting.labels[other]}), "
+                    f"operation {place[2]} differs between ranks: rank {other} yielded {theirs} ({meeting.labels[other]}), "
                     f"rank {rank} yielded {op} ({label})"
                 )
         meeting.brought[rank], meeting.labels[rank] = op, label
-        if len(meeting.brought) == self.size:
-            meeting.results = carry_out([meeting.brought[r] for r in range(self.size)])
-            del self._meetings[key]
+        if len(meeting.brought) == len(meeting.group):
+            results = carry_out([meeting.brought[r] for r in meeting.group])
+            meeting.results = dict(zip(meeting.group, results, strict=True))
+            del self._meetings[place]
         return meeting
 
     def take(self, rank: int, meeting: Meeting) -> Tensor:
@@ -145,12 +152,15 @@ class LoopbackPort:
     def __init__(self, world: World, rank: int, meter: Meter) -> None:
         self.label = ""
         self._world, self._rank, self._meter = world, rank, meter
-        self._channel, self._count = world.open_channel(rank), 0
+        self._channel = world.open_channel(rank)
+        self._everyone = tuple(range(world.size))
+        self._counts: Counter[Group] = Counter()
 
-    def start(self, op: Op) -> Meeting:
-        self._meter.count(op, self._world.size)
-        self._count += 1
-        return self._world.bring(self._rank, (self._channel, self._count), op, self.label)
+    def start(self, op: Op, group: Group | None = None) -> Meeting:
+        group = self._everyone if group is None else group
+        self._meter.count(op, len(group))
+        self._counts[group] += 1
+        return self._world.bring(self._rank, (self._channel, group, self._counts[group]), op, self.label)
 
     def wait(self, handle: Meeting) -> Tensor:
         return self._world.take(self._rank, handle)

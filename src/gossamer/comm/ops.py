@@ -132,11 +132,19 @@ class Broadcast(Op):
         return f"rank {self.source}"
 
 
+Group = tuple[int, ...]
+"""Some of the members, by index, in order. Ranks and worlds of an operation count within it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Start:
-    """Ask for an operation; the runner sends back a handle at once."""
+    """Ask for an operation; the runner sends back a handle at once.
+
+    ``group``: those who take part, if not all members; this rank is one of them. Others do not yield it.
+    """
 
     op: Op
+    group: Group | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,6 +212,21 @@ def all_gather(tensor: Tensor) -> Flow[Tensor]:
 def broadcast(tensor: Tensor, source: int = 0) -> Flow[Tensor]:
     """The tensor of rank ``source``."""
     return (yield from perform(Broadcast(tensor, source)))
+
+
+def within(flow: Flow[T], group: Group) -> Flow[T]:
+    """The same flow among the ranks of ``group`` only. A group inside of it counts within it."""
+    reply: Any = None
+    while True:
+        try:
+            command = flow.send(reply)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        if isinstance(command, Start):
+            inner = command.group
+            command = Start(command.op, group if inner is None else tuple(group[rank] for rank in inner))
+        reply = yield command
 
 
 def result_like(op: Op, world: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from gossamer.comm.flow import Port, drive
-from gossamer.comm.ops import Decide, Flow, Op
+from gossamer.comm.ops import Decide, Flow, Group, Op
 
 T = TypeVar("T")
 
@@ -85,6 +85,9 @@ class Runner(ABC):
     world: int
     lanes: int
 
+    nodes: tuple[Group, ...] | None = None
+    """Which ranks share a machine, if that is known."""
+
     @property
     def members(self) -> tuple[int, ...]:
         """Stable ids of the current members."""
@@ -122,7 +125,7 @@ class LocalPort:
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
 
-    def start(self, op: Op) -> Op:
+    def start(self, op: Op, group: Group | None = None) -> Op:
         self._meter.count(op, 1)
         return op
 

@@ -1,7 +1,7 @@
 """Torch ports: operations of the vocabulary on the process groups of ``torch.distributed``."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossamer.comm import ops
-from gossamer.comm.ops import Decide, Op
+from gossamer.comm.ops import Decide, Group, Op
 from gossamer.comm.runner import Meter, Ticket, alone
 from gossamer.comm.shaper import Shaper
 
@@ -21,9 +21,35 @@ class Pending:
     """A started operation: what to wait for, and the tensor that then holds the result."""
 
     op: Op
-    works: list[Any]
+    works: Sequence[Any]
     result: Tensor
+    peers: str = ""
     due: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Circle:
+    """The process groups of those who take part in an operation: one for sending up, one for sending down."""
+
+    up: Any
+    down: Any
+    names: Group
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        place: int = self.up.rank()
+        return place
+
+    @property
+    def world(self) -> int:
+        """How many they are."""
+        return len(self.names)
+
+    def peers(self, op: Op) -> str:
+        """The ranks that an operation waits for, in words."""
+        within = "" if self.names == tuple(range(self.world)) else f", counted among ranks {list(self.names)}"
+        return op.peers(self.rank, self.world) + within
 
 
 PIECE = 2**20
@@ -45,24 +71,38 @@ class GlooPort:
     ``down`` what is sent to a lower one, so that the two directions between a pair never share a connection.
     """
 
-    def __init__(self, up: Any, down: Any, meter: Meter, shaper: Shaper | None = None) -> None:
+    def __init__(
+        self, everyone: Circle, open_circle: Callable[[Group], Circle], meter: Meter, shaper: Shaper | None = None
+    ) -> None:
         self.ticket: Ticket[Any] | None = None
-        self._up, self._down, self._meter, self._shaper = up, down, meter, shaper
-        self._rank, self._world = up.rank(), up.size()
+        self._open_circle, self._meter, self._shaper = open_circle, meter, shaper
+        self._everyone, self._circles = everyone, {everyone.names: everyone}
 
-    def start(self, op: Op) -> Pending:
-        self._meter.count(op, self._world)
+    def start(self, op: Op, group: Group | None = None) -> Pending:
+        circle = self._everyone if group is None else self._circle(group)
+        self._meter.count(op, circle.world)
         if op.tensor.numel() == 0:
-            return Pending(op, [], ops.result_like(op, self._world))
-        pending = self._issue(op)
+            return Pending(op, [], ops.result_like(op, circle.world))
+        if circle.world == 1:
+            return Pending(op, [], alone(op))
+        pending = self._issue(op, circle)
+        pending.peers = circle.peers(op)
         if self._shaper is not None:
-            pending.due = self._shaper.due(op.traffic(self._world), time.perf_counter())
+            pending.due = self._shaper.due(op.traffic(circle.world), time.perf_counter())
         return pending
+
+    def _circle(self, group: Group) -> Circle:
+        """The process groups of some ranks, made by them when they first need them."""
+        if group not in self._circles:
+            if self.ticket is not None:
+                self.ticket.doing, self.ticket.peers = "making connections", f"ranks {list(group)}"
+            self._circles[group] = self._open_circle(group)
+        return self._circles[group]
 
     def wait(self, handle: Pending) -> Tensor:
         begin = time.perf_counter()
         if self.ticket is not None:
-            self.ticket.doing, self.ticket.peers = str(handle.op), handle.op.peers(self._rank, self._world)
+            self.ticket.doing, self.ticket.peers = str(handle.op), handle.peers
         for work in handle.works:
             work.wait()
         Shaper.sleep_until(handle.due)
@@ -72,52 +112,59 @@ class GlooPort:
     def decide(self, decision: Decide) -> Any:
         return decision.fn()
 
-    def _issue(self, op: Op) -> Pending:
+    @staticmethod
+    def _issue(op: Op, circle: Circle) -> Pending:
         if isinstance(op, ops.AllReduce):
             options = dist.AllreduceOptions()
             options.reduceOp = _REDUCE[op.reduce]
-            return Pending(op, [self._up.allreduce([op.tensor], options)], op.tensor)
+            return Pending(op, [circle.up.allreduce([op.tensor], options)], op.tensor)
         if isinstance(op, ops.Broadcast):
-            return Pending(op, [dist.broadcast(op.tensor, group=self._up, group_src=op.source, async_op=True)], op.tensor)
-        result = ops.result_like(op, self._world)
+            return Pending(op, [dist.broadcast(op.tensor, group=circle.up, group_src=op.source, async_op=True)], op.tensor)
+        result = ops.result_like(op, circle.world)
         if isinstance(op, ops.Permute):
-            there, back = op.permutation.destination(self._rank), op.permutation.source(self._rank)
-            return Pending(op, self._exchange([(there, op.tensor)], [(back, result)]), result)
+            there, back = op.permutation.destination(circle.rank), op.permutation.source(circle.rank)
+            return Pending(op, _post(circle, [(there, op.tensor)], [(back, result)]), result)
         if isinstance(op, ops.AllToAll):
-            return Pending(op, self._exchange(list(enumerate(op.tensor)), list(enumerate(result))), result)
+            return Pending(op, _post(circle, list(enumerate(op.tensor)), list(enumerate(result))), result)
         if isinstance(op, ops.AllGather):
-            outgoing = [(rank, op.tensor) for rank in range(self._world)]
-            return Pending(op, self._exchange(outgoing, list(enumerate(result))), result)
+            outgoing = [(rank, op.tensor) for rank in range(circle.world)]
+            return Pending(op, _post(circle, outgoing, list(enumerate(result))), result)
         raise TypeError(f"the torch runner does not know {op}")
 
-    def _exchange(self, outgoing: list[tuple[int, Tensor]], incoming: list[tuple[int, Tensor]]) -> list[Any]:
-        """Post all receives, then all sends; a rank's message to itself is a copy."""
-        me, works = self._rank, []
-        for source, tensor in incoming:
-            if source != me:
-                group = self._up if source < me else self._down
-                works += [group.recv([piece], source, 0) for piece in pieces(tensor)]
-        for destination, tensor in outgoing:
-            if destination != me:
-                group = self._up if destination > me else self._down
-                works += [group.send([piece], destination, 0) for piece in pieces(tensor)]
-            else:
-                next(mine for source, mine in incoming if source == me).copy_(tensor)
-        return works
+
+def _post(circle: Circle, outgoing: list[tuple[int, Tensor]], incoming: list[tuple[int, Tensor]]) -> list[Any]:
+    """Post all receives, then all sends; a rank's message to itself is a copy. Each rank begins with its neighbours."""
+    me, world, works = circle.rank, circle.world, list[Any]()
+    for source, tensor in sorted(incoming, key=lambda message: (message[0] - me) % world):
+        if source != me:
+            group = circle.up if source < me else circle.down
+            works += [group.recv([piece], source, 0) for piece in pieces(tensor)]
+    for destination, tensor in sorted(outgoing, key=lambda message: (me - message[0]) % world):
+        if destination != me:
+            group = circle.up if destination > me else circle.down
+            works += [group.send([piece], destination, 0) for piece in pieces(tensor)]
+        else:
+            next(mine for source, mine in incoming if source == me).copy_(tensor)
+    return works
 
 
 class DevicePort:
     """All lanes of one rank on a device backend (NCCL): operations are ordered by streams, the host never waits."""
 
-    def __init__(self, group: Any, meter: Meter) -> None:
-        self._group, self._meter = group, meter
-        self._rank, self._world = group.rank(), group.size()
+    def __init__(self, everyone: Any, open_group: Callable[[Group], Any], meter: Meter) -> None:
+        self._everyone, self._open_group, self._meter = everyone, open_group, meter
+        self._groups: dict[Group, Any] = {tuple(range(everyone.size())): everyone}
 
-    def start(self, op: Op) -> Pending:
-        self._meter.count(op, self._world)
+    def start(self, op: Op, group: Group | None = None) -> Pending:
+        if group is not None and group not in self._groups:
+            self._groups[group] = self._open_group(group)
+        chosen = self._everyone if group is None else self._groups[group]
+        self._meter.count(op, chosen.size())
         if op.tensor.numel() == 0:
-            return Pending(op, [], ops.result_like(op, self._world))
-        return self._issue(op)
+            return Pending(op, [], ops.result_like(op, chosen.size()))
+        if chosen.size() == 1:
+            return Pending(op, [], alone(op))
+        return self._issue(op, chosen)
 
     def wait(self, handle: Pending) -> Tensor:
         for work in handle.works:
@@ -127,29 +174,28 @@ class DevicePort:
     def decide(self, decision: Decide) -> Any:
         return decision.fn()
 
-    def _issue(self, op: Op) -> Pending:
-        group = self._group
-        if self._world == 1:
-            return Pending(op, [], alone(op))
+    def _issue(self, op: Op, group: Any) -> Pending:
         if isinstance(op, ops.AllReduce):
             return Pending(op, [dist.all_reduce(op.tensor, _REDUCE[op.reduce], group=group, async_op=True)], op.tensor)
         if isinstance(op, ops.Broadcast):
             return Pending(op, [dist.broadcast(op.tensor, group=group, group_src=op.source, async_op=True)], op.tensor)
-        result = ops.result_like(op, self._world)
+        result = ops.result_like(op, group.size())
         if isinstance(op, ops.Permute):
-            return Pending(op, self._permute(op, result), result)
+            return Pending(op, self._permute(op, result, group), result)
         if isinstance(op, ops.AllToAll):
             return Pending(op, [dist.all_to_all_single(result, op.tensor, group=group, async_op=True)], result)
         if isinstance(op, ops.AllGather):
             return Pending(op, [dist.all_gather_into_tensor(result, op.tensor, group=group, async_op=True)], result)
         raise TypeError(f"the torch runner does not know {op}")
 
-    def _permute(self, op: ops.Permute, result: Tensor) -> list[Any]:
-        there, back = op.permutation.destination(self._rank), op.permutation.source(self._rank)
-        if there == self._rank:
+    @staticmethod
+    def _permute(op: ops.Permute, result: Tensor, group: Any) -> list[Any]:
+        me = group.rank()
+        there, back = op.permutation.destination(me), op.permutation.source(me)
+        if there == me:
             result.copy_(op.tensor)
             return []
-        send = dist.P2POp(dist.isend, op.tensor, group=self._group, group_peer=there)
-        receive = dist.P2POp(dist.irecv, result, group=self._group, group_peer=back)
+        send = dist.P2POp(dist.isend, op.tensor, group=group, group_peer=there)
+        receive = dist.P2POp(dist.irecv, result, group=group, group_peer=back)
         works: list[Any] = dist.batch_isend_irecv([send, receive])
         return works

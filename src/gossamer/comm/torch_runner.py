@@ -1,5 +1,8 @@
 """Torch runner: the real thing, over whatever backend the user's process group has."""
 
+import hashlib
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,12 +14,13 @@ import torch.distributed as dist
 
 from gossamer.comm import torch_departure
 from gossamer.comm.bulletin import Bulletin, StoreLostError
-from gossamer.comm.ops import Flow
+from gossamer.comm.flow import Port
+from gossamer.comm.ops import Flow, Group, all_gather
 from gossamer.comm.patience import Patience, seconds_of
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
 from gossamer.comm.sockets import Connection, connections, cut
-from gossamer.comm.torch_ports import DevicePort, GlooPort
+from gossamer.comm.torch_ports import Circle, DevicePort, GlooPort
 from gossamer.comm.torch_store import QuietStore, board_store
 from gossamer.errors import CommunicationError, ConfigurationError, GossamerError
 from gossamer.lanes import StreamLanes, ThreadLanes
@@ -44,7 +48,7 @@ class TorchRunner(Runner):
         self._group = dist.group.WORLD if group is None else group
         self._ranks = _ranks_of(self._group)
         self.rank, self.world = dist.get_rank(self._group), len(self._ranks)
-        self._submitted, self._groups = 0, 0
+        self._submitted, self._ports = 0, 0
         self._under_way: dict[int, Ticket[Any]] = {}
         self._connections: frozenset[Connection] = frozenset()
         self._closed, self._alarmed = False, False
@@ -81,6 +85,16 @@ class TorchRunner(Runner):
         self._beside(lambda: self._open_host_lanes(last_resort, data=not device), "making connections")
         if device:
             self._data = self._open_streams(last_resort)
+        self.nodes = self._find_nodes()
+
+    def _find_nodes(self) -> tuple[Group, ...]:
+        """Which ranks share a machine: by torchrun's number of it, else by its name."""
+        here = os.environ.get("GROUP_RANK") or socket.gethostname()
+        mine = torch.tensor([int.from_bytes(hashlib.sha256(here.encode()).digest()[:7], "big")])
+        found: dict[int, list[int]] = {}
+        for rank, host in enumerate(self.run(lambda: all_gather(mine), "the search for machines").flatten().tolist()):
+            found.setdefault(host, []).append(rank)
+        return tuple(map(tuple, found.values()))
 
     def _beside(self, work: Callable[[], None], doing: str) -> None:
         """Do ``work``, which waits for other ranks, on a thread: this one listens for alarms and for Ctrl-C."""
@@ -103,29 +117,42 @@ class TorchRunner(Runner):
         if data:
             self._data = self._open_threads(last_resort, self._meters[: self.lanes])
 
-    def _gloo(self, last_resort: timedelta) -> Any:
-        """A group of our own over the same ranks.
+    def _gloo(self, last_resort: timedelta, name: str, members: Group) -> Any:
+        """A group of our own over ``members`` (indices of the same ranks).
 
         Not ``dist.new_group``: that names a group after how many the process has already, which differs between ranks
         whenever one of them belongs to a group that another does not, and then waits for itself for ever.
         """
-        self._groups += 1
-        store = dist.PrefixStore(f"gossamer/{self._name}/gloo/{self._groups}", self._store.origin)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"gossamer/{self._name}/gloo/{name}", self._store.origin)  # type: ignore[attr-defined]
         before = connections()
-        group: Any = dist.ProcessGroupGloo(store, self.rank, self.world, last_resort)
+        group: Any = dist.ProcessGroupGloo(store, members.index(self.rank), len(members), last_resort)
         self._connections |= connections() - before
         group.allreduce([torch.zeros(1)]).wait()  # the first message of a group can involve all ranks
         return group
 
     def _open_threads(self, last_resort: timedelta, meters: list[Meter]) -> ThreadLanes:
-        ports: list[Any] = [GlooPort(self._gloo(last_resort), self._gloo(last_resort), meter, self._shaper) for meter in meters]
-        return ThreadLanes(ports, meters)
+        return ThreadLanes([self._open_port(last_resort, meter) for meter in meters], meters)
+
+    def _open_port(self, last_resort: timedelta, meter: Meter) -> Port:
+        self._ports += 1
+        number = self._ports
+
+        def open_circle(group: Group) -> Circle:
+            name = f"{number}/{','.join(map(str, group))}"
+            up, down = (self._gloo(last_resort, f"{name}/{way}", group) for way in ("up", "down"))
+            return Circle(up, down, group)
+
+        return GlooPort(open_circle(tuple(range(self.world))), open_circle, meter, self._shaper)
 
     def _open_streams(self, last_resort: timedelta) -> StreamLanes:
         device = torch.device("cuda", torch.cuda.current_device())
         group = dist.new_group(self._ranks, last_resort, "nccl", use_local_synchronization=True)
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-        return StreamLanes(DevicePort(group, self._meters[0]), device, self.lanes)
+
+        def open_group(members: Group) -> Any:
+            return dist.new_group([self._ranks[i] for i in members], last_resort, "nccl", use_local_synchronization=True)
+
+        return StreamLanes(DevicePort(group, open_group, self._meters[0]), device, self.lanes)
 
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0) -> Ticket[T]:
         self._check_usable()

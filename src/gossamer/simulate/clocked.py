@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gossamer.comm import ops
-from gossamer.comm.ops import Decide, Flow, Op, Start, Wait
+from gossamer.comm.ops import Decide, Flow, Group, Op, Start, Wait
 from gossamer.comm.runner import Meter, alone
 from gossamer.comm.shaper import Shaper
 from gossamer.simulate.clock import Clock, Event, Process
@@ -28,24 +28,34 @@ class UnderWay:
 
 
 class Wire:
-    """One rank's link, shared by its lanes: payloads queue behind each other, latencies overlap."""
+    """One machine's link, shared by its lanes: payloads queue behind each other, latencies overlap.
 
-    def __init__(self, clock: Clock, link: Link, world: int) -> None:
+    Ranks on one machine (``nodes``) reach each other over a second one, ``inside``.
+    """
+
+    def __init__(self, clock: Clock, link: Link, world: int, nodes: tuple[Group, ...] = (), inside: Link | None = None) -> None:
         self.meter = Meter()
-        self._clock, self._world = clock, world
+        self._clock, self._everyone = clock, tuple(range(world))
         self._queue = Shaper(link.bandwidth, link.latency)
+        inside = inside or Link()
+        self._inside = Shaper(inside.bandwidth, inside.latency)
+        self._node = set(nodes[0]) if nodes else {0}
 
-    def start(self, op: Op) -> UnderWay:
+    def start(self, op: Op, group: Group | None = None) -> UnderWay:
         """Hand an operation over now. As on the real wire, empty tensors are not sent."""
-        self.meter.count(op, self._world)
+        group = self._everyone if group is None else group
+        self.meter.count(op, len(group))
+        queue = self._inside if self._node.issuperset(group) else self._queue
         empty = op.tensor.numel() == 0
-        due = self._clock.now if empty else self._queue.due(op.traffic(self._world), self._clock.now)
-        return UnderWay(due, self._result(op))
+        due = self._clock.now if empty else queue.due(op.traffic(len(group)), self._clock.now)
+        return UnderWay(due, result(op, len(group)))
 
-    def _result(self, op: Op) -> Tensor:
-        if self._world == 1:
-            return alone(op)
-        return op.tensor if isinstance(op, ops.AllReduce | ops.Broadcast) else ops.result_like(op, self._world)
+
+def result(op: Op, world: int) -> Tensor:
+    """The result of an operation among ``world`` ranks, without its values."""
+    if world == 1:
+        return alone(op)
+    return op.tensor if isinstance(op, ops.AllReduce | ops.Broadcast) else ops.result_like(op, world)
 
 
 class Lane:
@@ -84,7 +94,7 @@ class Lane:
                 yield command.handle.due
                 reply = command.handle.result
             elif isinstance(command, Start):
-                reply = self._wire.start(command.op)
+                reply = self._wire.start(command.op, command.group)
             elif isinstance(command, Decide):
                 reply = command.default
             else:

@@ -4,7 +4,7 @@ Gradients as in :mod:`gossamer.sync.gradients`, weights as in :mod:`gossamer.syn
 order, bucket ``i`` on lane ``i % lanes``, small agreements on a lane of their own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.buckets import Bucket, Plan, make_plan
-from gossamer.comm.ops import Flow, all_reduce, broadcast
+from gossamer.comm.ops import Flow, Group, all_reduce, broadcast
 from gossamer.errors import ConfigurationError
 from gossamer.simulate.clock import Clock, Event, Process
 from gossamer.simulate.clocked import Lane, Wire
@@ -24,6 +24,8 @@ from gossamer.sync.checks import named_parameters
 from gossamer.sync.module_buffers import Buffers, floating, named_buffers, resolve_buffers
 
 META = torch.device("meta")
+
+_SUBJECTS: tuple[Subject, ...] = ("gradients", "weights")
 
 MakeFlow = Callable[[], Flow[Any]]
 
@@ -49,6 +51,42 @@ class StepTime:
         return max(self.compute_seconds, self.wire_seconds)
 
 
+class Part:
+    """The buckets of what moves gradients, or weights; their states, and what is under way."""
+
+    def __init__(self, plan: Plan, algorithm: Algorithm, members: tuple[int, ...], nodes: tuple[Group, ...]) -> None:
+        self.algorithm = algorithm
+        self.buckets = [Bucket(index, replace(layout, device=META)) for index, layout in enumerate(plan.layouts)]
+        self.under_way: list[Event] = []
+        self._states = [State(bucket.flat) for bucket in self.buckets]
+        self._step_states = {bucket.layout.label: State(torch.zeros((), device=META)) for bucket in self.buckets}
+        self._members, self._nodes = members, nodes
+
+    def launch(self, bucket: Bucket, number: int, lanes: Sequence[Lane]) -> None:
+        """Start the flow of one bucket."""
+        handler, state, ctx = self.algorithm.of(bucket.layout.label), self._states[bucket.index], self._context(number)
+        lane = lanes[0 if self.algorithm.serial else bucket.index % len(lanes)]
+        self.under_way.append(lane.submit(lambda: handler.exchange(bucket, state, ctx)))
+
+    def finish(self, number: int) -> Iterator[Flow[None]]:
+        """What the algorithm does once per step."""
+        for label, state in self._step_states.items():
+            mine = [bucket for bucket in self.buckets if bucket.layout.label == label]
+            states = [self._states[bucket.index] for bucket in mine]
+            flow = self.algorithm.of(label).finish(mine, states, state, self._context(number))
+            if flow is not None:
+                yield flow
+
+    def commit(self) -> None:
+        """The step has succeeded."""
+        self.under_way = []
+        for state in (*self._states, *self._step_states.values()):
+            state.commit()
+
+    def _context(self, number: int) -> Context:
+        return Context(number, 0, self._members, self._nodes)
+
+
 class Training:
     """One rank's loop: its buckets, their state, its lanes, and the waits between them.
 
@@ -57,74 +95,58 @@ class Training:
 
     def __init__(
         self,
-        plan: Plan,
-        algorithm: Algorithm,
-        world: int,
-        link: Link,
+        clock: Clock,
+        wire: Wire,
         compute: Compute,
         lanes: int,
+        *,
+        gradients: Part | None,
+        weights: Part | None,
         preludes: Sequence[MakeFlow],
     ) -> None:
-        self.clock = Clock()
-        self.wire = Wire(self.clock, link, world)
+        self.clock, self.wire = clock, wire
         self.exposed = 0.0
-        self._algorithm, self._compute, self._preludes = algorithm, compute, preludes
-        self._members = tuple(range(world))
-        self._buckets = [Bucket(index, replace(layout, device=META)) for index, layout in enumerate(plan.layouts)]
-        self._states = [State(bucket.flat) for bucket in self._buckets]
-        self._step_state = State(torch.zeros((), device=META))
-        self._lanes = [Lane(self.clock, self.wire) for _ in range(lanes)]
-        self._control = Lane(self.clock, self.wire)
-        self._under_way: list[Event] = []
+        self._compute, self._gradients, self._weights, self._preludes = compute, gradients, weights, preludes
+        self._lanes = [Lane(clock, wire) for _ in range(lanes)]
+        self._control = Lane(clock, wire)
 
     def step(self, number: int) -> Process:
         """One step, from the beginning of its forward pass to the end of the optimizer's work."""
         for make_flow in self._preludes:
             yield from self._wait([self._control.submit(make_flow)])
-        yield from self._weights(number) if self._algorithm.subject == "weights" else self._gradients(number)
-
-    def _gradients(self, number: int) -> Process:
-        """Buckets leave during backward; its end waits for them and for the agreement on which parameters were used."""
         begin = self.clock.now + self._compute.forward
-        for bucket in self._buckets:
-            yield begin + self._compute.ready_at(bucket.layout.names)
-            self._launch(bucket, number)
+        if self._gradients is not None and self._gradients.algorithm.due(number):
+            yield from self._send_gradients(self._gradients, number, begin)
         yield begin + self._compute.backward
-        used = _blank(sum(len(bucket.segments) for bucket in self._buckets))
-        self._under_way.append(self._control.submit(lambda: all_reduce(used, "max")))
-        yield from self._conclude(number)
+        for part in (self._gradients, self._weights):
+            if part is not None:
+                yield from self._conclude(part, number)
         yield self.clock.now + self._compute.optimizer
+        if self._weights is not None and self._weights.algorithm.due(number + 1):
+            for bucket in self._weights.buckets:
+                self._weights.launch(bucket, number + 1, self._lanes)
 
-    def _weights(self, number: int) -> Process:
-        """Weights leave after the optimizer's step; what they bring is awaited before its next one."""
-        yield self.clock.now + self._compute.forward + self._compute.backward
-        yield from self._conclude(number)
-        yield self.clock.now + self._compute.optimizer
-        for bucket in self._buckets:
-            self._launch(bucket, number + 1)
+    def _send_gradients(self, part: Part, number: int, begin: float) -> Process:
+        """Buckets leave during backward; its end waits for them and for the agreement on which parameters were used."""
+        for bucket in part.buckets:
+            yield begin + self._compute.ready_at(bucket.layout.names)
+            part.launch(bucket, number, self._lanes)
+        yield begin + self._compute.backward
+        used = _blank(sum(len(bucket.segments) for bucket in part.buckets))
+        part.under_way.append(self._control.submit(lambda: all_reduce(used, "max")))
 
-    def _launch(self, bucket: Bucket, number: int) -> None:
-        lane, state, ctx = self._lanes[bucket.index % len(self._lanes)], self._states[bucket.index], self._context(number)
-        self._under_way.append(lane.submit(lambda: self._algorithm.exchange(bucket, state, ctx)))
-
-    def _conclude(self, number: int) -> Process:
-        if not self._under_way:
+    def _conclude(self, part: Part, number: int) -> Process:
+        if not part.under_way:
             return
-        yield from self._wait(self._under_way)
-        self._under_way = []
-        flow = self._algorithm.finish(self._buckets, self._step_state, self._context(number))
-        if flow is not None:
-            yield from self._wait([self._control.submit(lambda: flow)])
-        for state in (*self._states, self._step_state):
-            state.commit()
+        yield from self._wait(part.under_way)
+        for flow in part.finish(number):
+            yield from self._wait([self._control.submit(lambda flow=flow: flow)])  # type: ignore[misc]
+        part.commit()
 
     def _wait(self, events: list[Event]) -> Process:
         begin = self.clock.now
         yield from events
         self.exposed += self.clock.now - begin
-
-    def _context(self, number: int) -> Context:
-        return Context(number, 0, self._members)
 
     def totals(self) -> tuple[float, float, int, int]:
         """So far: time, exposed time, bytes, messages."""
@@ -142,6 +164,8 @@ def step_time(
     buffers: Buffers | None = None,
     steps: int = 8,
     warmup: int = 2,
+    ranks_per_node: int = 1,
+    inside: Link | None = None,
 ) -> StepTime:
     """The time of one training step of ``algorithm`` among ``world`` ranks, each on a ``link`` of its own.
 
@@ -149,24 +173,38 @@ def step_time(
         model_or_plan: the model (its tensors may be on the ``meta`` device), or a plan of buckets.
         algorithm: any algorithm; its own ``exchange`` and ``finish`` are executed.
         world: number of ranks.
-        link: bandwidth and latency of each rank.
+        link: bandwidth and latency of each rank, or of each machine where several ranks share one.
         compute: what one step computes, and when each gradient is there.
         lanes: flows that may be under way at the same time.
         buffers: as in :func:`gossamer.replicate`; for models that have buffers.
         steps: steps to average over, after ``warmup`` others. An algorithm with a cycle needs a multiple of it.
+        ranks_per_node: how many ranks share a machine.
+        inside: how those reach each other; at once by default.
     """
-    for name, value in {"world": world, "lanes": lanes, "steps": steps, "warmup": warmup + 1}.items():
+    numbers = {"world": world, "lanes": lanes, "steps": steps, "warmup": warmup + 1, "ranks_per_node": ranks_per_node}
+    for name, value in numbers.items():
         if value < 1:
             raise ConfigurationError(f"{name} is out of range: {value - (name == 'warmup')}")
-    if isinstance(model_or_plan, Plan):
-        plan, preludes = model_or_plan, []
-    else:
-        mode = resolve_buffers(buffers, algorithm.subject)
-        plan, preludes = _plan(model_or_plan, algorithm, compute, mode), _preludes(model_or_plan, algorithm, mode)
-    unknown = sorted(set(compute.ready) - set(plan.names))
+    mode = resolve_buffers(buffers, algorithm.subject)
+    parts = {subject: algorithm.part(subject) for subject in _SUBJECTS}
+    plans = {
+        subject: model_or_plan if isinstance(model_or_plan, Plan) else _plan(model_or_plan, part, compute, mode)
+        for subject, part in parts.items()
+        if part is not None
+    }
+    communicated = {name for plan in plans.values() for name in plan.names}
+    unknown = sorted(set(compute.ready) - communicated)
     if unknown:
         raise ConfigurationError(f"compute.ready names parameters that are not communicated: {', '.join(unknown[:3])}")
-    training = Training(plan, algorithm, world, link, compute, lanes, preludes if world > 1 else [])
+    members = tuple(range(world))
+    nodes = tuple(members[first : first + ranks_per_node] for first in range(0, world, ranks_per_node))
+    clock = Clock()
+    made = {subject: Part(plan, parts[subject], members, nodes) for subject, plan in plans.items()}  # type: ignore[arg-type]
+    preludes = [] if isinstance(model_or_plan, Plan) or world == 1 else _preludes(model_or_plan, algorithm, mode)
+    wire = Wire(clock, link, world, nodes, inside)
+    training = Training(
+        clock, wire, compute, lanes, gradients=made.get("gradients"), weights=made.get("weights"), preludes=preludes
+    )
     seconds, exposed, sent, messages = _run(training, steps, warmup)
     return StepTime(
         step_seconds=seconds,
@@ -201,10 +239,10 @@ def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffer
     if algorithm.subject == "weights":
         if mode == "average":
             tensors |= {f"{name} (buffer)": b for name, b in floating(named_buffers(model)).items()}
-        return make_plan(tensors, algorithm.bucket_bytes)
+        return make_plan(tensors, algorithm)
     in_order = list(reversed(tensors))
     in_order.sort(key=lambda name: compute.ready_at([name]))
-    return make_plan({name: tensors[name] for name in in_order}, algorithm.bucket_bytes)
+    return make_plan({name: tensors[name] for name in in_order}, algorithm)
 
 
 def _preludes(model: nn.Module, algorithm: Algorithm, mode: Buffers) -> list[MakeFlow]:

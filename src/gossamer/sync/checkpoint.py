@@ -9,10 +9,14 @@ from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError
 from gossamer.sync.agreement import agree
+from gossamer.sync.exchange import Kept
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.weights import WeightSync
 
-FORMAT = 1
+FORMAT = 2
+
+WEIGHTS = "weights: "
+"""Before the names of what is kept about weights, where gradients and weights both travel."""
 
 
 def rank_key(rank: int) -> str:
@@ -20,32 +24,32 @@ def rank_key(rank: int) -> str:
     return f"rank{rank}"
 
 
-def step_key(rank: int) -> str:
-    """The key of what one rank's algorithm keeps per step rather than per parameter."""
-    return f"rank{rank}, per step"
+def extras_key(rank: int) -> str:
+    """The key of what one rank's algorithm keeps in other shapes than its parameters'."""
+    return f"rank{rank}, extras"
 
 
 def collect(
     runner: Runner, algorithm: Algorithm, step: int, gradients: GradientSync | None, weights: Sequence[WeightSync]
 ) -> dict[str, Any]:
     """Everything needed to go on bit-identically, at a step boundary. Tensors are copies."""
-    syncs = _syncs(gradients, weights)
+    syncs, prefix = _syncs(gradients, weights), _prefix(gradients)
     own: dict[str, dict[str, Tensor]] = {}
     plan: dict[str, Any] = {}
     for sync in weights:
         for key, tensors in sync.state_by_name().items():
-            own.setdefault(key, {}).update(tensors)
+            own.setdefault(prefix + key, {}).update(tensors)
     if gradients is not None:
-        own = gradients.state_by_name()
-        plan = gradients.plan.to_dict() | {"learned": gradients.learned}
+        own |= gradients.exchange.state_by_name()
+        plan = gradients.exchange.plan.to_dict() | {"learned": gradients.learned}
     return {
         "format": FORMAT,
         "algorithm": repr(algorithm),
         "world": runner.world,
         "step": step,
         "plan": plan,
-        rank_key(runner.rank): {key: {n: t.clone() for n, t in tensors.items()} for key, tensors in own.items()},
-        step_key(runner.rank): [{key: value.clone() for key, value in sync.step_state.items()} for sync in syncs],
+        rank_key(runner.rank): _copied(own),
+        extras_key(runner.rank): [_copied(sync.exchange.extras_by_name()) for sync in syncs],
     }
 
 
@@ -72,12 +76,24 @@ def restore(
     if gradients is not None:
         gradients.load_plan(state["plan"]["buckets"], state["plan"]["learned"])
         gradients.step = state["step"]
-        gradients.load_state_by_name(own)
-    for sync in weights:
-        sync.load_state_by_name(own)
-    for each, values in zip(_syncs(gradients, weights), state[step_key(runner.rank)], strict=True):
-        each.step_state.load({key: value.clone() for key, value in values.items()})
+    extras = state[extras_key(runner.rank)]
+    prefix = _prefix(gradients)
+    of_weights = {key.removeprefix(prefix): tensors for key, tensors in own.items() if key.startswith(prefix)}
+    of_gradients = {key: tensors for key, tensors in own.items() if not key.startswith(WEIGHTS)}
+    for sync, kept in zip(_syncs(gradients, weights), extras, strict=True):
+        if isinstance(sync, GradientSync):
+            sync.exchange.load_state_by_name(of_gradients, kept)
+        else:
+            sync.load_state_by_name(of_weights, kept)
     return int(state["step"])
+
+
+def _prefix(gradients: GradientSync | None) -> str:
+    return "" if gradients is None else WEIGHTS
+
+
+def _copied(kept: Kept) -> Kept:
+    return {key: {name: tensor.clone() for name, tensor in tensors.items()} for key, tensors in kept.items()}
 
 
 def _syncs(gradients: GradientSync | None, weights: Sequence[WeightSync]) -> list[GradientSync | WeightSync]:

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context, wrong_shape
-from gossamer.buckets import Bucket, make_plan
-from gossamer.comm.runner import Runner, Ticket
-from gossamer.state import State
+from gossamer.algorithms.base import Algorithm
+from gossamer.buckets import make_plan
+from gossamer.comm.runner import Runner
+from gossamer.sync.exchange import Exchange, Kept
 from gossamer.sync.statistics import Statistics
 
 PENDING = "(pending)"
@@ -25,51 +25,42 @@ class WeightSync:
     """Exchanges the weights that one optimizer updates (and the floating-point buffers given to it)."""
 
     def __init__(self, runner: Runner, algorithm: Algorithm, tensors: Mapping[str, Tensor], statistics: Statistics) -> None:
-        self._runner, self._algorithm, self._statistics = runner, algorithm, statistics
+        self._algorithm, self._statistics = algorithm, statistics
         self._tensors = dict(tensors)
+        self.exchange = Exchange(runner, algorithm)
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
-        self.plan = make_plan(self._tensors, algorithm.bucket_bytes)
-        self.buckets = [Bucket(index, layout) for index, layout in enumerate(self.plan.layouts)]
-        self.states = [State(bucket.flat) for bucket in self.buckets]
-        self.step_state = State(torch.zeros(()))
-        self._members = [[self._tensors[s.name] for s in bucket.segments] for bucket in self.buckets]
-        self._tickets: list[Ticket[Tensor]] = []
+        self.exchange.adopt(make_plan(self._tensors, algorithm))
+        self._gather_members()
+        self._step = 0
         self._deltas: list[Tensor] = []
-        self._ctx = Context(0, runner.rank, runner.members)
+
+    def _gather_members(self) -> None:
+        self._members = [[self._tensors[s.name] for s in bucket.segments] for bucket in self.exchange.buckets]
 
     def follow(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on with ``tensors`` where they have replaced others (a module may assign a new tensor to a buffer)."""
         replaced = {name: t for name, t in tensors.items() if name in self._tensors and self._tensors[name] is not t}
         if replaced:
             self._tensors |= replaced
-            self._members = [[self._tensors[s.name] for s in bucket.segments] for bucket in self.buckets]
+            self._gather_members()
 
     @torch.no_grad()
     def launch(self, step: int) -> None:
-        """Send the weights as they are now."""
+        """Send the weights as they are now, if the algorithm wants to at this step."""
         self.land()
+        if not self._algorithm.due(step):
+            return
+        self._step = step
         with self._transaction():
-            self._launch(step)
-
-    def _launch(self, step: int) -> None:
-        ctx = self._ctx = Context(step, self._runner.rank, self._runner.members)
-        for bucket, members, state in zip(self.buckets, self._members, self.states, strict=True):
-            torch._foreach_copy_(bucket.views, members)
-            label = f"bucket {bucket.index} ({bucket.layout.names[0]} …) after step {step}"
-            self._tickets.append(
-                self._runner.submit(
-                    lambda bucket=bucket, state=state: self._algorithm.exchange(bucket, state, ctx),  # type: ignore[misc]
-                    label,
-                    bucket.index % self._runner.lanes,
-                )
-            )
+            for bucket, members in zip(self.exchange.buckets, self._members, strict=True):
+                torch._foreach_copy_(bucket.views, members)
+                self.exchange.launch(step, f"after step {step}")
 
     def arrive(self) -> None:
         """Wait for the exchange that is under way; its result stays pending."""
-        if not self._tickets:
-            return
-        with self._transaction():
-            self._arrive()
+        if self.exchange.launched:
+            with self._transaction():
+                self._arrive()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -77,49 +68,36 @@ class WeightSync:
         try:
             yield
         except BaseException:
-            self._tickets = []
-            for state in (*self.states, self.step_state):
-                state.rollback()
+            self.exchange.forget()
+            self.exchange.rollback()
             raise
 
     def _arrive(self) -> None:
         with self._statistics.exposed():
-            deltas = [self._runner.wait(ticket) for ticket in self._tickets]
-        self._tickets = []
-        for bucket, delta in zip(self.buckets, deltas, strict=True):
-            if delta.shape != bucket.flat.shape:
-                raise wrong_shape(self._algorithm, bucket, delta)
-        flow = self._algorithm.finish(self.buckets, self.step_state, self._ctx)
-        if flow is not None:
-            self._runner.run(lambda: flow, f"finish of step {self._ctx.step}")
+            deltas = self.exchange.collect()
+        self.exchange.finish(self._step)
         self._deltas = deltas
-        for state in (*self.states, self.step_state):
-            state.commit()
+        self.exchange.commit()
 
     @torch.no_grad()
     def land(self) -> None:
         """Add what the last exchange brought."""
         self.arrive()
-        for bucket, members, delta in zip(self.buckets, self._members, self._deltas, strict=False):
+        for bucket, members, delta in zip(self.exchange.buckets, self._members, self._deltas, strict=False):
             torch._foreach_add_(members, bucket.split(delta))
         self._deltas = []
 
-    def state_by_name(self) -> dict[str, dict[str, Tensor]]:
+    def state_by_name(self) -> Kept:
         """The algorithm's state and the delta not yet added, ``{key: {parameter name: tensor}}``."""
         self.arrive()
-        kept: dict[str, dict[str, Tensor]] = {}
-        for index, (bucket, state) in enumerate(zip(self.buckets, self.states, strict=True)):
-            flats = dict(state.items())
-            if self._deltas:
-                flats[PENDING] = self._deltas[index]
-            for key, flat in flats.items():
-                kept.setdefault(key, {}).update(zip(bucket.layout.names, bucket.split(flat), strict=True))
+        kept = self.exchange.state_by_name()
+        for bucket, delta in zip(self.exchange.buckets, self._deltas, strict=False):
+            kept.setdefault(PENDING, {}).update(zip(bucket.layout.names, bucket.split(delta), strict=True))
         return kept
 
-    def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` returned."""
         self.arrive()
-        for bucket, state in zip(self.buckets, self.states, strict=True):
-            state.load({key: bucket.gather(tensors) for key, tensors in kept.items() if key != PENDING})
-        deltas = [bucket.gather(kept.get(PENDING, {})) for bucket in self.buckets]
+        self.exchange.load_state_by_name({key: tensors for key, tensors in kept.items() if key != PENDING}, extras)
+        deltas = [bucket.gather(kept.get(PENDING, {})) for bucket in self.exchange.buckets]
         self._deltas = [delta for delta in deltas if delta is not None]

@@ -1,0 +1,33 @@
+"""Lossy: what relaxations that lose something have in common."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossamer.algorithms.all_reduce import AllReduce
+from gossamer.algorithms.base import Algorithm
+
+EXACT = "exact"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lossy(Algorithm, register=False):
+    """Base of relaxations of the gradient's exchange.
+
+    ``exact_vectors``: parameters of fewer than two dimensions (biases, the scales of norms) are all-reduced exactly,
+    in buckets of their own: they are a thousandth of the bytes and hurt most when they are wrong.
+    """
+
+    exact_vectors: bool = True
+
+    def route(self, name: str, tensor: Tensor) -> str:
+        return EXACT if self.exact_vectors and tensor.ndim < 2 else ""
+
+    def of(self, label: str) -> Algorithm:
+        return AllReduce(bucket_bytes=self.bucket_bytes) if label == EXACT else self
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in at least full precision: sums and remainders of half-precision gradients need it."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,143 @@
+"""Exchange: the buckets of one plan, what the algorithm remembers about them, and the flows under way.
+
+What gradients, weights and optimizers have in common. Threads and ownership: see the note in ``gossamer.lanes``.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gossamer.algorithms.base import Algorithm, Context, wrong_shape
+from gossamer.buckets import Bucket, Plan
+from gossamer.comm.runner import Runner, Ticket
+from gossamer.state import WHOLE, State
+
+Kept = dict[str, dict[str, Tensor]]
+"""``{key: {parameter name: tensor}}``."""
+
+
+_BUCKET = "bucket "
+_STEP = "step "
+
+
+class Exchange:
+    """One algorithm over the buckets of a plan."""
+
+    def __init__(self, runner: Runner, algorithm: Algorithm) -> None:
+        self.runner, self.algorithm = runner, algorithm
+        self.plan = Plan(())
+        self.buckets: list[Bucket] = []
+        self.states: list[State] = []
+        self.step_states: dict[str, State] = {}
+        self._tickets: list[Ticket[Tensor]] = []
+
+    def adopt(self, plan: Plan) -> None:
+        """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
+        kept, extras = self.state_by_name(), self.extras_by_name()
+        self.plan = plan
+        self.buckets = [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
+        for layout in plan.layouts:
+            self.step_states.setdefault(layout.label, State(torch.zeros(())))
+        self.load_state_by_name(kept, {key: owned for key, owned in extras.items() if not key.startswith(_BUCKET)})
+
+    def context(self, step: int) -> Context:
+        """What flows of this step may know."""
+        return Context(step, self.runner.rank, self.runner.members, self.runner.nodes)
+
+    def handler(self, index: int) -> Algorithm:
+        """The algorithm for one bucket."""
+        return self.algorithm.of(self.plan.layouts[index].label)
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    @property
+    def launched(self) -> int:
+        """How many buckets are under way."""
+        return len(self._tickets)
+
+    def launch(self, step: int, when: str) -> None:
+        """Start the flow of the next bucket in the plan's order; ``when`` describes the step."""
+        index = len(self._tickets)
+        bucket, state, ctx, handler = self.buckets[index], self.states[index], self.context(step), self.handler(index)
+        label = f"bucket {index} ({bucket.layout.names[0]} …) {when}"
+        make_flow = partial(handler.exchange, bucket, state, ctx)
+        lane = 0 if self.algorithm.serial else index % self.runner.lanes
+        self._tickets.append(self.runner.submit(make_flow, label, lane))
+
+    def collect(self) -> list[Tensor]:
+        """Wait for everything that was launched; the results in the plan's order."""
+        results = [self.runner.wait(ticket) for ticket in self._tickets]
+        self._tickets = []
+        for index, (bucket, result) in enumerate(zip(self.buckets, results, strict=True)):
+            if result.shape != bucket.flat.shape:
+                raise wrong_shape(self.handler(index), bucket, result)
+        return results
+
+    def finish(self, step: int) -> None:
+        """What the algorithm does once per step."""
+        for label, state in self.step_states.items():
+            mine = [i for i, layout in enumerate(self.plan.layouts) if layout.label == label]
+            buckets, states = [self.buckets[i] for i in mine], [self.states[i] for i in mine]
+            flow = self.algorithm.of(label).finish(buckets, states, state, self.context(step)) if mine else None
+            if flow is not None:
+                self.runner.run(lambda flow=flow: flow, f"finish of step {step}")  # type: ignore[misc]
+
+    def forget(self) -> None:
+        """Nothing is under way any more, whatever was."""
+        self._tickets = []
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def all_states(self) -> list[State]:
+        """Of the buckets, then of the step."""
+        return [*self.states, *self.step_states.values()]
+
+    def commit(self) -> None:
+        """Keep what the flows wrote."""
+        for state in self.all_states():
+            state.commit()
+
+    def rollback(self) -> None:
+        """Drop what the flows wrote."""
+        for state in self.all_states():
+            state.rollback()
+
+    def drafts(self) -> list[Tensor]:
+        """What the flows wrote and is not yet kept."""
+        return [tensor for state in self.all_states() for tensor in state.drafts()]
+
+    def state_by_name(self) -> Kept:
+        """The elementwise state: tensors in the shape of their parameters."""
+        kept: Kept = {}
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            for key, flat in state.items():
+                kept.setdefault(key, {}).update(zip(bucket.layout.names, bucket.split(flat), strict=True))
+        return kept
+
+    def extras_by_name(self) -> Kept:
+        """Everything else: by key, or by bucket and key; then by parameter."""
+        kept: Kept = {}
+        for index, state in enumerate(self.states):
+            for (key, owner), value in state.extras.kept.items():
+                kept.setdefault(f"{_BUCKET}{index}: {key}" if owner == WHOLE else key, {})[owner] = value
+        for label, state in self.step_states.items():
+            kept |= {f"{_STEP}{label}: {key}": {WHOLE: value} for key, value in state.items()}
+        return kept
+
+    def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Put back what :meth:`state_by_name` and :meth:`extras_by_name` returned, whatever the plan is now."""
+        self.states = [State(bucket.flat) for bucket in self.buckets]
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            state.load({key: bucket.gather(tensors) for key, tensors in kept.items()})
+            names = set(bucket.layout.names)
+            state.extras.load({(k, n): t.clone() for k, owned in extras.items() for n, t in owned.items() if n in names})
+            own = _of_place(extras, f"{_BUCKET}{bucket.index}: ")
+            state.extras.kept |= {(key, WHOLE): value for key, value in own.items()}
+        for label, state in self.step_states.items():
+            state.load(_of_place(extras, f"{_STEP}{label}: "))
+
+
+def _of_place(extras: Mapping[str, Mapping[str, Tensor]], place: str) -> dict[str, Tensor]:
+    return {key.removeprefix(place): owned[WHOLE].clone() for key, owned in extras.items() if key.startswith(place)}
