@@ -1,0 +1,70 @@
+"""Kernels: the loops of the codecs, once per kind of device, chosen by where the tensor lives.
+
+``reference`` says what is computed, in plain torch, and runs anywhere; ``cpu`` (numba) and ``cuda`` (triton) do the same in
+one pass over memory. Decoding gives the same bits in all of them; codes differ by at most one level, in at most one of
+10,000 elements. A fast kernel is imported at its first use, and where its compiler is missing the reference takes its place.
+"""
+
+import importlib
+import warnings
+from functools import cache
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from gossamer.codecs.kernels.layout import Blocks, Grid
+
+
+class Kernels(Protocol):
+    """What a kernel module offers. Tensors are flat, contiguous and fp32 (payloads: uint8), all on one device.
+
+    ``payload`` and ``rest`` are filled; a ``rest`` of None is not wanted. See ``reference`` for what each one computes.
+    """
+
+    def quantize(
+        self, x: Tensor, residual: Tensor | None, grid: Grid, seed: int, payload: Tensor, rest: Tensor | None
+    ) -> None: ...
+
+    def dequantize(self, payload: Tensor, out: Tensor, grid: Grid, add: bool) -> None: ...
+
+    def sign(self, x: Tensor, residual: Tensor | None, blocks: Blocks, payload: Tensor, rest: Tensor | None) -> None: ...
+
+    def unsign(self, payload: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None: ...
+
+    def chunk_norms(self, x: Tensor, residual: Tensor | None, chunk: int) -> Tensor: ...
+
+
+COMPILERS = {"cpu": "numba", "cuda": "triton"}
+
+
+@cache
+def kernels_named(name: str) -> Kernels:
+    """The module ``reference``, ``cpu`` or ``cuda``. Raises ImportError where its compiler is missing."""
+    return cast(Kernels, importlib.import_module(f"{__name__}.{name}"))
+
+
+@cache
+def kernels_for(device_type: str) -> Kernels:
+    """The fastest kernels that there are for tensors on such a device."""
+    if device_type not in COMPILERS:
+        return kernels_named("reference")
+    try:
+        return kernels_named(device_type)
+    except (ImportError, RuntimeError) as missing:  # numba raises RuntimeError where it can keep no cache
+        compiler = COMPILERS[device_type]
+        warnings.warn(f"codecs run in plain torch, several times slower: {compiler} cannot be used ({missing})", stacklevel=2)
+        return kernels_named("reference")
+
+
+def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
+    """``float32[ceil(n/chunk)]``: the L1 norm of ``x + residual`` over each chunk of ``chunk`` elements.
+
+    NaN or inf in a chunk shows in its norm. Any floating-point dtype; the sum is made in fp32.
+    """
+    return kernels_for(x.device.type).chunk_norms(single(x), None if residual is None else single(residual), chunk)
+
+
+def single(tensor: Tensor) -> Tensor:
+    """The tensor as contiguous fp32: itself, if it is that already."""
+    return tensor.detach().to(torch.float32).contiguous()

@@ -1,0 +1,175 @@
+"""Reference kernels: what every kernel computes, in plain torch, on any device (``meta`` included)."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gossamer.codecs.kernels.layout import HUGE, M1, M2, MASK, SHIFT1, SHIFT2, SHRINK, TINY, Blocks, Grid, keys
+
+
+def rows(flat: Tensor, block: int) -> list[Tensor]:
+    """Whole blocks as one matrix, and the short last block as another; views of ``flat``."""
+    whole = flat.numel() - flat.numel() % block
+    return [part for part in (flat[:whole].view(-1, block), flat[whole:].view(1, -1)) if part.numel()]
+
+
+def packed_rows(codes: Tensor, numel: int, blocks: Blocks) -> list[Tensor]:
+    """The bytes of :func:`rows`."""
+    whole = numel - numel % blocks.block
+    end = blocks.code_bytes(whole)
+    return [
+        part for part in (codes[:end].view(-1, blocks.code_bytes(blocks.block)), codes[end:].view(1, -1)) if part.numel()
+    ]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """``uint8[blocks, ceil(length·bits/8)]`` from ``int32[blocks, length]``: planes into bytes."""
+    m = -(-codes.shape[1] * bits // 8)
+    planes = pad(codes, (0, 8 // bits * m - codes.shape[1])).view(len(codes), 8 // bits, m)
+    return (planes << shifts(codes, bits)).sum(1).to(torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
+    """``int32[blocks, length]``: the reverse of :func:`pack`."""
+    planes = packed.int().unsqueeze(1) >> shifts(packed, bits) & (2**bits - 1)
+    return planes.flatten(1)[:, :length]
+
+
+def shifts(like: Tensor, bits: int) -> Tensor:
+    """How far the codes of each plane are shifted, ``int32[1, planes, 1]``."""
+    return torch.arange(0, 8, bits, dtype=torch.int32, device=like.device).view(1, -1, 1)
+
+
+# -- quantisation ---------------------------------------------------------------------------------------------------------
+
+
+def quantize(x: Tensor, residual: Tensor | None, grid: Grid, seed: int, payload: Tensor, rest: Tensor | None) -> None:
+    """Fill ``payload`` with ``x + residual`` and ``rest`` with what that leaves out (``float32[n]``; None: not wanted).
+
+    A block with a NaN or inf becomes NaN as a whole, and its rest is the residual as it was.
+    """
+    wanted = x if residual is None else x + residual
+    header, packed = grid.split(payload, x.numel())
+    places = zip(rows(wanted, grid.block), packed_rows(packed, x.numel(), grid), strict=True)
+    first = 0
+    for w, bytes_ in places:
+        lo, half, place = places_of(w, grid)
+        header[:, first : first + len(w)] = 2 * half if grid.symmetric else torch.stack([lo, half])
+        bytes_.copy_(pack(choose(place, first * grid.block, grid, seed), grid.bits))
+        first += len(w)
+    if rest is not None:
+        torch.sub(wanted, decoded(payload, x.numel(), grid), out=rest)
+        keep_old(rest, residual)
+
+
+def keep_old(rest: Tensor, residual: Tensor | None) -> None:
+    """Where ``rest`` is not finite, the residual stays as it was."""
+    rest.copy_(torch.where(rest.isfinite(), rest, 0.0 if residual is None else residual))
+
+
+def places_of(w: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """Lowest level and half a step of each block, NaN if it is not finite; and where its elements stand, 0 … top."""
+    lo, hi = w.amin(1), w.amax(1)
+    if grid.symmetric:
+        hi = torch.maximum(-lo, hi)
+        lo = -hi
+    poison = torch.where(torch.isfinite(lo) & torch.isfinite(hi), 0.0, float("nan"))
+    reach = hi * 0.5 - lo * 0.5
+    half = reach * grid.inverse + poison
+    up = torch.where(reach > HUGE, 0.25, torch.where(reach < TINY, 2.0**64, 1.0))
+    up = torch.where(half == 0, 1.0, up)
+    inv = torch.where(half == 0, 0.0, 1.0 / (half * 2 * up))
+    lo = lowest(half, grid) if grid.symmetric else lo + poison
+    place = (w * up[:, None] - (lo * up)[:, None]) * inv[:, None]
+    return lo, half, place.clamp(0, grid.top).nan_to_num(0)
+
+
+def lowest(half: Tensor, grid: Grid) -> Tensor:
+    """The lowest level of a symmetric grid."""
+    return -(half * 2 * (grid.top // 2))
+
+
+def choose(place: Tensor, first: int, grid: Grid, seed: int) -> Tensor:
+    """The codes, ``int32``, of elements that stand between levels; the first of them is element ``first``."""
+    if not grid.stochastic:
+        return (place + 0.5).int()
+    below = place.int()
+    chance = uniform(place.numel(), first, seed, place.device).view(place.shape)
+    return below + (chance < place - below).int()
+
+
+def uniform(numel: int, first: int, seed: int, device: torch.device) -> Tensor:
+    """``float32[numel]`` in [0, 1): a hash of the seed and each element's index. Multiples of 2⁻²⁴."""
+    key1, key2 = keys(seed)
+    mixed = torch.arange(first, first + numel, device=device) & MASK ^ key1
+    mixed = ((mixed ^ mixed >> SHIFT1) * M1 + key2) & MASK
+    mixed = (mixed ^ mixed >> SHIFT2) * M2 & MASK
+    return ((mixed ^ mixed >> 16) >> 8).float() * 2.0**-24
+
+
+def decoded(payload: Tensor, numel: int, grid: Grid) -> Tensor:
+    """The values of a payload, ``float32[numel]``."""
+    header, packed = grid.split(payload, numel)
+    half = header[0] * 0.5 if grid.symmetric else header[1]
+    lo = lowest(half, grid) if grid.symmetric else header[0]
+    values, first = [header.new_empty(0)], 0
+    for bytes_ in packed_rows(packed, numel, grid):
+        blocks = slice(first, first + len(bytes_))
+        part = unpack(bytes_, grid.bits, min(grid.block, numel - first * grid.block)) * half[blocks, None]
+        values.append(((lo[blocks, None] + part) + part).flatten())
+        first += len(bytes_)
+    return torch.cat(values)
+
+
+def dequantize(payload: Tensor, out: Tensor, grid: Grid, add: bool) -> None:
+    """Write the values of a payload to ``out`` (``float32[n]``), or add them to it."""
+    values = decoded(payload, out.numel(), grid)
+    out.add_(values) if add else out.copy_(values)
+
+
+# -- sign and size --------------------------------------------------------------------------------------------------------
+
+
+def sign(x: Tensor, residual: Tensor | None, blocks: Blocks, payload: Tensor, rest: Tensor | None) -> None:
+    """Fill ``payload`` with the signs of ``x + residual`` and each block's mean absolute value, and ``rest`` as above."""
+    wanted = x if residual is None else x + residual
+    header, packed = blocks.split(payload, x.numel())
+    first = 0
+    for w, bytes_ in zip(rows(wanted, blocks.block), packed_rows(packed, x.numel(), blocks), strict=True):
+        header[0, first : first + len(w)] = mean_size(w)
+        bytes_.copy_(pack((w < 0).int(), 1))
+        first += len(w)
+    if rest is not None:
+        torch.sub(wanted, unsigned(payload, x.numel(), blocks), out=rest)
+        keep_old(rest, residual)
+
+
+def mean_size(w: Tensor) -> Tensor:
+    """Mean absolute value of each row, without overflow; NaN if there is a NaN or inf."""
+    size = w.abs().sum(1) * (1 / w.shape[1])
+    size = torch.where(size.isfinite(), size, (w.abs() * (SHRINK / w.shape[1])).sum(1))
+    return torch.where(size.isfinite(), size, float("nan"))
+
+
+def unsigned(payload: Tensor, numel: int, blocks: Blocks) -> Tensor:
+    """The values of a payload of signs, ``float32[numel]``."""
+    header, packed = blocks.split(payload, numel)
+    values, first = [header.new_empty(0)], 0
+    for bytes_ in packed_rows(packed, numel, blocks):
+        size = header[0, first : first + len(bytes_), None]
+        negative = unpack(bytes_, 1, min(blocks.block, numel - first * blocks.block)).bool()
+        values.append(torch.where(negative, -size, size).flatten())
+        first += len(bytes_)
+    return torch.cat(values)
+
+
+def unsign(payload: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None:
+    """Write the values of a payload of signs to ``out`` (``float32[n]``), or add them to it."""
+    values = unsigned(payload, out.numel(), blocks)
+    out.add_(values) if add else out.copy_(values)
+
+
+def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
+    """``float32[ceil(n/chunk)]``: the sum of |x + residual| over each chunk; NaN or inf where the chunk has one."""
+    wanted = x if residual is None else x + residual
+    return torch.cat([x.new_empty(0), *(part.abs().sum(1) for part in rows(wanted, chunk))])

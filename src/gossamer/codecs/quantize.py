@@ -1,0 +1,94 @@
+"""Quantize: 8, 4 or 2 bits per element on a grid of its own for every block."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gossamer.codecs.base import Codec
+from gossamer.codecs.kernels import kernels_for, single
+from gossamer.codecs.kernels.layout import Grid
+from gossamer.codecs.rounding import check_block, rounding_of, smallest
+from gossamer.errors import ConfigurationError
+
+Bits = Literal[8, 4, 2]
+Scheme = Literal["minmax", "symmetric"]
+Rounding = Literal["nearest", "stochastic"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize(Codec):
+    """Round to 2^bits levels between the smallest and the largest value of each ``block`` (``"minmax"``, one of BAGUA's
+    codecs), or to 2^bits − 1 levels between ±max|x| (``"symmetric"``: zero stays zero).
+
+    ``rounding="stochastic"`` goes up or down at random so that the mean is the value (QSGD); ``"nearest"`` has half the
+    error but is biased: use it with error feedback.
+
+    Bytes: bits/8 per element, and 8 (``"symmetric"``: 4) per block, in one uint8 tensor: the header, then the codes.
+    Arithmetic is fp32: values beyond its range are not representable. A block with a NaN or inf decodes to NaN.
+
+    Source: Gan et al. 2021 (arXiv 2107.01499); Alistarh et al. 2017 (arXiv 1610.02132).
+    """
+
+    bits: Bits = 8
+    scheme: Scheme = "minmax"
+    rounding: Rounding = "nearest"
+    block: int = 512
+
+    def __post_init__(self) -> None:
+        for name, choices in (("bits", Bits), ("scheme", Scheme), ("rounding", Rounding)):
+            value = getattr(self, name)
+            if value not in get_args(choices) or isinstance(value, bool):
+                allowed = ", ".join(map(str, get_args(choices)))
+                raise ConfigurationError(f"{name} must be one of {allowed}; got {value!r}")
+        check_block(self.block)
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether decoding gives the tensor on average over the seeds."""
+        return self.rounding == "stochastic"
+
+    @property
+    def grid(self) -> Grid:
+        """The levels and their place in a payload."""
+        return Grid(self.bits, 1 if self.scheme == "symmetric" else 2, self.block, self.rounding == "stochastic")
+
+    def encode(self, tensor: Tensor, seed: int = 0) -> Tensor:
+        payload = self.grid.empty(tensor)
+        kernels_for(tensor.device.type).quantize(single(tensor), None, self.grid, seed, payload, None)
+        return payload
+
+    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        values = torch.empty(numel, dtype=torch.float32, device=payload.device)
+        kernels_for(payload.device.type).dequantize(payload, values, self.grid, False)
+        return values.to(dtype)
+
+    def encode_rest(self, tensor: Tensor, residual: Tensor | None, seed: int = 0) -> tuple[Tensor, Tensor]:
+        if tensor.dtype != torch.float32:
+            return super().encode_rest(tensor, residual, seed)
+        x = single(tensor)
+        payload, rest = self.grid.empty(x), torch.empty_like(x)
+        before = None if residual is None else single(residual)
+        kernels_for(x.device.type).quantize(x, before, self.grid, seed, payload, rest)
+        return payload, rest
+
+    def add_decoded(self, payload: Tensor, total: Tensor) -> None:
+        if total.dtype == torch.float32 and total.is_contiguous():
+            kernels_for(payload.device.type).dequantize(payload, total, self.grid, True)
+        else:
+            super().add_decoded(payload, total)
+
+    def error_bound(self, tensor: Tensor) -> Tensor:
+        lo, hi = (extreme(tensor.double(), self.block) for extreme in (smallest, largest))
+        reach = 2 * torch.maximum(-lo, hi) if self.scheme == "symmetric" else hi - lo
+        step = reach / self.grid.top
+        # Beyond the step: the grid is 2⁻²² short, and its values are made with three roundings of numbers within the reach.
+        slack = reach * 2.0**-21 + torch.maximum(lo.abs(), hi.abs()) * 2.0**-22 + 2.0**-140
+        within = step * (1.0 if self.unbiased else 0.5) + slack
+        return within + rounding_of(tensor.double().abs() + within, tensor.dtype)
+
+
+def largest(tensor: Tensor, block: int) -> Tensor:
+    """Each element's block's largest value."""
+    return -smallest(-tensor, block)
