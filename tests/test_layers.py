@@ -79,6 +79,11 @@ def test_topology_imports_nothing_of_ours() -> None:
     assert offenders("comm/topology.py", "gossamer", "torch") == []
 
 
+def test_optimizers_know_nothing_of_the_network() -> None:
+    allowed = ("gossamer.errors", "gossamer.optim")
+    assert [line for line in offenders("optim/", "gossamer") if not line.split(" imports ")[1].startswith(allowed)] == []
+
+
 def test_the_lab_itself_needs_no_torch() -> None:
     assert (
         offenders("lab/", "torch", *(f"gossamer.{name}" for name in ("algorithms", "comm", "sync", "replica", "replicate")))

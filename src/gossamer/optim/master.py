@@ -1,0 +1,200 @@
+"""Master weights: float32 copies of half-precision parameters, which keep the updates that 16 bits round away."""
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossamer.errors import ConfigurationError
+
+_HALVES = (torch.float16, torch.bfloat16)
+_KEY = "master_weight"
+
+
+class MasterWeights(Optimizer):
+    """Any optimizer, updating float32 copies of a model's bfloat16 or float16 parameters.
+
+    An update smaller than half the spacing of 16-bit numbers (2⁻⁹ of a bfloat16 weight) would be rounded away, every
+    time. Here it is added to the float32 copy, and the model receives the rounded sum::
+
+        model = Net().bfloat16()
+        optimizer = MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+
+    To a training loop, a learning-rate schedule and :func:`gossamer.replicate` it is an ordinary optimizer:
+    ``param_groups`` hold the model's own parameters, whose gradients have the model's dtype and may be clipped between
+    backward and step. Parameters of other dtypes are updated in place. What changes the model's weights between two
+    steps (gossip, say) moves the copies by the same difference; before the first step they take the model's values.
+
+    With a ``torch.amp.GradScaler``, gradients are divided by the scale in float32. torch refuses
+    ``scaler.unscale_(optimizer)`` for float16 gradients; clip them in scaled units instead:
+    ``clip_grad_norm_(parameters, limit * scaler.get_scale())``.
+
+    ``state_dict()`` has the usual form; a parameter's copy is its entry ``"master_weight"``.
+
+    Args:
+        optimizer_factory: called with groups of float32 parameters and ``options``: an optimizer's class, say.
+        params: the model's parameters, or groups of them with options of their own.
+        options: for the factory.
+
+    Raises:
+        ConfigurationError: the factory made something else than an optimizer of these parameters.
+
+    Source: Micikevicius et al. 2018 (arXiv 1710.03740), section 3.1.
+    """
+
+    _step_supports_amp_scaling = True  # torch then hands over the scale and the overflow flag instead of unscaling in 16 bits
+
+    def __init__(self, optimizer_factory: Callable[..., Optimizer], params: Iterable[Any], **options: Any) -> None:
+        self._masters: dict[Tensor, Tensor] = {}
+        self._fresh: set[Tensor] = set()
+        groups = [dict(group) for group in _grouped(params)]
+        self._inner = optimizer_factory([self._mirrored(group) for group in groups], **options)
+        if not isinstance(self._inner, Optimizer) or len(self._inner.param_groups) != len(groups):
+            raise ConfigurationError(
+                f"the factory must return a torch.optim.Optimizer with the {len(groups)} group(s) it was given; "
+                f"got {type(self._inner).__name__}"
+            )
+        self._constructing = True
+        super().__init__([_options(inner) | own for inner, own in zip(self._inner.param_groups, groups, strict=True)], {})
+        self._constructing = False
+        self.defaults = self._inner.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own."""
+        if not self._constructing:
+            param_group = dict(param_group, params=_listed(param_group["params"]))
+            self._inner.add_param_group(self._mirrored(param_group))
+            param_group = _options(self._inner.param_groups[-1]) | param_group
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update; skipped if a GradScaler has found an overflow. ``closure`` recomputes the loss, which is returned."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.item() > 0:
+            return None
+        self._follow_model()
+        self._copy_options(self.param_groups, self._inner.param_groups)
+        if closure is None:
+            self._bring_gradients()
+            loss = self._inner.step()
+        else:
+            loss = self._inner.step(lambda: self._evaluate(closure))
+        self._copy_options(self._inner.param_groups, self.param_groups)
+        self._write_model()
+        for master in self._masters.values():
+            master.grad = None
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimizer; a parameter with a float32 copy has it under ``"master_weight"``."""
+        self._follow_model()
+        self.state.clear()
+        for own, master in self._pairs():
+            if master in self._inner.state:
+                self.state[own] = dict(self._inner.state[master])
+            if own in self._masters:
+                self.state[own][_KEY] = master.detach()
+        saved = super().state_dict()
+        self.state.clear()
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what :meth:`state_dict` returned, and load the model of the same moment before the next step.
+
+        Raises:
+            ConfigurationError: a copy is missing, as in a state saved without master weights.
+        """
+        order = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+        missing = [key for key, (own, _) in zip(order, self._pairs(), strict=False) if own in self._masters]
+        missing = [key for key in missing if _KEY not in state_dict["state"].get(key, {})]
+        if missing:
+            raise ConfigurationError(
+                f"the state has no {_KEY!r} for parameter {missing[0]}: it was saved by an optimizer without master weights"
+            )
+        rest = {key: {k: v for k, v in entry.items() if k != _KEY} for key, entry in state_dict["state"].items()}
+        self._inner.load_state_dict({**state_dict, "state": {key: entry for key, entry in rest.items() if entry}})
+        self._copy_options(self._inner.param_groups, self.param_groups)
+        for key, (own, master) in zip(order, self._pairs(), strict=True):
+            if own in self._masters:
+                master.copy_(state_dict["state"][key][_KEY])
+        self._fresh.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("_masters", "_fresh", "_inner", "_constructing")}
+        return {**super().__getstate__(), **own}
+
+    def _mirrored(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group with float32 copies in place of half-precision parameters."""
+        mirrored = [(p[0], self._mirror(p[1])) if isinstance(p, tuple) else self._mirror(p) for p in _listed(group["params"])]
+        return {**group, "params": mirrored}
+
+    def _mirror(self, parameter: Tensor) -> Tensor:
+        if parameter.dtype not in _HALVES:
+            return parameter
+        self._masters[parameter] = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+        self._fresh.add(parameter)
+        return self._masters[parameter]
+
+    def _pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Every parameter and what the inner optimizer holds for it, in the order of the groups."""
+        for group in self.param_groups:
+            for own in group["params"]:
+                yield own, self._masters.get(own, own)
+
+    @torch.no_grad()
+    def _follow_model(self) -> None:
+        """Move the copies by what was done to the model's weights since they were written."""
+        for own, master in self._masters.items():
+            if own in self._fresh:
+                master.copy_(own)  # exactly: replicas start from the same bits
+            else:
+                master.add_(own.float().sub_(master.to(own.dtype).float()))
+        self._fresh.clear()
+
+    def _bring_gradients(self) -> None:
+        scale = getattr(self, "grad_scale", None)
+        for own, master in self._pairs():
+            if own.grad is None:
+                master.grad = None
+                continue
+            if own in self._masters:
+                master.grad = own.grad.float()
+            if scale is not None and master.grad is not None:
+                master.grad.div_(scale.to(master.grad.device))
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._write_model()
+        with torch.enable_grad():
+            loss = closure()
+        self._bring_gradients()
+        return loss
+
+    @torch.no_grad()
+    def _write_model(self) -> None:
+        if self._masters:
+            torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+
+    def _copy_options(self, sources: Iterable[dict[str, Any]], targets: Iterable[dict[str, Any]]) -> None:
+        """Schedules write into our groups, some optimizers into theirs: both always hold the same options."""
+        for source, target in zip(sources, targets, strict=True):
+            target.update(_options(source))
+
+
+def _grouped(params: Iterable[Any]) -> list[dict[str, Any]]:
+    listed = _listed(params)
+    if listed and isinstance(listed[0], dict):
+        return [{**group, "params": _listed(group["params"])} for group in listed]
+    return [{"params": listed}]
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}

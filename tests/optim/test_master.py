@@ -1,0 +1,289 @@
+"""Master weights: small updates arrive, and everything around an optimizer works as with any other."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gossamer
+from gossamer import ConfigurationError, loopback
+from gossamer.optim import LARS, MasterWeights
+
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+def model_of(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, begin: int = 0, scaler: Any = None, limit: float = 0.0) -> None:
+    for step in range(begin, begin + steps):
+        optimizer.zero_grad()
+        dtype = next(model.parameters()).dtype
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
+        loss = model(x).float().square().mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if limit:
+            nn.utils.clip_grad_norm_(model.parameters(), limit * (scaler.get_scale() if scaler else 1.0))
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def masters(optimizer: MasterWeights) -> list[Tensor]:
+    return [entry["master_weight"].clone() for entry in optimizer.state_dict()["state"].values()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def travel(wrapped: bool) -> float:
+    """How far a bfloat16 weight of 1 goes in 400 updates of 1e-4, as a share of the whole way."""
+    weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = MasterWeights(torch.optim.SGD, [weight], lr=1e-4) if wrapped else torch.optim.SGD([weight], lr=1e-4)
+    for _ in range(400):
+        weight.grad = -torch.ones_like(weight)
+        optimizer.step()
+    return (weight.float().mean().item() - 1.0) / 0.04
+
+
+def test_small_updates_move_the_weights_by_their_full_length() -> None:
+    assert travel(wrapped=False) == 0.0
+    assert travel(wrapped=True) == pytest.approx(1.0, abs=0.1)  # 1.04 in bfloat16 is 1.0391
+
+
+@HALVES
+def test_the_copies_do_what_a_float32_model_does(dtype: torch.dtype) -> None:
+    """Fed with the same gradients, they are that model; the half-precision weights are its roundings."""
+    half, full = model_of(dtype), model_of(dtype).float()
+    ours, theirs = MasterWeights(torch.optim.AdamW, half.parameters(), lr=1e-2), torch.optim.AdamW(full.parameters(), lr=1e-2)
+    for step in range(5):
+        for p, q in zip(half.parameters(), full.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(dtype)
+            q.grad = p.grad.float()
+        ours.step()
+        theirs.step()
+    assert same(masters(ours), values(full))
+    assert same(values(half), [value.to(dtype) for value in values(full)])
+
+
+def test_gradients_keep_the_dtype_of_the_model_and_zero_grad_clears_them() -> None:
+    model = model_of()
+    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    train(model, optimizer, 1)
+    assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    before = values(model)
+    optimizer.step()
+    assert same(values(model), before), "a step without gradients does nothing"
+
+
+def test_other_dtypes_are_updated_in_place() -> None:
+    model = model_of()
+    model[2].float()
+    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = values(model)
+    optimizer.step()
+    assert same(values(model)[2:], [value - 0.1 for value in before[2:]])
+    assert sum("master_weight" in entry for entry in optimizer.state_dict()["state"].values()) == 2
+
+
+def test_schedules_and_groups_reach_the_inner_optimizer() -> None:
+    a, b = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = MasterWeights(torch.optim.SGD, [{"params": [a]}, {"params": [b], "lr": 0.0}], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.25)
+    for _ in range(2):
+        a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+        optimizer.step()
+        schedule.step()
+    assert a.tolist() == [1 - 1 - 0.25] * 4
+    assert b.tolist() == [1.0] * 4
+
+
+def test_a_group_may_be_added() -> None:
+    a, b = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = MasterWeights(torch.optim.SGD, [a], lr=0.5)
+    optimizer.add_param_group({"params": b, "lr": 0.25})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+    a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+    optimizer.step()
+    assert (a.tolist(), b.tolist()) == ([0.5] * 4, [0.75] * 4)
+
+
+def test_named_parameters_keep_their_names() -> None:
+    optimizer = MasterWeights(torch.optim.AdamW, model_of().named_parameters(), lr=0.1)
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_clipping_between_backward_and_step_is_effective() -> None:
+    model = model_of()
+    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=1.0)
+    before = [value.float() for value in values(model)]
+    train(model, optimizer, 1, limit=1e-3)
+    moved = torch.cat([(m - b).flatten() for m, b in zip(masters(optimizer), before, strict=True)]).norm()
+    assert moved.item() == pytest.approx(1e-3, rel=0.01)
+
+
+def fresh(model: nn.Module) -> MasterWeights:
+    return MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_reloaded_state_goes_on_bit_for_bit(at: int) -> None:
+    straight, broken = model_of(), model_of()
+    whole, first = fresh(straight), fresh(broken)
+    train(straight, whole, 6)
+    train(broken, first, at)
+    file = io.BytesIO()
+    torch.save({"model": broken.state_dict(), "optimizer": first.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = model_of(seed=7)
+    second = fresh(resumed)
+    second.load_state_dict(saved["optimizer"])
+    resumed.load_state_dict(saved["model"])
+    train(resumed, second, 6 - at, begin=at)
+    assert same(values(resumed), values(straight))
+    assert same(masters(second), masters(whole))
+
+
+def test_a_state_without_copies_is_refused() -> None:
+    model = model_of()
+    plain = torch.optim.AdamW(model.parameters())
+    train(model, plain, 1)
+    with pytest.raises(ConfigurationError, match="saved by an optimizer without master weights"):
+        fresh(model).load_state_dict(plain.state_dict())
+
+
+def test_a_deep_copy_is_independent_and_complete() -> None:
+    model = model_of()
+    optimizer = fresh(model)
+    train(model, optimizer, 2)
+    other_model, other = copy.deepcopy((model, optimizer))
+    train(model, optimizer, 2, begin=2)
+    train(other_model, other, 2, begin=2)
+    assert same(values(model), values(other_model))
+    assert same(masters(optimizer), masters(other))
+
+
+def test_a_factory_of_something_else_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="must return a torch"):
+        MasterWeights(lambda groups: groups, model_of().parameters())  # type: ignore[arg-type, return-value]
+
+
+def test_what_changes_the_weights_between_steps_moves_the_copies() -> None:
+    """By the difference: what the copies hold below the last 16-bit digit stays."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = MasterWeights(torch.optim.SGD, [weight], lr=1e-4)
+    weight.grad = -torch.ones_like(weight)
+    optimizer.step()
+    weight.data += 2
+    assert torch.allclose(masters(optimizer)[0], torch.full((4,), 3.0001), atol=1e-6, rtol=0)
+
+
+def test_an_optimizer_that_needs_its_closure() -> None:
+    """L-BFGS evaluates the model several times per step, each time with the weights that it tries."""
+    model = model_of(torch.bfloat16)
+    optimizer = MasterWeights(torch.optim.LBFGS, model.parameters(), lr=0.5, max_iter=6)
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    losses: list[float] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert len(losses) > 6
+    assert losses[-1] < 0.2 * losses[0]
+
+
+# -- loss scaling ---------------------------------------------------------------------------------------------------
+
+
+@HALVES
+@pytest.mark.parametrize("limit", [0.0, 0.05])
+def test_a_grad_scaler_changes_nothing_but_the_rounding(dtype: torch.dtype, limit: float) -> None:
+    """A power of two leaves bfloat16 gradients bit-identical; so the same masters, clipped in scaled units or not."""
+    plain, scaled = model_of(dtype), model_of(dtype)
+    one, other = (MasterWeights(torch.optim.SGD, m.parameters(), lr=0.1) for m in (plain, scaled))
+    train(plain, one, 3, limit=limit)
+    train(scaled, other, 3, scaler=torch.amp.GradScaler("cpu", init_scale=256.0), limit=limit)
+    for a, b in zip(masters(one), masters(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    assert not same(masters(one), [p.float() for p in model_of(dtype).parameters()])
+
+
+@HALVES
+def test_a_step_with_an_overflow_is_skipped_and_the_scale_falls(dtype: torch.dtype) -> None:
+    model = model_of(dtype)
+    model[2].float()
+    optimizer = MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    before = values(model)
+    scaler.scale(torch.ones(()))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert same(values(model), before)
+    assert scaler.get_scale() == 128.0
+
+
+def test_unscaling_bfloat16_gradients_before_clipping() -> None:
+    model = model_of()
+    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    before = [value.float() for value in values(model)]
+    scaler.scale(model(torch.ones(3, 4).bfloat16()).float().square().mean()).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    scaler.step(optimizer)
+    moved = torch.cat([(m - b).flatten() for m, b in zip(masters(optimizer), before, strict=True)]).norm()
+    assert moved.item() == pytest.approx(1e-3, rel=0.01)
+
+
+# -- replicas -------------------------------------------------------------------------------------------------------
+
+
+def replicated(rank: int, algorithm: gossamer.Algorithm, factory: Any, scaled: bool) -> tuple[list[Tensor], list[Tensor]]:
+    model = model_of(seed=rank)  # rank 0's weights reach the copies, too
+    optimizer = MasterWeights(factory, model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if scaled else None
+    replica = gossamer.replicate(model, optimizer, algorithm, scaler=scaler)
+    train(model, optimizer, 5, begin=10 * rank, scaler=scaler)
+    replica.close()
+    return values(model), masters(optimizer)
+
+
+@pytest.mark.parametrize("factory", [torch.optim.AdamW, LARS], ids=["AdamW", "LARS"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_replicas_and_their_copies_stay_bit_identical(factory: Any, scaled: bool) -> None:
+    ranks = loopback(lambda rank: replicated(rank, gossamer.AllReduce(), factory, scaled), 3)
+    for weights, copies in ranks[1:]:
+        assert same(weights, ranks[0][0])
+        assert same(copies, ranks[0][1])
+
+
+def test_gossip_moves_the_copies_along() -> None:
+    """They round to the weights that the exchange left."""
+    for weights, copies in loopback(lambda rank: replicated(rank, gossamer.Gossip(), torch.optim.AdamW, False), 4):
+        for weight, master in zip(weights, copies, strict=True):
+            torch.testing.assert_close(weight.float(), master, rtol=2**-8, atol=1e-4)
