@@ -1,7 +1,20 @@
 """gossamer: data-parallel PyTorch training that does not wait for a slow network."""
 
 from gossamer._version import __version__
-from gossamer.algorithms import Algorithm, AllReduce, Gossip
+from gossamer.algorithms import (
+    QSGD,
+    Algorithm,
+    AllReduce,
+    ByteGrad,
+    ChunkSparse,
+    DDPHook,
+    Gossip,
+    Hierarchical,
+    PowerSGD,
+    ScatterReduce,
+    after,
+    by_size,
+)
 from gossamer.comm.loopback import loopback
 from gossamer.errors import (
     CommunicationError,
@@ -16,18 +29,27 @@ from gossamer.replica import Replica
 from gossamer.replicate import replicate
 
 __all__ = [
+    "QSGD",
     "Algorithm",
     "AllReduce",
+    "ByteGrad",
+    "ChunkSparse",
     "CommunicationError",
     "CommunicationTimeout",
     "ConfigurationError",
+    "DDPHook",
     "DisagreementError",
     "GossamerError",
     "Gossip",
+    "Hierarchical",
     "PeerLeftError",
+    "PowerSGD",
     "Replica",
+    "ScatterReduce",
     "UsageError",
     "__version__",
+    "after",
+    "by_size",
     "loopback",
     "replicate",
 ]

@@ -148,7 +148,9 @@ class Replica:
         of_gradients, of_weights = self.algorithm.part("gradients"), self.algorithm.part("weights")
         if of_gradients is not None:
             self._gradients = GradientSync(self._runner, of_gradients, self._trainable, self._statistics)
-        for optimizer in self._optimizers if of_weights is not None else ():
+        if of_weights is None:
+            return
+        for optimizer in self._optimizers:
             held = {id(parameter) for parameter in held_by(optimizer)}
             tensors: dict[str, Tensor] = {name: p for name, p in self._trainable.items() if id(p) in held}
             if self._buffers == "average" and not self._weights:

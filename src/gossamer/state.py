@@ -77,6 +77,10 @@ class State:
         """Write an extra: a new tensor, as with the flat ones."""
         self.extras.draft[key, owner] = value
 
+    def scoped(self, prefix: str) -> "State":
+        """A view of this state in which every key begins with ``prefix``: two algorithms may share a bucket."""
+        return _Scoped(self, prefix)
+
     def items(self) -> list[tuple[str, Tensor]]:
         """The flat tensors that are kept, as of the last commit, whatever was written since."""
         return list(self.flats.kept.items())
@@ -98,3 +102,30 @@ class State:
         """Forget everything written since the last commit."""
         self.flats.rollback()
         self.extras.rollback()
+
+
+class _Scoped(State):
+    """A view of another state."""
+
+    def __init__(self, origin: State, prefix: str) -> None:
+        self._shape, self._dtype, self._device = origin._shape, origin._dtype, origin._device
+        self.flats, self.extras = origin.flats, origin.extras
+        self._prefix = prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(self._prefix + name)
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        super().__setitem__(self._prefix + name, value)
+
+    def __contains__(self, name: str) -> bool:
+        return super().__contains__(self._prefix + name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._prefix) for name in super().__iter__() if name.startswith(self._prefix))
+
+    def extra(self, key: str, owner: str = WHOLE) -> Tensor | None:
+        return super().extra(self._prefix + key, owner)
+
+    def set_extra(self, key: str, value: Tensor, owner: str = WHOLE) -> None:
+        super().set_extra(self._prefix + key, value, owner)

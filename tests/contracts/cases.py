@@ -11,10 +11,23 @@ from torch import Tensor, nn
 
 import gossamer
 from gossamer import codecs, loopback
-from gossamer.algorithms import Algorithm, registry
+from gossamer.algorithms import (
+    Algorithm,
+    AllReduce,
+    ByteGrad,
+    ChunkSparse,
+    Gossip,
+    Hierarchical,
+    ScatterReduce,
+    after,
+    by_size,
+    registry,
+)
 from gossamer.algorithms.base import Context
 from gossamer.buckets import Bucket, make_layout
 from gossamer.codecs import Codec
+from gossamer.codecs.quantize import Quantize
+from gossamer.codecs.sign import Sign
 from gossamer.comm.loopback import LoopbackRunner, current_runner
 from gossamer.comm.ops import Decide, Flow, Start, Wait
 from gossamer.state import State
@@ -40,10 +53,44 @@ def variants(cls: type) -> Iterator[Any]:
         yield from (cls(**{field.name: value}) for value in values if value != field.default)
 
 
+def combined() -> list[Algorithm]:
+    """Other fields and combinations than :func:`variants` finds."""
+    four_bits = ScatterReduce(codec=Quantize(bits=4))
+    return [
+        four_bits,
+        ScatterReduce(codec=Sign()),
+        ScatterReduce(residual="bf16"),
+        ChunkSparse(chunk=16, density=0.3, bucket_bytes=200),
+        ChunkSparse(chunk=16, density=0.3, codec=Quantize(), warmup=1, ramp=2, bucket_bytes=200),
+        after(2, four_bits),
+        by_size(100, small=AllReduce(wire="bf16"), large=four_bits),
+        Hierarchical(AllReduce(), ranks_per_node=2),
+        Hierarchical(ChunkSparse(chunk=16, bucket_bytes=200), ranks_per_node=3),
+    ]
+
+
+def mixed() -> list[Algorithm]:
+    """Combinations that move gradients and weights: a single exchange of theirs says little, a training loop does."""
+    return [
+        after(2, Gossip(), before=ScatterReduce()),
+        after(2, AllReduce(), before=Gossip(wire="fp32")),
+        Hierarchical(Gossip(), ranks_per_node=2),
+        Hierarchical(Gossip(), inner=ByteGrad(), ranks_per_node=3),
+    ]
+
+
 def algorithms(subject: str | None = None, exact: bool = False, **fields: Any) -> list[Algorithm]:
-    """Every registered algorithm in every variant, with some fields replaced."""
-    chosen = [cls for cls in registry().values() if subject in (None, cls.subject) and cls.exact >= exact]
-    return [dataclasses.replace(variant, **fields) for cls in chosen for variant in variants(cls)]
+    """Every registered algorithm in every variant, and combinations of them, with some fields replaced."""
+    known = [variant for cls in registry().values() for variant in variants(cls)]
+    chosen = [a for a in (*known, *combined()) if subject in (None, a.subject) and a.exact >= exact]
+    return [with_fields(variant, **fields) for variant in chosen]
+
+
+def with_fields(algorithm: Algorithm, **fields: Any) -> Algorithm:
+    """A copy with some fields replaced; chunks become small enough for the buckets."""
+    if isinstance(algorithm, ChunkSparse) and "bucket_bytes" in fields:
+        fields["chunk"] = min(algorithm.chunk, fields["bucket_bytes"] // 8)
+    return dataclasses.replace(algorithm, **fields)
 
 
 def all_codecs() -> list[Codec]:
@@ -104,11 +151,19 @@ def exchange(algorithm: Algorithm, inputs: Sequence[Sequence[Tensor]], abort_aft
             result = runner.run(lambda: flow_of(algorithm, bucket, outcome.state, runner, step), f"step {step}")
             assert same_bits(bucket.flat, tensors[rank]), "bucket.flat was written"
             outcome.results.append(result.clone())
-            outcome.state.commit()
+            settle(outcome.state, result)
             assert not any(shares_memory(result, outcome.state[key]) for key in outcome.state), "the result is given away"
         return outcome
 
     return loopback(body, len(inputs[0]))
+
+
+def settle(state: State, result: Tensor) -> None:
+    """What a replica does at the end of a step: an exchange that brought something non-finite leaves no trace."""
+    if all(tensor.isfinite().all() for tensor in (result, *state.drafts()) if tensor.is_floating_point()):
+        state.commit()
+    else:
+        state.rollback()
 
 
 def gossip(algorithm: Algorithm, tensors: Sequence[Tensor], steps: int) -> list[Tensor]:
@@ -266,10 +321,13 @@ def batch(step: int, rank: int, dtype: torch.dtype = torch.float32, size: int = 
 def make_training(
     algorithm: Algorithm | None, seed: int = 0, lr: float = 0.05, **options: Any
 ) -> tuple[Oddities, torch.optim.Optimizer, gossamer.Replica | None]:
-    """The odd model with AdamW, replicated unless there is no algorithm."""
+    """The odd model with AdamW (or what the algorithm asks for), replicated unless there is no algorithm."""
     torch.manual_seed(seed)
     model = Oddities(**options)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, eps=1e-3)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trainable, lr=lr, eps=1e-3)
+    if isinstance(algorithm, ChunkSparse) and algorithm.momentum_correction:
+        optimizer = torch.optim.SGD(trainable, lr=lr, momentum=0.9)
     return model, optimizer, None if algorithm is None else gossamer.replicate(model, optimizer, algorithm)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gossamer.algorithms import Algorithm
+from gossamer.algorithms import Algorithm, Hierarchical
 
 from . import laws
 from .cases import SHAPES, WORLDS, algorithms
@@ -42,7 +42,7 @@ def test_a_huge_value_stays_finite(algorithm: Algorithm, world: int) -> None:
     laws.a_huge_value_stays_finite(algorithm, world)
 
 
-@everyone
+@pytest.mark.parametrize("algorithm", [a for a in algorithms() if not isinstance(a, Hierarchical)], ids=repr)
 @worlds
 def test_an_abandoned_exchange_loses_nothing(algorithm: Algorithm, world: int) -> None:
     laws.an_abandoned_exchange_loses_nothing(algorithm, world)

@@ -10,9 +10,9 @@ import gossamer
 from gossamer import Gossip, loopback
 from gossamer.algorithms import Algorithm, registry
 
-from .cases import WORLDS, algorithms, batch, make_training, same_bits, train_step, weights
+from .cases import WORLDS, algorithms, batch, make_training, mixed, same_bits, train_step, weights
 
-everyone = pytest.mark.parametrize("algorithm", algorithms(bucket_bytes=200), ids=repr)
+everyone = pytest.mark.parametrize("algorithm", [*algorithms(bucket_bytes=200), *mixed()], ids=repr)
 of_gradients = pytest.mark.parametrize("algorithm", algorithms("gradients", bucket_bytes=200), ids=repr)
 exact = [cls(bucket_bytes=200) for cls in registry().values() if cls.exact]
 of_weights = pytest.mark.parametrize("algorithm", algorithms("weights", bucket_bytes=200), ids=repr)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gossamer
+from gossamer import AllReduce, Gossip, Hierarchical, ScatterReduce, after
 from gossamer.algorithms import Algorithm, registry
 from processes.worker import Here
 
@@ -18,9 +19,12 @@ def algorithms() -> dict[str, Algorithm]:
     """Every registered algorithm with its defaults, and with each other value of its ``wire``, in small buckets."""
     made: list[Algorithm] = []
     for kind in registry().values():
-        made.append(kind(bucket_bytes=64))
+        small: dict[str, Any] = {"bucket_bytes": 64} | ({"chunk": 8} if "chunk" in kind.__dataclass_fields__ else {})
+        made.append(kind(**small))
         if "wire" in kind.__dataclass_fields__:
-            made += [kind(bucket_bytes=64, wire=wire) for wire in ("fp32", "fp16", "bf16")]
+            made += [kind(wire=wire, **small) for wire in ("fp32", "fp16", "bf16")]
+    made += [Hierarchical(outer, bucket_bytes=64, ranks_per_node=2) for outer in (AllReduce(), Gossip(), ScatterReduce())]
+    made.append(after(2, Gossip(), before=ScatterReduce()))
     return {repr(algorithm).replace("bucket_bytes=64, ", ""): algorithm for algorithm in made}
 
 
@@ -35,7 +39,8 @@ class Exact(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         source = torch.Generator().manual_seed(1)
-        self.weights = nn.ParameterList(torch.randint(-32, 32, (size,), generator=source) / 16.0 for size in (7, 40, 1, 16, 33))
+        shapes = [(7,), (20, 2), (1, 1), (4, 2, 2), (33, 6)]
+        self.weights = nn.ParameterList(torch.randint(-32, 32, shape, generator=source) / 16.0 for shape in shapes)
 
     def forward(self, slopes: list[Tensor]) -> Tensor:
         return torch.stack([(w * s).sum() for w, s in zip(self.weights, slopes, strict=True)]).sum()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -114,6 +115,8 @@ class GlooPort:
 
     @staticmethod
     def _issue(op: Op, circle: Circle) -> Pending:
+        if isinstance(op, ops.Foreign):
+            return _call(op)
         if isinstance(op, ops.AllReduce):
             options = dist.AllreduceOptions()
             options.reduceOp = _REDUCE[op.reduce]
@@ -148,6 +151,24 @@ def _post(circle: Circle, outgoing: list[tuple[int, Tensor]], incoming: list[tup
     return works
 
 
+class Answer:
+    """The future that a foreign operation returned; its value becomes the result."""
+
+    def __init__(self, future: Any, pending: Pending) -> None:
+        self._future, self._pending = future, pending
+
+    def wait(self) -> None:
+        """Block until it is there."""
+        value = self._future.wait() if isinstance(self._future, torch.futures.Future) else self._future
+        self._pending.result = value[0] if isinstance(value, list | tuple) else value
+
+
+def _call(op: ops.Foreign) -> Pending:
+    pending = Pending(op, [], op.tensor)
+    pending.works = [Answer(op.call(), pending)]
+    return pending
+
+
 class DevicePort:
     """All lanes of one rank on a device backend (NCCL): operations are ordered by streams, the host never waits."""
 
@@ -175,6 +196,8 @@ class DevicePort:
         return decision.fn()
 
     def _issue(self, op: Op, group: Any) -> Pending:
+        if isinstance(op, ops.Foreign):
+            return _call(op)
         if isinstance(op, ops.AllReduce):
             return Pending(op, [dist.all_reduce(op.tensor, _REDUCE[op.reduce], group=group, async_op=True)], op.tensor)
         if isinstance(op, ops.Broadcast):

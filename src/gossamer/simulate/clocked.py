@@ -43,6 +43,7 @@ class Wire:
 
     def start(self, op: Op, group: Group | None = None) -> UnderWay:
         """Hand an operation over now. As on the real wire, empty tensors are not sent."""
+        ops.refuse_foreign(op, "simulation")
         group = self._everyone if group is None else group
         self.meter.count(op, len(group))
         queue = self._inside if self._node.issuperset(group) else self._queue

@@ -17,9 +17,7 @@ def packed_rows(codes: Tensor, numel: int, blocks: Blocks) -> list[Tensor]:
     """The bytes of :func:`rows`."""
     whole = numel - numel % blocks.block
     end = blocks.code_bytes(whole)
-    return [
-        part for part in (codes[:end].view(-1, blocks.code_bytes(blocks.block)), codes[end:].view(1, -1)) if part.numel()
-    ]
+    return [part for part in (codes[:end].view(-1, blocks.code_bytes(blocks.block)), codes[end:].view(1, -1)) if part.numel()]
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

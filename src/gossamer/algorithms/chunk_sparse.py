@@ -1,0 +1,170 @@
+"""ChunkSparse: only the chunks of the gradient that matter most travel, the same ones on every worker."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.optim import Optimizer
+
+from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.lossy import Lossy, wide
+from gossamer.algorithms.scatter_reduce import RESIDUAL, scatter_reduce
+from gossamer.buckets import Bucket
+from gossamer.codecs.base import Codec
+from gossamer.codecs.cast import Cast, Wire, wire_codec
+from gossamer.codecs.kernels import chunk_norms
+from gossamer.comm.ops import Flow, all_reduce, decide
+from gossamer.errors import ConfigurationError
+from gossamer.optim.momentum import lend_momentum, return_momentum
+from gossamer.state import State
+
+CHOSEN, NORMS, MOMENTUM = "chosen chunks", "chunk norms", "momentum"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkSparse(Lossy):
+    """GradientFlow's coarse-grained sparse communication.
+
+    The gradient is cut into chunks of ``chunk`` elements. At the end of a step the workers all-reduce the L1 norms that
+    their chunks are expected to have next (what is kept back, plus the gradient of this step), and choose the largest
+    ``density`` of all of them; in the next step each bucket packs its chosen chunks into one dense all-reduce while
+    backward goes on. What is not sent is kept and added to the next gradient.
+
+    For ``warmup`` steps everything is sent; over the next ``ramp`` steps the density falls exponentially to its value.
+
+    ``codec``: a :class:`Cast` (its dtype is summed on the wire), or any other codec for the packed chunks, which then
+    are scatter-reduced.
+
+    ``momentum_correction`` accumulates momentum before the choice (u ← m·u + g is what is kept and sent), and takes it
+    out of the optimizer, which must be SGD with momentum, until the replica is closed. Without it, the optimizer's own
+    momentum acts on what arrives.
+
+    Per step ``density`` of an all-reduce's bytes in the codec's precision, and 4 bytes per chunk. Memory: one residual per
+    element, and one momentum with ``momentum_correction``. Vectors (``exact_vectors``) are not sparse.
+
+    Not the choice for models of a few thousand parameters, or where no step may use a gradient that is many steps old.
+
+    Source: Sun et al. 2019 (arXiv 1902.06855); momentum and warm-up as in Lin et al. 2018 (arXiv 1712.01887).
+    """
+
+    density: float = 0.1
+    chunk: int = 2048
+    codec: Codec = field(default_factory=lambda: Cast(wire="fp16"))
+    warmup: int = 0
+    ramp: int = 0
+    momentum_correction: bool = False
+    momentum: float = 0.0
+    residual: Wire = "fp32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wire_codec(self.residual)
+        if not 0 < self.density <= 1:
+            raise ConfigurationError(f"density must be above 0 and at most 1; got {self.density!r}")
+        if not isinstance(self.chunk, int) or self.chunk < 1:
+            raise ConfigurationError(f"chunk must be a positive number of elements; got {self.chunk!r}")
+        if 4 * self.chunk > self.bucket_bytes:
+            raise ConfigurationError(
+                f"a chunk of {self.chunk} elements is larger than a bucket of {self.bucket_bytes} bytes: "
+                "choose a smaller chunk or larger bucket_bytes"
+            )
+        if min(self.warmup, self.ramp) < 0:
+            raise ConfigurationError(f"warmup and ramp are numbers of steps; got {self.warmup!r} and {self.ramp!r}")
+
+    def density_at(self, step: int) -> float:
+        """The share of chunks sent at ``step``."""
+        if step < self.warmup:
+            return 1.0
+        part = 1.0 if self.ramp == 0 else min(1.0, (step - self.warmup) / self.ramp)
+        return float(self.density**part)
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
+        return replace(self, momentum=lend_momentum(optimizers)) if self.momentum_correction else self
+
+    def detach(self, optimizers: Sequence[Optimizer]) -> None:
+        if self.momentum_correction:
+            return_momentum(optimizers)
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        gradient = wide(bucket.flat)
+        if self.momentum:
+            gradient = torch.add(gradient, state[MOMENTUM], alpha=self.momentum)
+            state[MOMENTUM] = gradient
+        wanted = gradient + state[RESIDUAL] if RESIDUAL in state else gradient.clone()
+        chosen = self._chosen(state, wanted.numel())
+        packed = pack(wanted, chosen, self.chunk)
+        mean, lost = yield from self._average(packed, bucket, ctx)
+        result = unpack(mean, chosen, self.chunk, wanted)
+        rest = unpack(lost, chosen, self.chunk, wanted, wanted)
+        state.set_extra(NORMS, chunk_norms(gradient, rest, self.chunk))
+        state[RESIDUAL] = rest.to(wire_codec(self.residual).wire_dtype(rest.dtype))
+        return result.to(bucket.flat.dtype)
+
+    def _chosen(self, state: State, numel: int) -> Tensor:
+        """Indices of the chunks to send; all of them until there was a choice."""
+        mask = state.extra(CHOSEN)
+        chunks = -(-numel // self.chunk)
+        return torch.arange(chunks) if mask is None or mask.numel() != chunks else mask.nonzero().flatten()
+
+    def _average(self, packed: Tensor, bucket: Bucket, ctx: Context) -> Flow[tuple[Tensor, Tensor]]:
+        """The mean of the packed chunks, and what of this worker's is not in it."""
+        if not isinstance(self.codec, Cast):
+            mean, rest = yield from scatter_reduce(packed, None, self.codec, ctx, bucket.index)
+            assert rest is not None
+            return mean, rest
+        share = fitting(packed / ctx.world, self.codec.wire_dtype(packed.dtype), ctx.world)
+        sent = self.codec.encode(share)
+        lost = packed - self.codec.decode(sent, sent.numel(), packed.dtype).mul_(ctx.world)
+        mean = yield from all_reduce(sent)
+        return self.codec.decode(mean, mean.numel(), packed.dtype), lost
+
+    def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
+        return self._choose(states, ctx)
+
+    def _choose(self, states: Sequence[State], ctx: Context) -> Flow[None]:
+        """Choose the chunks of the next step, over all buckets."""
+        norms = [norm for each in states if (norm := each.extra(NORMS)) is not None]
+        total = yield from all_reduce(torch.cat(norms).cpu() / ctx.world)
+        count = math.ceil(self.density_at(ctx.step + 1) * total.numel())
+        default = evenly(total.numel(), count)
+        mask = yield decide("chunks", default, lambda: largest(total, count))
+        for each, part in zip(states, mask.split([norm.numel() for norm in norms]), strict=True):
+            each.set_extra(CHOSEN, part.clone())
+
+
+def pack(flat: Tensor, chosen: Tensor, chunk: int) -> Tensor:
+    """The chosen chunks, one after the other; the last one of a tensor may be filled up with zeros."""
+    whole = pad(flat, (0, -flat.numel() % chunk))
+    return whole.view(-1, chunk)[chosen.to(flat.device)].view(-1)
+
+
+def unpack(packed: Tensor, chosen: Tensor, chunk: int, like: Tensor, others: Tensor | None = None) -> Tensor:
+    """A tensor like ``like`` with the packed chunks at their places, and ``others`` (or zeros) elsewhere."""
+    size = like.numel() + -like.numel() % chunk
+    whole = torch.zeros(size, dtype=like.dtype, device=like.device) if others is None else pad(others, (0, size - like.numel()))
+    whole = whole.clone() if others is not None and size == like.numel() else whole
+    whole.view(-1, chunk)[chosen.to(like.device)] = packed.view(-1, chunk)
+    return whole[: like.numel()]
+
+
+def fitting(share: Tensor, dtype: torch.dtype, world: int) -> Tensor:
+    """``share`` limited to what ``world`` of can be summed in ``dtype``; what is not finite stays so."""
+    limit = torch.finfo(dtype).max / world
+    return share.clamp(-limit, limit) + 0 * share
+
+
+def evenly(numel: int, count: int) -> Tensor:
+    """A mask with ``count`` of ``numel`` set, evenly spread: the choice without values."""
+    places = torch.arange(numel)
+    return (places * count) // max(numel, 1) != ((places + 1) * count) // max(numel, 1)
+
+
+def largest(norms: Tensor, count: int) -> Tensor:
+    """A mask with the ``count`` largest set; of equal ones the first. NaN counts as largest."""
+    mask = torch.zeros(norms.numel(), dtype=torch.bool)
+    order = norms.nan_to_num(nan=math.inf, posinf=math.inf).argsort(descending=True, stable=True)
+    mask[order[:count]] = True
+    return mask

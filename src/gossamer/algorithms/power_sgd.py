@@ -1,0 +1,122 @@
+"""PowerSGD: the gradient of every matrix as a product of two thin ones."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.lossy import Lossy, wide
+from gossamer.buckets import Bucket, Segment
+from gossamer.codecs.cast import Wire, wire_codec
+from gossamer.comm.ops import Flow, all_reduce
+from gossamer.errors import ConfigurationError
+from gossamer.state import State
+
+RESIDUAL, FACTOR = "residual", "right factor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(Lossy):
+    """One step of power iteration per training step: P = mean of M·Q, made orthonormal; Q = mean of Mᵀ·P; M ≈ P·Qᵀ.
+
+    M is the gradient of an m×n matrix (kernels of convolutions as m×(n·k·k)) plus what was not sent before; Q starts
+    where the last step left it, so that successive steps find the largest singular directions. Matrices that ``rank``
+    would not make smaller, and vectors, are all-reduced exactly.
+
+    Two all-reduces per bucket, one after the other, of ``rank``·(m+n) elements per matrix in full precision.
+    Memory: one residual per element. Compute: four products with thin matrices and a QR decomposition.
+
+    Not the choice for models of vectors or tiny matrices, or where computation, not the network, is what is short.
+    Workers on different kinds of processors may differ in the last bits, because their QR decompositions do.
+
+    Source: Vogels et al. 2019 (arXiv 1905.13727), algorithms 1 and 2.
+    """
+
+    rank: int = 2
+    residual: Wire = "fp32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wire_codec(self.residual)
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ConfigurationError(f"rank must be a positive number of columns; got {self.rank!r}")
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
+        shapes = [p.shape for o in optimizers for group in o.param_groups for p in group["params"]]
+        if not any(self.shrinks(shape) for shape in shapes):
+            raise ConfigurationError(
+                f"PowerSGD(rank={self.rank}) compresses matrices, and this model has none that it would make smaller "
+                f"({len(shapes)} parameters, vectors or small): use AllReduce or ScatterReduce"
+            )
+        return self
+
+    def shrinks(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of this shape is a matrix that two thin ones are smaller than."""
+        if len(shape) < 2 or math.prod(shape) == 0:
+            return False
+        rows, columns = shape[0], math.prod(shape[1:])
+        return self.rank * (rows + columns) < rows * columns
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        flat = wide(bucket.flat)
+        wanted = flat + state[RESIDUAL] if RESIDUAL in state else flat.clone()
+        thin = [segment for segment in bucket.segments if self.shrinks(segment.shape)]
+        exact = [segment for segment in bucket.segments if not self.shrinks(segment.shape)]
+        matrices = [matrix(segment, wanted) for segment in thin]
+        rights = [self._right(segment, m, state) for segment, m in zip(thin, matrices, strict=True)]
+        lefts = [m @ right for m, right in zip(matrices, rights, strict=True)]
+        lefts, rest = yield from self._mean(lefts, [place(segment, wanted) for segment in exact], ctx)
+        lefts = [torch.linalg.qr(left).Q for left in lefts]
+        rights, _ = yield from self._mean([m.T @ left for m, left in zip(matrices, lefts, strict=True)], [], ctx)
+        for segment, right in zip(thin, rights, strict=True):
+            state.set_extra(FACTOR, right, segment.name)
+        result = torch.empty_like(wanted)
+        for segment, value in zip(exact, rest, strict=True):
+            place(segment, result).copy_(value)
+            place(segment, wanted).zero_()
+        for segment, left, right in zip(thin, lefts, rights, strict=True):
+            put(segment, result, left @ right.T)
+            place(segment, wanted).sub_(place(segment, result))
+        state[RESIDUAL] = wanted.to(wire_codec(self.residual).wire_dtype(wanted.dtype))
+        return result.to(bucket.flat.dtype)
+
+    def _right(self, segment: Segment, like: Tensor, state: State) -> Tensor:
+        """Where the last step left Q; at first a random matrix, the same on all workers."""
+        before = state.extra(FACTOR, segment.name)
+        if before is not None:
+            return before
+        if like.device.type == "meta":
+            return like.new_empty(like.shape[1], self.rank)
+        generator = torch.Generator().manual_seed(sum(map(ord, segment.name)))
+        return torch.randn(like.shape[1], self.rank, generator=generator, dtype=like.dtype).to(like.device)
+
+    @staticmethod
+    def _mean(factors: list[Tensor], others: list[Tensor], ctx: Context) -> Flow[tuple[list[Tensor], list[Tensor]]]:
+        """The means of all of these tensors over the workers, in one all-reduce."""
+        tensors = [*factors, *others]
+        if not tensors:
+            return [], []
+        mean = yield from all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]) / ctx.world)
+        ends = list(accumulate(tensor.numel() for tensor in tensors))
+        split = [mean[end - t.numel() : end].view(t.shape) for t, end in zip(tensors, ends, strict=True)]
+        return split[: len(factors)], split[len(factors) :]
+
+
+def place(segment: Segment, flat: Tensor) -> Tensor:
+    """The elements of a parameter, in the order of its memory."""
+    return flat[segment.offset : segment.offset + segment.numel]
+
+
+def matrix(segment: Segment, flat: Tensor) -> Tensor:
+    """The parameter as a matrix: its first dimension by all others."""
+    return segment.view(flat).reshape(segment.shape[0], -1)
+
+
+def put(segment: Segment, flat: Tensor, value: Tensor) -> None:
+    """Write a matrix to the parameter's place."""
+    segment.view(flat).copy_(value.view(segment.shape))
