@@ -5,16 +5,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
-from gossamer.codecs import Codec
+from gossamer.codecs import Codec, ErrorFeedback, Sparse
 from gossamer.comm.flow import drive
 from gossamer.comm.ops import AllReduce, Broadcast, Decide, Op, result_like
 from gossamer.comm.runner import alone
 from gossamer.state import State
 
-from .cases import bucket_of, exchange, gossip, kept, noise, same_bits, stacked
+from .cases import bucket_of, exchange, gossip, kept, noise, same_bits, shares_memory, stacked
 
 # -- of every algorithm ---------------------------------------------------------------------------------------------------
 
@@ -175,19 +176,33 @@ def decoding_is_within_the_bound(codec: Codec, tensor: Tensor) -> None:
 
 
 def decoding_is_a_function_of_the_payload(codec: Codec, tensor: Tensor) -> None:
-    """The same bits from a copy of the payload, which decoding leaves alone."""
+    """The same bits from a copy of the payload, wherever that lies in memory; decoding leaves it alone."""
     payload = codec.encode(tensor)
-    copy = payload.clone()
+    copy = torch.cat([payload[:0], payload.new_zeros(1), payload])[1:]
     assert same_bits(codec.decode(payload, tensor.numel(), tensor.dtype), codec.decode(copy, tensor.numel(), tensor.dtype))
     assert same_bits(payload, copy)
 
 
+def the_same_seed_gives_the_same_payload(codec: Codec, tensor: Tensor) -> None:
+    """And no global generator is drawn from."""
+    before = torch.get_rng_state()
+    assert same_bits(codec.encode(tensor, seed=2**63 + 5), codec.encode(tensor.clone(), seed=2**63 + 5))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def the_payload_is_fresh_contiguous_and_no_longer(codec: Codec, tensor: Tensor) -> None:
-    """It may be sent while the tensor changes, and it does not cost more than the tensor (and a few words)."""
+    """It may be sent while the tensor changes, and it does not cost more than the tensor (and a few words).
+
+    Where an element travels alone it has an index, and half precision travels in fp32: at full density, up to three
+    times the bytes of fp32. That is for tiny tensors, of which at least one element is sent; long ones become shorter.
+    """
     payload = codec.encode(tensor)
     assert payload.is_contiguous()
     assert payload.numel() == 0 or payload.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
-    assert payload.nbytes <= tensor.nbytes + 16
+    assert payload.nbytes <= 3 * max(tensor.nbytes, 4 * tensor.numel()) + 16
+    long = tensor.new_empty(2**16, device="meta")
+    most = 12 * codec.density * long.numel() if isinstance(codec, Sparse) else long.nbytes
+    assert codec.encode(long).nbytes <= most + 16
 
 
 def every_dtype_decodes(codec: Codec, tensor: Tensor) -> None:
@@ -210,3 +225,63 @@ def meta_payloads_have_the_real_shape(codec: Codec, tensor: Tensor) -> None:
     assert (meta.shape, meta.dtype, meta.device.type) == (real.shape, real.dtype, "meta")
     decoded = codec.decode(meta, tensor.numel(), tensor.dtype)
     assert (decoded.shape, decoded.dtype) == (tensor.shape, tensor.dtype)
+
+
+def sent_and_kept_is_what_it_had(codec: Codec, tensor: Tensor) -> None:
+    """Up to one rounding of each number involved; the rest is like the tensor, and nothing that was given is written."""
+    for residual in (None, tensor.flip(0) * 0.3):
+        given = [t.clone() for t in (tensor, residual) if t is not None]
+        payload, rest = codec.encode_rest(tensor, residual, seed=3)
+        assert all(same_bits(a, b) for a, b in zip((t for t in (tensor, residual) if t is not None), given, strict=True))
+        assert (rest.shape, rest.dtype) == (tensor.shape, tensor.dtype)
+        assert not any(shares_memory(rest, t) for t in (tensor, residual, payload) if t is not None)
+        assert residual is not None or same_bits(payload, codec.encode(tensor, seed=3))
+        sent, had = codec.decode(payload, tensor.numel(), torch.float64), sum(t.double() for t in given)
+        info, within = torch.finfo(tensor.dtype), sent.to(tensor.dtype).isfinite()
+        slack = 2 * info.eps * (sum(t.double().abs() for t in given) + sent.abs()) + 2 * info.tiny * info.eps
+        assert ((sent + rest.double() - had).abs() <= slack)[within].all()
+
+
+def adding_is_decoding_and_adding(codec: Codec, tensor: Tensor) -> None:
+    """To the bit, into totals of other types too."""
+    payload = codec.encode(tensor)
+    for dtype in (torch.float64, torch.float32, tensor.dtype):
+        total = noise(1, tensor.numel(), dtype, seed=9)[0]
+        expected = total + codec.decode(payload, tensor.numel(), dtype)
+        codec.add_decoded(payload, total)
+        assert same_bits(total, expected)
+
+
+def the_rest_stays_finite(codec: Codec, tensor: Tensor, poison: float) -> None:
+    """With and without a residual, which stays as it was where the tensor is not finite."""
+    place = tensor.numel() // 2
+    poisoned = tensor.clone()
+    poisoned[place] = poison
+    residual = torch.full_like(tensor, 0.25)
+    for before, kept_there in ((None, 0.0), (residual, 0.25)):
+        payload, rest = codec.encode_rest(poisoned, before)
+        assert not codec.decode(payload, tensor.numel(), tensor.dtype).isfinite().all()
+        assert rest.isfinite().all()
+        assert rest[place] == kept_there
+
+
+def the_mean_over_seeds_is_the_tensor(codec: Codec, tensor: Tensor, seeds: int = 1500) -> None:
+    """For codecs that claim it: within six standard errors, element by element."""
+    draws = torch.stack([codec.decode(codec.encode(tensor, seed), tensor.numel(), torch.float64) for seed in range(seeds)])
+    error = (draws.mean(0) - tensor.double()).abs()
+    slack = 1e-5 * (tensor.double().abs().amax() + draws.std(0))
+    assert (error <= 6 * draws.std(0) / seeds**0.5 + slack).all()
+
+
+def error_feedback_loses_nothing(codec: Codec, tensor: Tensor, steps: int = 6) -> None:
+    """Over several steps: the sum of what was decoded, and the residual, are the sum of what was given."""
+    memory = codec if isinstance(codec, ErrorFeedback) else ErrorFeedback(codec)
+    gradient = tensor / pad(tensor.abs(), (0, 1), value=1.0).amax()  # so that no sum overflows
+    state, sent, largest = State(gradient), torch.zeros_like(gradient).double(), gradient.double().abs()
+    for step in range(steps):
+        payload = memory.send(gradient, state, "residual", seed=step)
+        decoded = memory.decode(payload, tensor.numel(), torch.float64)
+        sent, largest = sent + decoded, torch.stack([largest, decoded.abs(), state["residual"].double().abs()]).amax(0)
+    info = torch.finfo(min(tensor.dtype, state["residual"].dtype, key=lambda dtype: 1 / torch.finfo(dtype).eps))
+    slack = steps * (4 * info.eps * largest + info.smallest_normal * info.eps + 2.0**-24)
+    assert ((sent + state["residual"].double() - steps * gradient.double()).abs() <= slack).all()

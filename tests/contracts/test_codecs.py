@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.codecs import Codec
+from gossamer.codecs import Codec, ErrorFeedback, Quantize, RandomK, Sign, TopChunks, TopK
 
 from . import laws
 from .cases import all_codecs, noise
@@ -14,7 +14,19 @@ from .cases import all_codecs, noise
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SIZES = [0, 1, 2, 7, 8, 1023]
 
-every_codec = pytest.mark.parametrize("codec", all_codecs(), ids=repr)
+FURTHER = [
+    Quantize(bits=2, scheme="symmetric", rounding="stochastic"),
+    Quantize(bits=4, block=24, rounding="stochastic"),
+    Sign(block=8),
+    TopK(density=1),
+    RandomK(density=0.3, unbiased=True),
+    TopChunks(density=0.4, chunk=7),
+    ErrorFeedback(Sign(block=64)),
+    ErrorFeedback(TopChunks(chunk=16), residual="bf16"),
+]
+CODECS = [*all_codecs(), *FURTHER]
+
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -36,6 +48,10 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
         laws.the_payload_is_fresh_contiguous_and_no_longer,
         laws.every_dtype_decodes,
         laws.meta_payloads_have_the_real_shape,
+        laws.the_same_seed_gives_the_same_payload,
+        laws.sent_and_kept_is_what_it_had,
+        laws.adding_is_decoding_and_adding,
+        laws.error_feedback_loses_nothing,
     ],
     ids=lambda law: law.__name__,
 )
@@ -51,6 +67,14 @@ def test_non_finite_stays_visible(codec: Codec, dtype: torch.dtype, poison: floa
     for tensor in inputs(dtype):
         if tensor.numel():
             laws.non_finite_stays_visible(codec, tensor, poison)
+            laws.the_rest_stays_finite(codec, tensor, poison)
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.unbiased], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_unbiased(codec: Codec, dtype: torch.dtype) -> None:
+    for numel in (1, 65):
+        laws.the_mean_over_seeds_is_the_tensor(codec, noise(1, numel, dtype)[0])
 
 
 @every_codec

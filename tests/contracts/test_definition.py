@@ -23,7 +23,7 @@ def test_hyperparameters_are_frozen_and_named(cls: type) -> None:
     for field in dataclasses.fields(cls):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(cls(), field.name, field.default)
-        assert field.kw_only
+        assert field.kw_only or field.name == "codec", "only a wrapped codec goes without its name"
     with pytest.raises(TypeError):
         cls(no_such_field=1)
 

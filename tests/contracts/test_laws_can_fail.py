@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
 from gossamer.buckets import Bucket
-from gossamer.codecs import Cast
+from gossamer.codecs import Cast, Quantize
 from gossamer.comm.ops import Flow, all_reduce, permute
 from gossamer.comm.topology import dissemination
 from gossamer.state import State
@@ -179,6 +179,52 @@ class Sparse(Cast):
         return tensor[: int((tensor != 0).sum()) // 2].clone()
 
 
+class Drawing(Cast):
+    """Draws from the global generator."""
+
+    def encode(self, tensor: Tensor, seed: int = 0) -> Tensor:
+        return super().encode(tensor + torch.rand(()), seed)
+
+
+class Absorbing(Cast):
+    """Keeps whatever is left."""
+
+    def encode_rest(self, tensor: Tensor, residual: Tensor | None, seed: int = 0) -> tuple[Tensor, Tensor]:
+        wanted = tensor if residual is None else tensor + residual
+        payload = self.encode(wanted)
+        return payload, wanted - self.decode(payload, wanted.numel(), wanted.dtype)
+
+
+class Forgetful(Cast):
+    """Keeps half of what is left."""
+
+    def encode_rest(self, tensor: Tensor, residual: Tensor | None, seed: int = 0) -> tuple[Tensor, Tensor]:
+        payload, rest = super().encode_rest(tensor, residual, seed)
+        return payload, rest / 2
+
+
+class Doubling(Cast):
+    """Adds twice."""
+
+    def add_decoded(self, payload: Tensor, total: Tensor) -> None:
+        super().add_decoded(payload, total)
+        super().add_decoded(payload, total)
+
+
+class Downward(Quantize):
+    """Claims to be unbiased, and always rounds down."""
+
+    def encode(self, tensor: Tensor, seed: int = 0) -> Tensor:
+        return super().encode(tensor - 0.2, seed)
+
+
+class Misaligned(Quantize):
+    """Reads the payload from where memory begins, not from where the payload does."""
+
+    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return super().decode(payload.as_strided(payload.shape, (1,), 0), numel, dtype)
+
+
 @pytest.mark.parametrize(
     ("codec", "law"),
     [
@@ -189,6 +235,12 @@ class Sparse(Cast):
         (Stubborn, laws.every_dtype_decodes),
         (Cleaning, lambda codec, tensor: laws.non_finite_stays_visible(codec, tensor, float("nan"))),
         (Sparse, laws.meta_payloads_have_the_real_shape),
+        (Drawing, laws.the_same_seed_gives_the_same_payload),
+        (Absorbing, lambda codec, tensor: laws.the_rest_stays_finite(codec, tensor, float("inf"))),
+        (Cleaning, lambda codec, tensor: laws.the_rest_stays_finite(codec, tensor, float("nan"))),
+        (Forgetful, laws.sent_and_kept_is_what_it_had),
+        (Forgetful, laws.error_feedback_loses_nothing),
+        (Doubling, laws.adding_is_decoding_and_adding),
     ],
     ids=lambda case: getattr(case, "__name__", ""),
 )
@@ -197,3 +249,17 @@ def test_a_wrong_codec_is_found(codec: type[Cast], law: Callable[..., None]) -> 
     law(law_holds_for, noise(1, 65)[0])
     with pytest.raises((AssertionError, RuntimeError)):
         law(codec(wire="fp16"), noise(1, 65)[0])
+
+
+@pytest.mark.parametrize(
+    ("codec", "law"),
+    [
+        (Downward, laws.the_mean_over_seeds_is_the_tensor),
+        (Misaligned, laws.decoding_is_a_function_of_the_payload),
+    ],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+def test_a_wrong_quantisation_is_found(codec: type[Quantize], law: Callable[..., None]) -> None:
+    law(Quantize(rounding="stochastic"), noise(1, 65)[0])
+    with pytest.raises(AssertionError):
+        law(codec(rounding="stochastic"), noise(1, 65)[0])

@@ -2,5 +2,22 @@
 
 from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Cast, wire_codec
+from gossamer.codecs.error_feedback import ErrorFeedback
+from gossamer.codecs.kernels import chunk_norms
+from gossamer.codecs.quantize import Quantize
+from gossamer.codecs.sign import Sign
+from gossamer.codecs.sparse import RandomK, Sparse, TopChunks, TopK
 
-__all__ = ["Cast", "Codec", "wire_codec"]
+__all__ = [
+    "Cast",
+    "Codec",
+    "ErrorFeedback",
+    "Quantize",
+    "RandomK",
+    "Sign",
+    "Sparse",
+    "TopChunks",
+    "TopK",
+    "chunk_norms",
+    "wire_codec",
+]

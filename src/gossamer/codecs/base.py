@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossamer.codecs.kernels.reference import finite_or
 from gossamer.state import State
 
 
@@ -19,6 +20,11 @@ class Codec(ABC):
 
     ``seed`` is where randomness comes from, never a global generator: the same seed, the same payload.
     """
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the mean over all seeds of what a payload decodes to is the tensor."""
+        return False
 
     @abstractmethod
     def encode(self, tensor: Tensor, seed: int = 0) -> Tensor:
@@ -36,10 +42,13 @@ class Codec(ABC):
         """Elementwise bound on ``|decode(encode(x)) − x|`` for finite ``x`` within the codec's range."""
 
     def encode_rest(self, tensor: Tensor, residual: Tensor | None, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """The payload of ``tensor + residual``, and the rest that it does not carry (like ``tensor``, newly made)."""
+        """The payload of ``tensor + residual``, and the rest that it does not carry (like ``tensor``, newly made).
+
+        The rest is always finite: where a value, or what it decodes to, is not, the residual stays as it was.
+        """
         wanted = tensor.clone() if residual is None else tensor + residual
         payload = self.encode(wanted, seed)
-        return payload, wanted.sub_(self.decode(payload, wanted.numel(), wanted.dtype))
+        return payload, finite_or(wanted.sub_(self.decode(payload, wanted.numel(), wanted.dtype)), residual)
 
     def add_decoded(self, payload: Tensor, total: Tensor) -> None:
         """Add what a payload stands for to ``total``, in place."""

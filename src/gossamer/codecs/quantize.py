@@ -9,6 +9,7 @@ from torch import Tensor
 from gossamer.codecs.base import Codec
 from gossamer.codecs.kernels import kernels_for, single
 from gossamer.codecs.kernels.layout import Grid
+from gossamer.codecs.kernels.reference import finite_or
 from gossamer.codecs.rounding import check_block, rounding_of, smallest
 from gossamer.errors import ConfigurationError
 
@@ -65,13 +66,13 @@ class Quantize(Codec):
         return values.to(dtype)
 
     def encode_rest(self, tensor: Tensor, residual: Tensor | None, seed: int = 0) -> tuple[Tensor, Tensor]:
-        if tensor.dtype != torch.float32:
+        if tensor.dtype == torch.float64:
             return super().encode_rest(tensor, residual, seed)
         x = single(tensor)
         payload, rest = self.grid.empty(x), torch.empty_like(x)
         before = None if residual is None else single(residual)
         kernels_for(x.device.type).quantize(x, before, self.grid, seed, payload, rest)
-        return payload, rest
+        return payload, rest if rest.dtype == tensor.dtype else finite_or(rest.to(tensor.dtype), residual)
 
     def add_decoded(self, payload: Tensor, total: Tensor) -> None:
         if total.dtype == torch.float32 and total.is_contiguous():

@@ -31,6 +31,6 @@ def mean_size(tensor: Tensor, block: int) -> Tensor:
 
 
 def rounding_of(size: Tensor, dtype: torch.dtype) -> Tensor:
-    """The error of one rounding of values as large as ``size`` to ``dtype``, at least to fp32; elementwise."""
+    """The error of one rounding of values as large as ``size`` to ``dtype`` by way of fp32; inf where that overflows."""
     info = torch.finfo(torch.float32 if dtype == torch.float64 else dtype)
-    return size * info.eps + info.smallest_normal * info.eps
+    return torch.where(size * (1 + info.eps) > info.max, float("inf"), size * info.eps + info.smallest_normal * info.eps)

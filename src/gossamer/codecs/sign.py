@@ -8,6 +8,7 @@ from torch import Tensor
 from gossamer.codecs.base import Codec
 from gossamer.codecs.kernels import kernels_for, single
 from gossamer.codecs.kernels.layout import Blocks
+from gossamer.codecs.kernels.reference import finite_or
 from gossamer.codecs.rounding import check_block, mean_size, rounding_of
 
 
@@ -21,7 +22,7 @@ class Sign(Codec):
     Source: Karimireddy et al. 2019 (arXiv 1901.09847); 1-bit Adam, Tang et al. 2021 (arXiv 2102.02888).
     """
 
-    block: int = 512
+    block: int = 2048
 
     def __post_init__(self) -> None:
         check_block(self.block)
@@ -42,13 +43,13 @@ class Sign(Codec):
         return values.to(dtype)
 
     def encode_rest(self, tensor: Tensor, residual: Tensor | None, seed: int = 0) -> tuple[Tensor, Tensor]:
-        if tensor.dtype != torch.float32:
+        if tensor.dtype == torch.float64:
             return super().encode_rest(tensor, residual, seed)
         x = single(tensor)
         payload, rest = self.blocks.empty(x), torch.empty_like(x)
         before = None if residual is None else single(residual)
         kernels_for(x.device.type).sign(x, before, self.blocks, payload, rest)
-        return payload, rest
+        return payload, rest if rest.dtype == tensor.dtype else finite_or(rest.to(tensor.dtype), residual)
 
     def add_decoded(self, payload: Tensor, total: Tensor) -> None:
         if total.dtype == torch.float32 and total.is_contiguous():

@@ -25,9 +25,8 @@ def flipped(builder: Any, bits: Any) -> Any:
     return builder.xor(bits, builder.and_(negative, ir.Constant(I32_T, 0x7FFFFFFF)))
 
 
-@intrinsic
-def order(context: Any, value: Any) -> Any:
-    """The int32 that compares with others as the fp32 values do: −NaN < −inf < … < inf < NaN."""
+def make_order(context: Any, value: Any) -> Any:
+    """``order(x)``: the int32 that compares with others as the fp32 values do: −NaN < −inf < … < inf < NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return flipped(builder, builder.bitcast(arguments[0], I32_T))
@@ -35,14 +34,16 @@ def order(context: Any, value: Any) -> Any:
     return types.int32(types.float32), generate
 
 
-@intrinsic
-def value_of(context: Any, key: Any) -> Any:
-    """The fp32 value of an :func:`order` key."""
+def make_value_of(context: Any, key: Any) -> Any:
+    """``value_of(key)``: the fp32 value of an ``order`` key."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(flipped(builder, arguments[0]), F32_T)
 
     return types.float32(types.int32), generate
 
+
+order: Any = intrinsic(make_order)
+value_of: Any = intrinsic(make_value_of)
 
 INF_KEY = np.int32(0x7F800000)

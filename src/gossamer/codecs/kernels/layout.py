@@ -79,7 +79,7 @@ class Grid(Blocks):
     @property
     def top(self) -> int:
         """The largest code: 255, 15, 3; or 254, 14, 2, so that zero is a level."""
-        return 2**self.bits - 1 - self.symmetric
+        return (1 << self.bits) - 1 - self.symmetric
 
     @property
     def inverse(self) -> float:

@@ -7,6 +7,11 @@ from torch.nn.functional import pad
 from gossamer.codecs.kernels.layout import HUGE, M1, M2, MASK, SHIFT1, SHIFT2, SHRINK, TINY, Blocks, Grid, keys
 
 
+def finite_or(rest: Tensor, residual: Tensor | None) -> Tensor:
+    """``rest``, and where that is not finite, the residual as it was."""
+    return torch.where(rest.isfinite(), rest, 0.0 if residual is None else residual)
+
+
 def rows(flat: Tensor, block: int) -> list[Tensor]:
     """Whole blocks as one matrix, and the short last block as another; views of ``flat``."""
     whole = flat.numel() - flat.numel() % block
@@ -29,7 +34,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
     """``int32[blocks, length]``: the reverse of :func:`pack`."""
-    planes = packed.int().unsqueeze(1) >> shifts(packed, bits) & (2**bits - 1)
+    planes = packed.int().unsqueeze(1) >> shifts(packed, bits) & ((1 << bits) - 1)
     return planes.flatten(1)[:, :length]
 
 
@@ -57,12 +62,7 @@ def quantize(x: Tensor, residual: Tensor | None, grid: Grid, seed: int, payload:
         first += len(w)
     if rest is not None:
         torch.sub(wanted, decoded(payload, x.numel(), grid), out=rest)
-        keep_old(rest, residual)
-
-
-def keep_old(rest: Tensor, residual: Tensor | None) -> None:
-    """Where ``rest`` is not finite, the residual stays as it was."""
-    rest.copy_(torch.where(rest.isfinite(), rest, 0.0 if residual is None else residual))
+        rest.copy_(finite_or(rest, residual))
 
 
 def places_of(w: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,12 +97,17 @@ def choose(place: Tensor, first: int, grid: Grid, seed: int) -> Tensor:
 
 
 def uniform(numel: int, first: int, seed: int, device: torch.device) -> Tensor:
-    """``float32[numel]`` in [0, 1): a hash of the seed and each element's index. Multiples of 2⁻²⁴."""
+    """``float32[numel]`` in [0, 1): :func:`hashed` · 2⁻²⁴."""
+    return hashed(numel, first, seed, device).float() * 2.0**-24
+
+
+def hashed(numel: int, first: int, seed: int, device: torch.device) -> Tensor:
+    """``int64[numel]`` from 0 to 2²⁴ − 1: a hash of the seed and each element's index, from ``first`` on."""
     key1, key2 = keys(seed)
     mixed = torch.arange(first, first + numel, device=device) & MASK ^ key1
     mixed = ((mixed ^ mixed >> SHIFT1) * M1 + key2) & MASK
     mixed = (mixed ^ mixed >> SHIFT2) * M2 & MASK
-    return ((mixed ^ mixed >> 16) >> 8).float() * 2.0**-24
+    return (mixed ^ mixed >> 16) >> 8
 
 
 def decoded(payload: Tensor, numel: int, grid: Grid) -> Tensor:
@@ -139,7 +144,7 @@ def sign(x: Tensor, residual: Tensor | None, blocks: Blocks, payload: Tensor, re
         first += len(w)
     if rest is not None:
         torch.sub(wanted, unsigned(payload, x.numel(), blocks), out=rest)
-        keep_old(rest, residual)
+        rest.copy_(finite_or(rest, residual))
 
 
 def mean_size(w: Tensor) -> Tensor:
