@@ -5,10 +5,10 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format readme bench-speed clean
+.PHONY: help setup demo test test-slow check format readme bench-speed bench-kernels clean
 
 help: ## print the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gossamer needs Python 3.11 or later (make PYTHON=python3.12)")'
@@ -42,6 +42,9 @@ readme: $(READY) ## run the demo and put its table and picture into the README
 
 bench-speed: $(READY) ## measure the step time beside DDP and the line rate beside plain TCP (about 12 minutes)
 	$(RUN) -m gossamer.bench.speed --save-to benchmarks/results
+
+bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (about a minute)
+	$(RUN) -m gossamer.bench.kernels --save-to benchmarks/results
 
 clean: ## remove what was built
 	rm -rf $(VENV) out build dist .mypy_cache .ruff_cache src/*.egg-info

@@ -41,7 +41,7 @@ class Sparse(Codec):
 
     def share(self, numel: int) -> int:
         """``ceil(density · numel)``, whatever the density's last bit: 0.07 of 100 are 7."""
-        return min(numel, math.ceil(round(self.density * numel, 6)))
+        return min(numel, max(1, math.ceil(round(self.density * numel, 6))))
 
     @abstractmethod
     def unpacked(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:

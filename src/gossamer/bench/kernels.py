@@ -1,0 +1,160 @@
+"""Kernels: how fast codecs encode and decode on one thread, as shares of a memory copy in the same run.
+
+python -m gossamer.bench.kernels --save-to benchmarks/results
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK
+from gossamer.codecs.kernels import chunk_norms, kernels_for
+
+COPY = "memory copy"
+CODECS: Mapping[str, Codec] = {
+    "8 bits": Quantize(bits=8),
+    "8 bits, stochastic": Quantize(bits=8, rounding="stochastic"),
+    "8 bits, symmetric": Quantize(bits=8, scheme="symmetric"),
+    "4 bits": Quantize(bits=4),
+    "2 bits": Quantize(bits=2),
+    "sign": Sign(),
+}
+SPARSE: Mapping[str, Codec] = {"10 % of chunks": TopChunks(), "1 % random": RandomK(), "1 % largest": TopK()}
+CHUNK = 32 * 1024
+
+console = Console(stderr=True)
+
+
+class Memory:
+    """Tensors made once, so that what is timed is the kernel and not the system's handing out of pages."""
+
+    def __init__(self, numel: int, device: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(numel, generator=generator).to(device)
+        self.residual = 0.01 * self.x.flip(0)
+        self.rest, self.out = torch.zeros_like(self.x), torch.zeros_like(self.x)
+
+
+def fused(codec: Codec, memory: Memory) -> dict[str, Callable[[], object]]:
+    """The kernels of a block-wise codec: encoding with and without feedback, decoding, decoding and adding."""
+    kernels, payload = kernels_for(memory.x.device.type), codec.encode(memory.x)
+
+    def encode(residual: Tensor | None, rest: Tensor | None) -> None:
+        if isinstance(codec, Quantize):
+            kernels.quantize(memory.x, residual, codec.grid, 1, payload, rest)
+        elif isinstance(codec, Sign):
+            kernels.sign(memory.x, residual, codec.blocks, payload, rest)
+
+    def decode(add: bool) -> None:
+        if isinstance(codec, Quantize):
+            kernels.dequantize(payload, memory.out, codec.grid, add)
+        elif isinstance(codec, Sign):
+            kernels.unsign(payload, memory.out, codec.blocks, add)
+
+    return {
+        "encode with feedback": lambda: encode(memory.residual, memory.rest),
+        "encode": lambda: encode(None, None),
+        "decode": lambda: decode(False),
+        "decode and add": lambda: decode(True),
+    }
+
+
+def whole(codec: Codec, memory: Memory) -> dict[str, Callable[[], object]]:
+    """A codec as algorithms call it, new tensors included."""
+    payload = codec.encode(memory.x)
+    return {
+        "encode with feedback, new tensors": lambda: codec.encode_rest(memory.x, memory.residual, 1),
+        "decode and add, new tensors": lambda: codec.add_decoded(payload, memory.out),
+    }
+
+
+def works(memory: Memory, sparse: bool) -> dict[tuple[str, str], Callable[[], object]]:
+    """Everything that is timed, by codec and kernel."""
+    found: dict[tuple[str, str], Callable[[], object]] = {(COPY, "copy"): lambda: memory.out.copy_(memory.x)}
+    found["chunk norms", "with feedback"] = lambda: chunk_norms(memory.x, memory.residual, CHUNK)
+    for name, codec in CODECS.items():
+        found |= {(name, kernel): work for kernel, work in (fused(codec, memory) | whole(codec, memory)).items()}
+    for name, codec in SPARSE.items() if sparse else ():
+        found |= {(name, kernel): work for kernel, work in whole(codec, memory).items()}
+    return found
+
+
+def seconds_of(work: Callable[[], object], device: str) -> float:
+    """Seconds of one call, until the device is done."""
+    begin = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def measure(mbytes: float, device: str, rounds: int, sparse: bool) -> list[dict[str, Any]]:
+    """Interleaved rounds; per kernel the median of bytes of gradient per second, and of the share of the copy in its round."""
+    memory = Memory(round(mbytes * 2**20) // 4, device)
+    jobs = works(memory, sparse)
+    for work in jobs.values():
+        seconds_of(work, device)
+    times = {key: [] for key in jobs}  # type: dict[tuple[str, str], list[float]]
+    for _ in range(rounds):
+        for key, work in jobs.items():
+            times[key].append(seconds_of(work, device))
+    copies = times[COPY, "copy"]
+    return [
+        {
+            "device": device,
+            "mbytes": mbytes,
+            "codec": codec,
+            "kernel": kernel,
+            "bytes_per_second": memory.x.nbytes / statistics.median(seconds),
+            "share_of_copy": statistics.median(c / s for c, s in zip(copies, seconds, strict=True)),
+            "seconds": seconds,
+        }
+        for (codec, kernel), seconds in times.items()
+    ]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: one line per kernel."""
+    lines = ["| device | MiB | codec | kernel | GB/s of gradient | share of a memory copy |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        rate, share = row["bytes_per_second"] / 1e9, row["share_of_copy"]
+        lines.append(f"| {row['device']} | {row['mbytes']:g} | {row['codec']} | {row['kernel']} | {rate:.2f} | {share:.2f} |")
+    return lines
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"One CPU thread of {platform.machine()}{gpu}; torch {torch.__version__}"
+
+
+def main() -> None:
+    """Measure everything and save ``kernels.json`` and ``kernels.md``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save-to", type=Path, default=Path("out/kernels"))
+    parser.add_argument("--mbytes", type=float, default=64.0)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-sparse", action="store_true", help="leave out the slow ones")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        console.log(f"{options.mbytes:g} MiB on {device}: {options.rounds} rounds")
+        rows += measure(options.mbytes, device, options.rounds, not options.no_sparse)
+    options.save_to.mkdir(parents=True, exist_ok=True)
+    (options.save_to / "kernels.json").write_text(json.dumps({"machine": machine(), "kernels": rows}, indent=1))
+    (options.save_to / "kernels.md").write_text("\n".join([*table(rows), "", machine()]) + "\n")
+    console.log(f"wrote {options.save_to / 'kernels.md'} and {options.save_to / 'kernels.json'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""ErrorFeedback: what is remembered, and how it is kept."""
+
+import pytest
+import torch
+
+from gossamer.codecs import Cast, ErrorFeedback, Quantize, Sign, TopK
+from gossamer.errors import ConfigurationError
+from gossamer.state import State
+
+
+def test_it_wraps_any_codec_and_sends_its_payloads() -> None:
+    tensor = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    state = State(tensor)
+    assert torch.equal(ErrorFeedback(Sign()).send(tensor, state, "e"), Sign().encode(tensor))
+    assert torch.equal(
+        ErrorFeedback(Sign()).send(tensor, state, "e"), Sign().encode(tensor + (tensor - decoded(Sign(), tensor)))
+    )
+    assert ErrorFeedback().codec == Quantize()
+
+
+def decoded(codec: Sign, tensor: torch.Tensor) -> torch.Tensor:
+    return codec.decode(codec.encode(tensor), tensor.numel(), tensor.dtype)
+
+
+def test_a_plain_codec_remembers_nothing() -> None:
+    state = State(torch.zeros(3))
+    Sign().send(torch.ones(3), state, "e")
+    assert state.drafts() == []
+
+
+@pytest.mark.parametrize(("residual", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_the_residual_is_kept_as_asked_and_written_anew(residual: str, dtype: torch.dtype) -> None:
+    state, memory = State(torch.zeros(50)), ErrorFeedback(Sign(), residual=residual)
+    memory.send(torch.linspace(-1, 2, 50), state, "e")
+    first, copy = state["e"], state["e"].clone()
+    assert first.dtype == dtype
+    memory.send(torch.linspace(-1, 2, 50), state, "e")
+    assert torch.equal(first, copy), "an exchange that is given up must find the old residual"
+
+
+def test_an_overflow_of_half_precision_is_cut_off() -> None:
+    state = State(torch.zeros(200))
+    tensor = torch.full((200,), 1e6)
+    tensor[0] = 2e6
+    ErrorFeedback(TopK(), residual="fp16").send(tensor, state, "e")
+    assert state["e"].dtype == torch.float16
+    assert state["e"].isfinite().all()
+
+
+def test_a_step_that_overflowed_leaves_the_residual() -> None:
+    state, memory = State(torch.zeros(40)), ErrorFeedback(Sign(block=8))
+    memory.send(torch.linspace(-1, 2, 40), state, "e")
+    before = state["e"]
+    memory.send(torch.full((40,), float("nan")), state, "e")
+    assert torch.equal(state["e"], before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"codec": ErrorFeedback(Sign())}, "same error twice"),
+        ({"codec": "sign"}, "wraps a codec"),
+        ({"codec": Sign}, "wraps a codec"),
+        ({"codec": Cast(wire="bf16"), "residual": "fp8"}, "residual must be one of fp32, fp16, bf16; got 'fp8'"),
+    ],
+)
+def test_bad_fields_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ErrorFeedback(**arguments)
