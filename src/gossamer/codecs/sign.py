@@ -22,7 +22,7 @@ class Sign(Codec):
     Source: Karimireddy et al. 2019 (arXiv 1901.09847); 1-bit Adam, Tang et al. 2021 (arXiv 2102.02888).
     """
 
-    block: int = 2048
+    block: int = 1024
 
     def __post_init__(self) -> None:
         check_block(self.block)

@@ -29,11 +29,20 @@ def total_size_of_both(x: Array, residual: Array) -> Any:
     return total
 
 
-@exact
-def add_to(x: Array, residual: Array, out: Array) -> None:
-    """out = x + residual."""
-    for i in range(x.size):
-        out[i] = x[i] + residual[i]
+@summing
+def take(x: Array, residual: Array, wanted: Array) -> Any:
+    """wanted = x + residual, and the sum of its absolute values."""
+    total = F32(0)
+    if residual.size:
+        for i in range(x.size):
+            value = x[i] + residual[i]
+            wanted[i] = value
+            total += abs(value)
+    else:
+        for i in range(x.size):
+            wanted[i] = x[i]
+            total += abs(x[i])
+    return total
 
 
 @exact
@@ -61,11 +70,8 @@ def sign_all(x: Array, residual: Array, header: Array, packed: Array, rest: Arra
     for b in range(header.shape[1]):
         begin, end = b * block, min((b + 1) * block, x.size)
         w = scratch[: end - begin]
-        if residual.size:
-            add_to(x[begin:end], residual[begin:end], w)
-        else:
-            w[:] = x[begin:end]
-        size = total_size(w, F32(1)) * (F32(1) / F32(w.size))
+        r = residual[begin:end] if residual.size else residual
+        size = take(x[begin:end], r, w) * (F32(1) / F32(w.size))
         if not np.isfinite(size):
             size = total_size(w, F32(SHRINK) / F32(w.size))
         finite = np.isfinite(size)
@@ -76,7 +82,7 @@ def sign_all(x: Array, residual: Array, header: Array, packed: Array, rest: Arra
             if finite:
                 keep_sign_rest(w, rest[begin:end], size)
             else:
-                keep_old(residual[begin:end] if residual.size else residual, rest[begin:end])
+                keep_old(r, rest[begin:end])
 
 
 @exact

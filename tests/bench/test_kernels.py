@@ -1,0 +1,21 @@
+"""The bench of the kernels: every kernel is timed, and the table says so."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gossamer.bench import kernels
+
+
+def test_it_writes_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["kernels", "--save-to", str(tmp_path), "--mbytes", "0.1", "--rounds", "2"])
+    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
+    kernels.main()
+    rows = json.loads((tmp_path / "kernels.json").read_text())["kernels"]
+    assert {row["codec"] for row in rows} == {kernels.COPY, "chunk norms", *kernels.CODECS, *kernels.SPARSE}
+    assert all(row["bytes_per_second"] > 0 and len(row["seconds"]) == 2 for row in rows)
+    assert next(row for row in rows if row["codec"] == kernels.COPY)["share_of_copy"] == 1
+    table = (tmp_path / "kernels.md").read_text().splitlines()
+    assert len([line for line in table if line.startswith("| cpu |")]) == len(rows)
