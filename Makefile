@@ -5,7 +5,7 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format readme bench-speed bench-kernels clean
+.PHONY: help setup demo test test-slow check format readme topologies bench-speed bench-kernels clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ format: $(READY) ## format the code and mend what can be mended
 readme: $(READY) ## run the demo and put its table and picture into the README
 	$(RUN) -m gossamer.bench.demo --save-to docs/assets
 	$(RUN) -m gossamer.bench.readme
+
+topologies: $(READY) ## draw the topologies and how they mix, for docs/topologies.md
+	$(RUN) -m gossamer.bench.topologies
 
 bench-speed: $(READY) ## measure the step time beside DDP and the line rate beside plain TCP (about 12 minutes)
 	$(RUN) -m gossamer.bench.speed --save-to benchmarks/results

@@ -2,9 +2,14 @@
 
 Nothing here knows about tensors, processes or networks: a pattern is data, so that a runner may execute one
 generator for all ranks, and a test may check a law for every world size.
+
+Every step of every topology is a handful of permutations whose messages are averaged with equal weights. That is doubly
+stochastic by construction (a convex combination of permutations), so the mean over the ranks is preserved for every
+world size without a correction.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,12 +34,41 @@ class Permutation:
         return len(self.to)
 
     def destination(self, rank: int) -> int:
-        """The rank that ``rank`` sends to."""
+        """The rank that ``rank`` sends to; itself where it has a bye."""
         return self.to[rank]
 
     def source(self, rank: int) -> int:
         """The rank that ``rank`` receives from."""
         return self.to.index(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One step: every rank sends along each of ``permutations`` and averages what arrives with its own, in equal parts."""
+
+    world: int
+    permutations: tuple[Permutation, ...]
+
+    def destinations(self, rank: int) -> tuple[int, ...]:
+        """The ranks that ``rank`` sends to; none where it has a bye."""
+        return tuple(to for each in self.permutations if (to := each.destination(rank)) != rank)
+
+    def sources(self, rank: int) -> tuple[int, ...]:
+        """The ranks that ``rank`` receives from."""
+        return tuple(source for each in self.permutations if (source := each.source(rank)) != rank)
+
+    def weights(self, rank: int) -> dict[int, float]:
+        """The weights with which ``rank`` averages, its own among them; they sum to 1."""
+        share, result = 1 / (len(self.permutations) + 1), {rank: 0.0}
+        for source in (rank, *(each.source(rank) for each in self.permutations)):
+            result[source] = result.get(source, 0.0) + share
+        return result
+
+
+def exchange(world: int, permutations: Iterable[Permutation]) -> Exchange:
+    """An exchange along those of ``permutations`` that move anything, each of them once."""
+    alone = tuple(range(world))
+    return Exchange(world, tuple(each for each in dict.fromkeys(permutations) if each.to != alone))
 
 
 def rounds(world: int) -> int:
@@ -57,11 +91,187 @@ def dissemination(step: int, world: int) -> Permutation:
     return shift(2 ** (step % rounds(world)) % world, world)
 
 
-def mixing_matrix(permutation: Permutation) -> Sequence[Sequence[float]]:
-    """Row ``i`` holds the weights with which rank ``i`` averages: ½ itself, ½ the rank it receives from."""
-    world = permutation.world
-    matrix = [[0.0] * world for _ in range(world)]
-    for rank in range(world):
-        matrix[rank][rank] += 0.5
-        matrix[rank][permutation.source(rank)] += 0.5
+def mixing_matrix(pattern: Permutation | Exchange) -> Sequence[Sequence[float]]:
+    """Row ``i`` holds the weights with which rank ``i`` averages; a single permutation has ½ and ½."""
+    step = Exchange(pattern.world, (pattern,)) if isinstance(pattern, Permutation) else pattern
+    matrix = [[0.0] * step.world for _ in range(step.world)]
+    for rank, row in enumerate(matrix):
+        for source, weight in step.weights(rank).items():
+            row[source] = weight
     return matrix
+
+
+class Topology(ABC):
+    """A pattern: what is exchanged in every step, for every world size (unless it says otherwise).
+
+    Equal on all ranks, whatever the machine: it depends on its fields, the step and the world alone.
+    """
+
+    @abstractmethod
+    def at(self, step: int, world: int) -> Exchange:
+        """The exchange of ``step`` (0, 1, …) among ``world`` ranks. Raises ValueError for a world it cannot serve."""
+
+    def cycle(self, world: int) -> int:
+        """After how many steps it begins anew (patterns drawn at random: how many belong together)."""
+        return rounds(world)
+
+
+@dataclass(frozen=True)
+class Dissemination(Topology):
+    """Send to ``rank − 2^h``, receive from ``rank + 2^h``, h cycling. Daily et al. 2018 (arXiv 1803.05880)."""
+
+    def at(self, step: int, world: int) -> Exchange:
+        return exchange(world, [dissemination(step, world)])
+
+
+@dataclass(frozen=True)
+class OnePeerExponential(Topology):
+    """Send to ``rank + 2^h``, receive from ``rank − 2^h``, h cycling: the mirror image of dissemination.
+
+    Source: Assran et al. 2019 (arXiv 1811.10792); its exact consensus: Ying et al. 2021 (arXiv 2110.13363).
+    """
+
+    def at(self, step: int, world: int) -> Exchange:
+        return exchange(world, [shift(-(2 ** (step % rounds(world))) % world, world)])
+
+
+@dataclass(frozen=True)
+class Hypercube(Topology):
+    """Pairs: ``rank`` and ``rank XOR 2^h`` exchange, h cycling. Only for ``world = 2^k``. Daily et al. 2018."""
+
+    def at(self, step: int, world: int) -> Exchange:
+        if world & (world - 1):
+            raise ValueError(f"a hypercube has 2^k corners; {world} ranks are not a power of two: take Dissemination()")
+        if world == 1:
+            return exchange(world, [])
+        return exchange(world, [Permutation(tuple(rank ^ 2 ** (step % rounds(world)) for rank in range(world)))])
+
+
+@dataclass(frozen=True)
+class Ring(Topology):
+    """Every rank averages with both neighbours (thirds), or sends down and receives from above (``directed``: halves).
+
+    Source: Lian et al. 2017 (arXiv 1705.09056).
+    """
+
+    directed: bool = False
+
+    def at(self, step: int, world: int) -> Exchange:
+        down, up = shift(1 % world, world), shift(-1 % world, world)
+        return exchange(world, [down] if self.directed else [down, up])
+
+    def cycle(self, world: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class RandomMatching(Topology):
+    """Pairs drawn anew in every step, from ``seed``; one rank of an odd number has a bye.
+
+    Source: after the randomized gossip of Boyd et al. 2006 (IEEE Trans. Inf. Theory 52), where one pair meets at a time.
+    """
+
+    seed: int = 0
+
+    def at(self, step: int, world: int) -> Exchange:
+        order = shuffled(world, self.seed, step)
+        return exchange(world, [_pairs(world, zip(order[0::2], order[1::2], strict=False))])
+
+
+@dataclass(frozen=True)
+class ShiftOne(Topology):
+    """Pairs between the lower and the upper half of the ranks, shifted by one in every step; a bye for odd worlds.
+
+    Source: ``shift_one`` of BAGUA (Gan et al. 2021, arXiv 2107.01499), which needs an even world.
+    """
+
+    def at(self, step: int, world: int) -> Exchange:
+        half = self.cycle(world)
+        pairs = ((low, half + (low + step) % half) for low in range(half))
+        return exchange(world, [_pairs(world, (pair for pair in pairs if pair[1] < world))])
+
+    def cycle(self, world: int) -> int:
+        return (world + 1) // 2
+
+
+@dataclass(frozen=True)
+class Complete(Topology):
+    """Every rank sends to all others: the exact mean in one step, for ``world − 1`` messages per rank."""
+
+    def at(self, step: int, world: int) -> Exchange:
+        return exchange(world, (shift(distance, world) for distance in range(1, world)))
+
+    def cycle(self, world: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Rotated(Topology):
+    """Another topology whose ranks are renumbered every ⌈log2 world⌉ steps, so that partners change.
+
+    Source: the rotation of GossipGraD (Daily et al. 2018), with a new permutation every time instead of p − 1 in turn.
+    """
+
+    topology: Topology
+    seed: int = 0
+
+    def at(self, step: int, world: int) -> Exchange:
+        number = shuffled(world, self.seed, step // rounds(world))
+        plain = self.topology.at(step, world)
+        return exchange(world, (_renumber(each, number) for each in plain.permutations))
+
+    def cycle(self, world: int) -> int:
+        return max(rounds(world), self.topology.cycle(world))
+
+
+def rotated(topology: Topology, seed: int = 0) -> Rotated:
+    """``topology`` with ranks renumbered every ⌈log2 world⌉ steps, the same way on every rank."""
+    return Rotated(topology, seed)
+
+
+FAMILY: tuple[Topology, ...] = (
+    Dissemination(),
+    OnePeerExponential(),
+    Hypercube(),
+    Ring(),
+    Ring(directed=True),
+    RandomMatching(),
+    ShiftOne(),
+    Complete(),
+)
+"""One of each."""
+
+
+@lru_cache(maxsize=256)
+def shuffled(world: int, seed: int, number: int) -> tuple[int, ...]:
+    """The ``number``-th permutation of ``seed``: ranks in the order of a hash of (seed, number, rank).
+
+    Integer arithmetic alone, so it is the same under every version of Python and NumPy, on every machine and under
+    every hash seed; and any number is found without drawing those before it.
+    """
+    key = _mixed(_mixed(seed) + number)
+    return tuple(sorted(range(world), key=lambda rank: (_mixed(key + rank), rank)))
+
+
+def _mixed(value: int) -> int:
+    """A 64-bit hash of an integer: the output function of SplitMix64 (Steele, Lea, Flood 2014)."""
+    value = (value + 1) * 0x9E3779B97F4A7C15 % 2**64
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+    return value ^ value >> 31
+
+
+def _pairs(world: int, pairs: Iterable[tuple[int, int]]) -> Permutation:
+    """Both of each pair send to each other; everyone else has a bye."""
+    to = list(range(world))
+    for one, other in pairs:
+        to[one], to[other] = other, one
+    return Permutation(tuple(to))
+
+
+def _renumber(permutation: Permutation, number: Sequence[int]) -> Permutation:
+    """The same messages between ranks that play other parts: what ``i`` was, ``number[i]`` now is."""
+    to = [0] * permutation.world
+    for part, rank in enumerate(number):
+        to[rank] = number[permutation.to[part]]
+    return Permutation(tuple(to))

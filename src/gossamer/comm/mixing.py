@@ -1,0 +1,92 @@
+"""Mixing: how fast a topology spreads what one rank knows, by numbers; pure functions like the topologies themselves."""
+
+from typing import Any
+
+from gossamer.comm.topology import Topology, mixing_matrix, rounds
+
+
+def spread(topology: Topology, world: int, steps: int, begin: int = 0) -> list[set[int]]:
+    """The ranks whose updates have reached each rank after ``steps`` steps from ``begin`` on."""
+    known = [{rank} for rank in range(world)]
+    for step in range(begin, begin + steps):
+        met = topology.at(step, world)
+        known = [known[rank].union(*(known[source] for source in met.sources(rank))) for rank in range(world)]
+    return known
+
+
+def check_connected(topology: Topology, world: int) -> None:
+    """Raise ValueError, naming who cannot be reached, unless every rank's update reaches every other rank in the end.
+
+    Looks at the first ``world + 16`` cycles: nothing that repeats itself needs more, and a random pattern that does
+    not connect in so many is broken.
+    """
+    known = [{rank} for rank in range(world)]
+    for step in range((world + 16) * topology.cycle(world)):
+        if all(len(each) == world for each in known):
+            return
+        met = topology.at(step, world)
+        known = [known[rank].union(*(known[source] for source in met.sources(rank))) for rank in range(world)]
+    for origin in range(world):
+        unreachable = [rank for rank in range(world) if origin not in known[rank]]
+        if unreachable:
+            names = ", ".join(map(str, unreachable))
+            raise ValueError(
+                f"{topology} does not connect {world} ranks: what rank {origin} learns never reaches rank"
+                f"{'s' * (len(unreachable) > 1)} {names}"
+            )
+
+
+def product(topology: Topology, world: int, steps: int, begin: int = 0) -> Any:
+    """The matrix that ``steps`` steps of averaging multiply the ranks' values with: float64 ``(world, world)`` (NumPy)."""
+    import numpy as np
+
+    result = np.eye(world)
+    for step in range(begin, begin + steps):
+        result = np.array(mixing_matrix(topology.at(step, world))) @ result
+    return result
+
+
+def disagreement(topology: Topology, world: int, steps: int) -> float:
+    """What is left of the ranks' distance from their mean after ``steps`` steps, in the worst case: 1 at first, 0 is consensus.
+
+    The spectral norm of (product of the mixing matrices − the exact average).
+    """
+    import numpy as np
+
+    return float(np.linalg.norm(product(topology, world, steps) - 1 / world, 2)) if world > 1 else 0.0
+
+
+def spectral_gap(topology: Topology, world: int) -> float:
+    """By how much one whole cycle from step 0 shrinks the ranks' distance from their mean: 1 is exact consensus, 0 nothing.
+
+    1 minus the second largest singular value of the product of the cycle's mixing matrices, which holds for directed
+    patterns as well. Cycles differ in length, see :meth:`Topology.cycle`.
+    """
+    return 1 - disagreement(topology, world, topology.cycle(world))
+
+
+def typical_disagreement(topology: Topology, world: int, steps: int) -> float:
+    """As :func:`disagreement`, for values that are independent between ranks: the root mean square instead of the worst."""
+    import numpy as np
+
+    left = product(topology, world, steps) - 1 / world
+    return float(np.linalg.norm(left) / max(1, world - 1) ** 0.5)
+
+
+def messages(topology: Topology, world: int) -> float:
+    """Messages that a rank sends per step, on average over ranks and one cycle."""
+    cycle = topology.cycle(world)
+    sent = sum(len(topology.at(step, world).destinations(rank)) for step in range(cycle) for rank in range(world))
+    return sent / (cycle * world)
+
+
+def slowest_spread(topology: Topology, world: int) -> int:
+    """Steps that an update needs to reach every rank, from the worst step of a cycle on. Raises ValueError if it never does."""
+    check_connected(topology, world)
+    worst = 0
+    for begin in range(max(topology.cycle(world), rounds(world))):
+        steps = worst
+        while any(len(each) < world for each in spread(topology, world, steps, begin)):
+            steps += 1
+        worst = steps
+    return worst
