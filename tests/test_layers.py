@@ -56,7 +56,10 @@ def test_only_the_torch_runner_knows_the_network() -> None:
     assert [line for line in offenders("", "torch.distributed") if not line.startswith(allowed)] == []
 
 
-UPPER = [f"gossamer.{name}" for name in ("sync", "replica", "replicate", "lanes", "lab", "bench", "simulate", "plan", "cli")]
+UPPER = [
+    f"gossamer.{name}"
+    for name in ("sync", "replica", "replicate", "lanes", "lab", "bench", "simulate", "plan", "cli", "data", "optim")
+]
 
 
 @pytest.mark.parametrize("folder", ["algorithms/", "codecs/", "comm/ops.py", "comm/flow.py", "buckets.py", "state.py"])
@@ -84,6 +87,14 @@ def test_topology_imports_nothing_of_ours() -> None:
 def test_optimizers_know_nothing_of_the_network() -> None:
     allowed = ("gossamer.errors", "gossamer.optim")
     assert [line for line in offenders("optim/", "gossamer") if not line.split(" imports ")[1].startswith(allowed)] == []
+
+
+def test_data_know_the_exchanges_but_not_the_replicas() -> None:
+    rooms = ("algorithms", "buckets", "codecs", "replica", "replicate", "lanes", "lab", "bench", "simulate", "cli", "optim")
+    transports = ("loopback", "torch_runner", "torch_ports", "torch_store", "bulletin", "sockets")
+    assert offenders("data/", *(f"gossamer.{name}" for name in rooms), *(f"gossamer.comm.{name}" for name in transports)) == []
+    allowed = ("gossamer.sync.agreement", "gossamer.sync.backward")
+    assert [line for line in offenders("data/", "gossamer.sync") if not line.split(" imports ")[1].startswith(allowed)] == []
 
 
 def test_the_lab_itself_needs_no_torch() -> None:

@@ -70,7 +70,7 @@ class Launch:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
             "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")])),
             "OMP_NUM_THREADS": "1",
             # The server of a TCPStore looks up the name of every client; a slow name server stalls it for seconds.
             "RES_OPTIONS": "timeout:1 attempts:1",

@@ -1,0 +1,324 @@
+"""Laws of the ring shuffle, in loopback: nothing is lost, everything is seen everywhere once, and a resumed run is the same."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import gossamer
+from gossamer import ConfigurationError, DisagreementError, UsageError, loopback
+from gossamer.data import RingShuffle
+
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 5])
+MIXED = pytest.mark.parametrize("mix", [False, True])
+SIZES = pytest.mark.parametrize("sizes", ["equal", "one apart", "far apart"])
+BATCH = 4
+
+
+def share_size(sizes: str, rank: int) -> int:
+    """Equal with a short last batch; 9 or 8 (one of them makes two full batches, the other three); or up to twice as large."""
+    return {"equal": 10, "one apart": 9 if rank % 2 == 0 else 8, "far apart": 12 - rank}[sizes]
+
+
+def share(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Samples whose content says which they are: bfloat16 features, int64 names."""
+    names = torch.arange(size) + 100 * rank
+    return torch.stack([names % 16, names // 16], 1).bfloat16(), names
+
+
+def names_of(batch: Any) -> list[int]:
+    """The names in a batch, after checking that the features belong to them."""
+    features, names = batch
+    assert torch.equal(features, torch.stack([names % 16, names // 16], 1).bfloat16())
+    return names.tolist()
+
+
+def flat(lists: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+def everything(world: int, sizes: str) -> list[int]:
+    return sorted(100 * rank + i for rank in range(world) for i in range(share_size(sizes, rank)))
+
+
+def each(world: int, body: Callable[[RingShuffle, int], Any], sizes: str = "equal", **options: Any) -> list[Any]:
+    """Run ``body(shuffle, rank)`` on every rank."""
+
+    def run(rank: int) -> Any:
+        with RingShuffle(share(rank, share_size(sizes, rank)), BATCH, **options) as shuffle:
+            return body(shuffle, rank)
+
+    return loopback(run, world)
+
+
+@WORLDS
+@MIXED
+@SIZES
+def test_every_sample_visits_every_worker_exactly_once(world: int, mix: bool, sizes: str) -> None:
+    """Over ``world`` local epochs; and then again."""
+
+    def body(shuffle: RingShuffle, rank: int) -> list[list[int]]:
+        return [flat(names_of(batch) for batch in shuffle) for _ in range(2 * world)]
+
+    for seen in each(world, body, sizes, mix=mix):
+        assert sorted(flat(seen[:world])) == everything(world, sizes)
+        assert sorted(flat(seen[world:])) == everything(world, sizes)
+
+
+@WORLDS
+@MIXED
+@SIZES
+def test_the_union_over_ranks_is_unchanged_after_each_step(world: int, mix: bool, sizes: str) -> None:
+    def body(shuffle: RingShuffle, rank: int) -> list[list[int]]:
+        return [names_of(shuffle.samples()) for _ in range(world + 1) for _ in shuffle]
+
+    ranks = each(world, body, sizes, mix=mix)
+    for step in zip(*ranks, strict=True):
+        assert sorted(flat(step)) == everything(world, sizes)
+
+
+@WORLDS
+@SIZES
+def test_all_ranks_take_the_same_number_of_full_enough_batches(world: int, sizes: str) -> None:
+    def body(shuffle: RingShuffle, rank: int) -> tuple[int, list[int]]:
+        return len(shuffle), [len(names) for _ in range(world) for _, names in shuffle]
+
+    for length, lengths in each(world, body, sizes):
+        assert length == 3
+        assert len(lengths) == world * length
+        assert all(1 <= size <= BATCH for size in lengths)
+
+
+@WORLDS
+def test_the_next_rank_s_batches_are_this_one_s_in_the_next_epoch(world: int) -> None:
+    """In local epoch e, rank r uses what rank r + e brought, in the same batches."""
+
+    def body(shuffle: RingShuffle, rank: int) -> list[list[list[int]]]:
+        return [[names_of(batch) for batch in shuffle] for _ in range(world)]
+
+    ranks = each(world, body)
+    for rank in range(world):
+        for epoch in range(world):
+            assert ranks[rank][epoch] == ranks[(rank + epoch) % world][0]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_mixing_composes_batches_anew(world: int) -> None:
+    """Reproducibly by seed, and never the same twice."""
+
+    def body(shuffle: RingShuffle, rank: int) -> list[list[list[int]]]:
+        return [[names_of(batch) for batch in shuffle] for _ in range(2 * world)]
+
+    first = each(world, body, mix=True, seed=1)
+    assert each(world, body, mix=True, seed=1) == first
+    assert each(world, body, mix=True, seed=2) != first
+    together = Counter(tuple(sorted(batch)) for epoch in first[0] for batch in epoch if len(batch) == BATCH)
+    assert max(together.values()) == 1
+    assert max(Counter(tuple(sorted(batch)) for epoch in each(world, body)[0] for batch in epoch).values()) == 2
+
+
+def test_nothing_depends_on_the_generators_of_the_script() -> None:
+    def body(shuffle: RingShuffle, rank: int) -> list[list[int]]:
+        torch.manual_seed(rank)
+        before = torch.get_rng_state()
+        seen = [names_of(batch) for batch in shuffle]
+        assert torch.equal(before, torch.get_rng_state())
+        return seen
+
+    assert each(2, body, mix=True) == each(2, body, mix=True)
+
+
+@WORLDS
+@MIXED
+@pytest.mark.parametrize("at", [(0, 0), (0, 2), (1, 3), (4, 1)], ids=str)
+def test_a_resumed_run_goes_on_bit_for_bit(world: int, mix: bool, at: tuple[int, int]) -> None:
+    """At the same sample, from a new shuffle or from one that has moved on; the state is the same on every rank."""
+    epochs, sizes = 7, "far apart"
+
+    def straight(shuffle: RingShuffle, rank: int) -> tuple[list[Any], dict[str, Any]]:
+        seen, state = [], shuffle.state_dict()
+        for epoch in range(epochs):
+            for step, batch in enumerate(shuffle):
+                seen.append((epoch, step, names_of(batch)))
+                if (epoch, step + 1) == at:
+                    state = shuffle.state_dict()
+        return seen, state
+
+    def resumed(moved: int) -> Callable[[RingShuffle, int], list[Any]]:
+        def body(shuffle: RingShuffle, rank: int) -> list[Any]:
+            for _, _batch in zip(range(moved), shuffle, strict=False):
+                pass
+            shuffle.load_state_dict(state)
+            return [(shuffle.epoch, names_of(batch)) for _ in range(epochs) for batch in shuffle]
+
+        return body
+
+    ranks = each(world, straight, sizes, mix=mix)
+    state = ranks[0][1]
+    assert all(other == state for _, other in ranks)
+    for moved in (0, 2, 3):
+        for (seen, _), again in zip(ranks, each(world, resumed(moved), sizes, mix=mix), strict=True):
+            expected = [(epoch, names) for epoch, step, names in seen if (epoch, step) >= at]
+            assert again[: len(expected)] == expected
+            assert len(again) >= len(expected) > 0
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    def body(shuffle: RingShuffle, rank: int) -> None:
+        shuffle.load_state_dict(shuffle.state_dict() | {"made for": "something else"})
+
+    with pytest.raises(ConfigurationError, match=r"the state is of something else; this is batch_size=4.*shares of \[10, 10\]"):
+        each(2, body)
+
+
+def test_ranks_that_load_different_states_are_told() -> None:
+    def body(shuffle: RingShuffle, rank: int) -> None:
+        shuffle.load_state_dict(shuffle.state_dict() | {"step": rank})
+
+    with pytest.raises(DisagreementError, match="position in the data: rank 0: epoch 0, batch 0; rank 1: epoch 0, batch 1"):
+        each(2, body)
+
+
+def test_a_loop_that_is_left_goes_on_where_it_stopped() -> None:
+    def body(shuffle: RingShuffle, rank: int) -> list[int]:
+        first = names_of(next(iter(shuffle)))
+        return first + flat(names_of(batch) for batch in shuffle)
+
+    assert each(2, body)[1] == share(1, 10)[1].tolist()
+
+
+def test_a_batch_belongs_to_the_caller() -> None:
+    def body(shuffle: RingShuffle, rank: int) -> list[int]:
+        for features, names in shuffle:
+            features.zero_()
+            names.zero_()
+        return flat(names_of(batch) for batch in shuffle)
+
+    assert each(3, body)[0] == share(1, 10)[1].tolist()
+
+
+@WORLDS
+@pytest.mark.parametrize("total", [23, 25])
+def test_a_whole_dataset_is_split_without_loss(world: int, total: int) -> None:
+    def body(rank: int) -> tuple[list[int], list[int]]:
+        with RingShuffle(np.arange(total), 3, seed=5, split=True) as shuffle:
+            first = torch.cat(list(shuffle)).tolist()
+            return first, first + [name for _ in range(world - 1) for batch in shuffle for name in batch.tolist()]
+
+    ranks = loopback(body, world)
+    assert sorted(flat(first for first, _ in ranks)) == list(range(total))
+    assert all(sorted(seen) == list(range(total)) for _, seen in ranks)
+    assert ranks[0][0] != list(range(len(ranks[0][0]))), "a random share"
+    assert max(len(first) for first, _ in ranks) - min(len(first) for first, _ in ranks) <= 1
+
+
+# -- where it is used -----------------------------------------------------------------------------------------------
+
+
+def test_through_a_data_loader() -> None:
+    def body(shuffle: RingShuffle, rank: int) -> list[int]:
+        loader = DataLoader(shuffle, batch_size=None, num_workers=0)
+        assert len(loader) == len(shuffle) == 3
+        return [name for _ in range(2) for batch in loader for name in names_of(batch)]
+
+    for rank, seen in enumerate(each(2, body)):
+        assert seen == share(rank, 10)[1].tolist() + share(1 - rank, 10)[1].tolist()
+
+
+def test_workers_of_a_data_loader_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gossamer.data.ring_shuffle.get_worker_info", lambda: object())
+    with pytest.raises(UsageError, match="num_workers=0"):
+        next(iter(RingShuffle(torch.zeros(8), 4)))
+
+
+def test_beside_a_replica() -> None:
+    """Training and shuffling keep to exchanges of their own."""
+
+    def body(rank: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        gossamer.replicate(model, optimizer)
+        with RingShuffle(share(rank, 10), BATCH) as shuffle:
+            for _ in range(3):
+                for features, _ in shuffle:
+                    optimizer.zero_grad()
+                    model(features.float()).square().mean().backward()
+                    optimizer.step()
+        return model.weight.detach()
+
+    first, *others = loopback(body, 3)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_samples_travel_while_their_batch_is_in_use() -> None:
+    """Sent before the loop gets the batch, waited for when it asks for the next one."""
+    shuffle, events = RingShuffle(torch.arange(8), 4), []
+    submit, wait = shuffle._runner.submit, shuffle._runner.wait
+    shuffle._runner.submit = lambda *a: events.append("send") or submit(*a)  # type: ignore[method-assign, func-returns-value]
+    shuffle._runner.wait = lambda *a: events.append("wait") or wait(*a)  # type: ignore[method-assign, func-returns-value]
+    for _ in range(2):
+        for _ in shuffle:
+            events.append("use")
+    assert events == ["send", "use", "wait"] * 3 + ["send", "use"]
+
+
+def test_after_its_end_a_shuffle_says_so() -> None:
+    shuffle = RingShuffle(torch.arange(8), 4)
+    next(iter(shuffle))
+    shuffle.close()
+    shuffle.close()
+    with pytest.raises(UsageError, match="closed"):
+        next(iter(shuffle))
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+def refused(make: Callable[[int], Any], said: str, world: int = 2, error: type[Exception] = ConfigurationError) -> None:
+    """Every rank is told, or stopped by one that is."""
+    with pytest.raises(error, match=said):
+        loopback(make, world)
+
+
+def test_an_empty_share() -> None:
+    refused(lambda rank: RingShuffle(torch.zeros(8 * (rank == 0)), 4), "rank 1 holds no sample")
+
+
+def test_a_share_smaller_than_a_batch() -> None:
+    refused(lambda rank: RingShuffle(torch.zeros(8 - 5 * rank), 4), "rank 1 holds 3 samples, fewer than one batch of 4")
+
+
+def test_shares_that_differ_too_much() -> None:
+    refused(
+        lambda rank: RingShuffle(torch.zeros(5 + 45 * rank), 4), "rank 0 holds 5 samples, but the 50 of rank 1 make 13 batches"
+    )
+
+
+def test_samples_that_differ_between_ranks() -> None:
+    dtypes = (torch.float32, torch.float64)
+    said = r"ranks differ in samples: rank 0: float32\[3\]; rank 1: float64\[3\]"
+    refused(lambda rank: RingShuffle(torch.zeros(8, 3, dtype=dtypes[rank]), 4), said, error=DisagreementError)
+    said = r"rank 0: float32\[3\]; rank 1: float32\[4\]"
+    refused(lambda rank: RingShuffle(torch.zeros(8, 3 + rank), 4), said, error=DisagreementError)
+    said = "ranks differ in"
+    whole = (lambda x: (x, x), lambda x: {"a": x, "b": x})
+    refused(lambda rank: RingShuffle(whole[rank](torch.zeros(8)), 4), said, error=DisagreementError)
+
+
+def test_options_that_differ_between_ranks() -> None:
+    refused(lambda rank: RingShuffle(torch.zeros(8), 2 + rank), "batch_size=2.*batch_size=3", error=DisagreementError)
+    refused(lambda rank: RingShuffle(torch.zeros(8), 2, seed=rank), "seed=0.*seed=1", error=DisagreementError)
+    refused(lambda rank: RingShuffle(torch.zeros(8 + rank), 2, split=True), "8 samples.*9 samples", error=DisagreementError)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 2.5])
+def test_a_batch_size_that_is_none(batch_size: Any) -> None:
+    with pytest.raises(ConfigurationError, match="batch_size must be a positive integer"):
+        RingShuffle(torch.zeros(8), batch_size)

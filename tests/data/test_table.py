@@ -1,0 +1,113 @@
+"""Datasets in memory: whatever torch collates comes back bit for bit."""
+
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import TensorDataset, default_collate
+
+from gossamer import ConfigurationError
+from gossamer.data.shares import cut
+from gossamer.data.table import count, load
+
+Pair = namedtuple("Pair", ["image", "label"])
+
+
+class Items:
+    """A map-style dataset from a function."""
+
+    def __init__(self, size: int, make: Any) -> None:
+        self.size, self.make = size, make
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    (a, form), (b, other) = tree_flatten(ours), tree_flatten(theirs)
+    return form == other and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: torch.tensor([i, -i], dtype=torch.bfloat16),
+        lambda i: (torch.full((2, 3), float(i)), i),
+        lambda i: {"x": np.full((3,), i, dtype=np.uint8), "flag": i % 2 == 0, "weight": 0.5 * i},
+        lambda i: Pair(torch.tensor(i / 3), np.float32(i)),
+        lambda i: (torch.tensor(complex(i, 1)), (torch.zeros(0), np.int16(i))),
+    ],
+)
+def test_it_stacks_as_torch_does(make: Any) -> None:
+    dataset = Items(7, make)
+    table = load(dataset, [5, 0, 6])
+    assert count(dataset) == 7
+    stacked, form = tree_flatten(table.layout.unpack(table.rows))
+    assert form == tree_flatten(make(0))[1]
+    assert same(stacked, tree_flatten(default_collate([make(5), make(0), make(6)]))[0])
+
+
+@pytest.mark.parametrize("whole", [lambda x, y: TensorDataset(x, y), lambda x, y: (x, y), lambda x, y: (x.numpy(), y.numpy())])
+def test_columns_are_taken_as_they_are(whole: Any) -> None:
+    x, y = torch.arange(12.0).view(4, 3).t().contiguous().t(), torch.arange(4)
+    table = load(whole(x, y), [3, 1])
+    assert same(table.layout.unpack(table.rows), (x[[3, 1]], y[[3, 1]]))
+
+
+def test_one_tensor_and_a_dict_and_a_list_of_items() -> None:
+    x = torch.arange(6, dtype=torch.int8).view(3, 2)
+    for dataset, expected in ((x, x), (x.numpy(), x), ({"a": x, "b": x}, {"a": x, "b": x}), (list(x), x)):
+        table = load(dataset, [0, 1, 2])
+        assert count(dataset) == 3
+        assert same(table.layout.unpack(table.rows), expected)
+
+
+def test_a_batch_shares_no_memory_with_the_table() -> None:
+    table = load((torch.zeros(3, 2), torch.zeros(3)), [0, 1, 2])
+    for tensor in table.layout.unpack(table.rows):
+        tensor.fill_(9)
+    assert table.rows.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("dataset", "said"),
+    [
+        ([torch.zeros(2), torch.zeros(3)], r"number 1 is float32\[3\], number 0 is float32\[2\]"),
+        ([torch.zeros(2), torch.zeros(2).int()], r"number 1 is int32\[2\]"),
+        ([(torch.zeros(2),), [torch.zeros(2)]], "samples differ"),
+        (["text"], "got str"),
+        ([None], "got NoneType"),
+        ([np.array(["a"])], "array of <U1"),
+        (torch.zeros(3, 0), "hold no data"),
+        ([()], "hold no data"),
+    ],
+)
+def test_what_cannot_be_stacked_is_refused(dataset: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        load(dataset, range(len(dataset)))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "said"),
+    [
+        ((torch.zeros(2), torch.zeros(3)), r"differ in length: \[2, 3\]"),
+        (iter([1]), "len"),
+        ({"a": 1}, "got dict"),
+    ],
+)
+def test_what_has_no_length_is_refused(dataset: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        count(dataset)
+
+
+@pytest.mark.parametrize(
+    ("size", "batches", "sizes"), [(12, 3, [4, 4, 4]), (9, 3, [4, 4, 1]), (8, 3, [3, 3, 2]), (3, 3, [1, 1, 1]), (4, 1, [4])]
+)
+def test_shares_are_cut_into_the_same_number_of_batches(size: int, batches: int, sizes: list[int]) -> None:
+    assert cut(size, batches, 4) == sizes
