@@ -57,8 +57,7 @@ def test_only_the_torch_runner_knows_the_network() -> None:
 
 
 UPPER = [
-    f"gossamer.{name}"
-    for name in ("sync", "replica", "replicate", "lanes", "lab", "bench", "simulate", "plan", "cli", "data", "optim")
+    f"gossamer.{name}" for name in ("sync", "replica", "replicate", "lanes", "lab", "bench", "simulate", "plan", "cli", "data")
 ]
 
 

@@ -15,6 +15,7 @@ from gossamer.sync import checkpoint, scaling
 from gossamer.sync.agreement import same_from_rank
 from gossamer.sync.backward import Backward, alarming
 from gossamer.sync.checks import Watch, held_by, named_parameters
+from gossamer.sync.exact import changing, exact
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.join import Event, Join
 from gossamer.sync.module_buffers import (
@@ -152,7 +153,7 @@ class Replica:
             return
         for optimizer in self._optimizers:
             held = {id(parameter) for parameter in held_by(optimizer)}
-            tensors: dict[str, Tensor] = {name: p for name, p in self._trainable.items() if id(p) in held}
+            tensors = {name: exact(optimizer, p) for name, p in self._trainable.items() if id(p) in held}
             if self._buffers == "average" and not self._weights:
                 tensors |= averaged(self._model)
             self._weights.append(WeightSync(self._runner, of_weights, tensors, self._statistics))
@@ -209,7 +210,8 @@ class Replica:
     def _land(self, index: int) -> None:
         if index == 0 and self._buffers == "average":
             self._weights[0].follow(beside_parameters(self._model))
-        self._weights[index].land()
+        with changing(self._optimizers[index]):
+            self._weights[index].land()
 
     def _passes(self) -> int:
         return self._backward.passes if self._weights else self._backward.synchronised_passes

@@ -1,6 +1,7 @@
 """Master weights: float32 copies of half-precision parameters, which keep the updates that 16 bits round away."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -25,8 +26,9 @@ class MasterWeights(Optimizer):
 
     To a training loop, a learning-rate schedule and :func:`gossamer.replicate` it is an ordinary optimizer:
     ``param_groups`` hold the model's own parameters, whose gradients have the model's dtype and may be clipped between
-    backward and step. Parameters of other dtypes are updated in place. What changes the model's weights between two
-    steps (gossip, say) moves the copies by the same difference; before the first step they take the model's values.
+    backward and step. Parameters of other dtypes are updated in place. Algorithms that exchange weights exchange the
+    copies. What else changes the model's weights between two steps moves the copies by the same difference; before the
+    first step they take the model's values.
 
     With a ``torch.amp.GradScaler``, gradients are divided by the scale in float32. torch refuses
     ``scaler.unscale_(optimizer)`` for float16 gradients; clip them in scaled units instead:
@@ -123,6 +125,17 @@ class MasterWeights(Optimizer):
             if own in self._masters:
                 master.copy_(state_dict["state"][key][_KEY])
         self._fresh.clear()
+
+    def exact_weight(self, parameter: Tensor) -> Tensor:
+        """The float32 copy of a parameter, or itself if it has none."""
+        return self._masters.get(parameter, parameter)
+
+    @contextmanager
+    def exact_weights_change(self) -> Iterator[None]:
+        """Inside, the copies may be changed in place; they agree with the model at first, and the model follows them."""
+        self._follow_model()
+        yield
+        self._write_model()
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("_masters", "_fresh", "_inner", "_constructing")}
