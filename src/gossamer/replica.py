@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError, UsageError
+from gossamer.optim.communicating import Communicating
 from gossamer.sync import checkpoint, scaling
 from gossamer.sync.agreement import same_from_rank
 from gossamer.sync.backward import Backward, alarming
@@ -28,6 +29,7 @@ from gossamer.sync.module_buffers import (
     named_buffers,
     synchronise_buffers,
 )
+from gossamer.sync.optimizers import OptimizerSync
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.weights import WeightSync
 
@@ -59,6 +61,7 @@ class Replica:
         self._seen = [0] * len(self._optimizers)
         self._weights: list[WeightSync] = []
         self._gradients: GradientSync | None = None
+        self._links: list[OptimizerSync] = []
         self._open_syncs()
         mirror = {
             Event.BUFFERS: self._mirror_buffers,
@@ -88,6 +91,10 @@ class Replica:
         over all ranks, or with its weights as they are) until all have left. The model then is that of the ranks that
         trained to the end. Costs one small message per exchange.
         """
+        if self._links:
+            raise UsageError(
+                "join() cannot answer for an optimizer that communicates by itself: give all ranks as many batches"
+            )
         with alarming(self._runner), self._join.active(self._conclude_join):
             yield
 
@@ -120,13 +127,14 @@ class Replica:
     def state_dict(self) -> dict[str, Any]:
         """Plan, counters and the algorithm's state of this rank, under a key with its rank. Collective, between steps."""
         self._require_open()
-        return checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, self._weights)
+        return checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`state_dict` returned, after the model and the optimizer were loaded. Collective."""
         self._require_open()
         with alarming(self._runner):
-            self.step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, self._weights)
+            syncs: list[WeightSync | OptimizerSync] = [*self._weights, *self._links]
+            self.step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
 
     def close(self) -> None:
         """Add what is still under way, remove all hooks and leave. The model stays usable, alone."""
@@ -134,6 +142,9 @@ class Replica:
             return
         self._closed = True
         self.algorithm.detach(self._optimizers)
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, Communicating):
+                optimizer.link = None
         for handle in self._handles:
             handle.remove()
         self._watch.release()
@@ -149,6 +160,12 @@ class Replica:
         of_gradients, of_weights = self.algorithm.part("gradients"), self.algorithm.part("weights")
         if of_gradients is not None:
             self._gradients = GradientSync(self._runner, of_gradients, self._trainable, self._statistics)
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, Communicating):
+                held_here = {names[id(parameter)]: parameter for parameter in optimizer.parameters()}
+                optimizer.link = OptimizerSync(self._runner, optimizer.algorithm, held_here, self._statistics)
+                self._links.append(optimizer.link)
         if of_weights is None:
             return
         for optimizer in self._optimizers:

@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 from gossamer._version import __version__
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.in_optimizer import InOptimizer
 from gossamer.comm.connect import connect
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError, GossamerError
+from gossamer.optim.communicating import Communicating
 from gossamer.replica import Replica
 from gossamer.sync.agreement import agree, checksum, same_from_rank
 from gossamer.sync.checks import check_held, check_model, check_optimizers, held_by, named_parameters
@@ -59,7 +61,7 @@ def replicate(
     runner = connect(group, mesh, timeout)
     try:
         optimizers = _check(model, optimizer_or_optimizers, algorithm, scaler)
-        algorithm = algorithm if algorithm is not None else AllReduce()
+        algorithm = algorithm if algorithm is not None else _default(optimizers)
         mode = resolve_buffers(buffers, algorithm.subject)
         runner.agree_on_opening()
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler))
@@ -84,7 +86,18 @@ def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any
     check_held(named_parameters(model), optimizers)
     if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
         raise ConfigurationError(f"scaler must be a torch.amp.GradScaler; got {type(scaler).__name__}")
+    communicating = [o for o in optimizers if isinstance(o, Communicating)]
+    if communicating and algorithm is not None:
+        raise ConfigurationError(
+            f"{type(communicating[0]).__name__} communicates by itself: replicate() takes no algorithm with it"
+        )
+    if communicating and len(communicating) < len(optimizers):
+        raise ConfigurationError(f"{type(communicating[0]).__name__} communicates by itself: all optimizers must, or none")
     return optimizers
+
+
+def _default(optimizers: Sequence[Optimizer]) -> Algorithm:
+    return InOptimizer() if isinstance(optimizers[0], Communicating) else AllReduce()
 
 
 def _facts(
@@ -101,10 +114,13 @@ def _facts(
             for name, p in parameters.items()
         ),
         "model buffers": "\n".join(f"{name}: {b.dtype} {list(b.shape)}" for name, b in named_buffers(model).items()),
-        "optimizers": "\n".join(
-            f"{type(optimizer).__name__}: {', '.join(names[id(p)] for p in held_by(optimizer))}" for optimizer in optimizers
-        ),
+        "optimizers": "\n".join(f"{_described(o)}: {', '.join(names[id(p)] for p in held_by(o))}" for o in optimizers),
     }
+
+
+def _described(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    return f"{name} ({optimizer.algorithm!r})" if isinstance(optimizer, Communicating) else name
 
 
 def _start_equal(runner: Runner, model: nn.Module) -> None:

@@ -1,11 +1,12 @@
-"""Optimizers: for large batches (LARS, LAMB), for half-precision weights (MasterWeights), and warm-up.
+"""Optimizers: for large batches (LARS, LAMB), for half-precision weights (MasterWeights), warm-up; and 1-bit Adam.
 
-They are ordinary ``torch.optim`` optimizers and know nothing of the network.
+All but the last are ordinary ``torch.optim`` optimizers and know nothing of the network.
 """
 
 from gossamer.optim.lamb import LAMB
 from gossamer.optim.lars import LARS
 from gossamer.optim.master import MasterWeights
+from gossamer.optim.one_bit_adam import OneBitAdam, QAdam
 from gossamer.optim.warmup import warmup
 
-__all__ = ["LAMB", "LARS", "MasterWeights", "warmup"]
+__all__ = ["LAMB", "LARS", "MasterWeights", "OneBitAdam", "QAdam", "warmup"]

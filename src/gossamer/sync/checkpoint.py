@@ -11,6 +11,7 @@ from gossamer.errors import ConfigurationError
 from gossamer.sync.agreement import agree
 from gossamer.sync.exchange import Kept
 from gossamer.sync.gradients import GradientSync
+from gossamer.sync.optimizers import OptimizerSync
 from gossamer.sync.weights import WeightSync
 
 FORMAT = 2
@@ -30,7 +31,11 @@ def extras_key(rank: int) -> str:
 
 
 def collect(
-    runner: Runner, algorithm: Algorithm, step: int, gradients: GradientSync | None, weights: Sequence[WeightSync]
+    runner: Runner,
+    algorithm: Algorithm,
+    step: int,
+    gradients: GradientSync | None,
+    weights: Sequence[WeightSync | OptimizerSync],
 ) -> dict[str, Any]:
     """Everything needed to go on bit-identically, at a step boundary. Tensors are copies."""
     syncs, prefix = _syncs(gradients, weights), _prefix(gradients)
@@ -58,7 +63,7 @@ def restore(
     runner: Runner,
     algorithm: Algorithm,
     gradients: GradientSync | None,
-    weights: Sequence[WeightSync],
+    weights: Sequence[WeightSync | OptimizerSync],
 ) -> int:
     """Put a collected state back; returns the step."""
     if state.get("format") != FORMAT:
@@ -96,5 +101,7 @@ def _copied(kept: Kept) -> Kept:
     return {key: {name: tensor.clone() for name, tensor in tensors.items()} for key, tensors in kept.items()}
 
 
-def _syncs(gradients: GradientSync | None, weights: Sequence[WeightSync]) -> list[GradientSync | WeightSync]:
+def _syncs(
+    gradients: GradientSync | None, weights: Sequence[WeightSync | OptimizerSync]
+) -> list[GradientSync | WeightSync | OptimizerSync]:
     return [*([gradients] if gradients is not None else []), *weights]

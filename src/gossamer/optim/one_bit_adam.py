@@ -1,0 +1,174 @@
+"""1-bit Adam: Adam whose momentum, not its gradient, is communicated, compressed, once its variance has settled."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.scatter_reduce import ScatterReduce
+from gossamer.codecs.base import Codec
+from gossamer.codecs.quantize import Quantize
+from gossamer.codecs.sign import Sign
+from gossamer.errors import ConfigurationError
+from gossamer.optim.communicating import Communicating
+from gossamer.optim.layerwise import check_number
+
+
+class OneBitAdam(Communicating):
+    """AdamW in two phases.
+
+    Warm-up: gradients are averaged exactly, and this is AdamW. Then the variance v is frozen, and in every step each
+    worker adds its own gradient to the momentum, m ← β₁·m + (1 − β₁)·g, and the workers average that, encoded by
+    ``codec`` with error feedback on both sides (:class:`~gossamer.ScatterReduce`):
+    w ← w − lr·(m̂/(√v̂ + ε) + weight_decay·w). A frozen variance makes the step linear in what is averaged, so that
+    error feedback can make up for what a sign loses. Biases and the scales of norms are averaged exactly throughout.
+
+    ``warmup``: the number of steps of the first phase; None ends it when the variance is stable: the L1 norm of v̂ has
+    changed by less than ``tolerance`` over the last ``interval`` steps. (The original compares over 1/(1 − β₂) steps.)
+
+    Bytes per step in the second phase: 1/32 of an all-reduce with the sign codec, plus its scales. Communication
+    comes after backward and overlaps with nothing but itself. Memory: momentum, variance, one residual per element.
+
+    Give it to :func:`gossamer.replicate` without an algorithm. Gradients that ``clip_grad_norm_`` sees are this worker's.
+
+    Not the choice while the learning rate still warms up: let ``warmup`` last longer than that.
+
+    Source: Tang et al. 2021 (arXiv 2102.02888), algorithm 1; weight decay as in AdamW.
+
+    Raises:
+        ConfigurationError: an option out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        warmup: int | None = None,
+        interval: int = 50,
+        tolerance: float = 0.04,
+        codec: Codec | None = None,
+        bucket_bytes: int = 2 * 2**20,
+    ) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("tolerance", tolerance)):
+            check_number(name, value)
+        for beta in betas:
+            check_number("betas", beta, below=1.0)
+        if warmup is not None and (not isinstance(warmup, int) or warmup < 1):
+            raise ConfigurationError(f"warmup must be a number of steps, at least 1, or None to find its end; got {warmup!r}")
+        if interval < 1:
+            raise ConfigurationError(f"interval must be a number of steps, at least 1; got {interval!r}")
+        self._algorithm = ScatterReduce(codec=self.default_codec() if codec is None else codec, bucket_bytes=bucket_bytes)
+        self._warmup, self._interval, self._tolerance = warmup, interval, tolerance
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # In the first group, so that they are saved and loaded with it.
+        self.param_groups[0].setdefault("steps", 0)
+        self.param_groups[0].setdefault("frozen_at", None)
+        self.param_groups[0].setdefault("variance_norm", None)
+
+    @staticmethod
+    def default_codec() -> Codec:
+        """What the momentum travels as unless another codec is given."""
+        return Sign()
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return self._algorithm
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the second phase has begun."""
+        return self.param_groups[0]["frozen_at"] is not None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update; ``closure`` recomputes the loss, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = self.parameters()
+        here = [parameter.grad is not None for parameter in parameters]
+        used = here if self.link is None else self.link.used(here)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        self._remember(parameters)
+        self.param_groups[0]["steps"] += 1
+        self._compressed(gradients, used) if self.frozen else self._exact(gradients, used)
+        return loss
+
+    def _remember(self, parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                kept = torch.promote_types(parameter.dtype, torch.float32)
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter, dtype=kept)
+                self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter, dtype=kept)
+
+    def _exact(self, gradients: list[Tensor], used: list[bool]) -> None:
+        """AdamW on the mean gradient; perhaps the last time."""
+        means = self.means(gradients, False, self._steps())
+        for parameter, group, mean in self._each(means, used):
+            state, (beta1, beta2) = self.state[parameter], group["betas"]
+            exact = mean.to(state["exp_avg"].dtype)
+            state["exp_avg"].lerp_(exact, 1 - beta1)
+            state["exp_avg_sq"].mul_(beta2).addcmul_(exact, exact, value=1 - beta2)
+            self._update(parameter, group, self._steps())
+        if self._is_stable():
+            self.param_groups[0]["frozen_at"] = self._steps()
+
+    def _compressed(self, gradients: list[Tensor], used: list[bool]) -> None:
+        """The mean of the momenta that the workers would have; the variance as it was frozen."""
+        momenta = []
+        for parameter, group, gradient in self._each(gradients):
+            average = self.state[parameter]["exp_avg"]
+            momenta.append(torch.lerp(average, gradient.to(average.dtype), 1 - group["betas"][0]))
+        means = self.means(momenta, True, self._steps())
+        for parameter, group, mean in self._each(means, used):
+            self.state[parameter]["exp_avg"].copy_(mean)
+            self._update(parameter, group, self.param_groups[0]["frozen_at"])
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], variance_steps: int) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        root = (state["exp_avg_sq"] / (1 - beta2**variance_steps)).sqrt_().add_(group["eps"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        change = (state["exp_avg"] / root).mul_(-group["lr"] / (1 - beta1 ** self._steps()))
+        parameter.add_(change.to(parameter.dtype))
+
+    def _is_stable(self) -> bool:
+        """Whether the first phase ends with this step. All workers hold the same variance, so they agree."""
+        steps, first = self._steps(), self.param_groups[0]
+        if self._warmup is not None:
+            return steps >= self._warmup
+        if steps % self._interval:
+            return False
+        owners = self._each(self.parameters())
+        norms = [self.state[p]["exp_avg_sq"].sum() / (1 - group["betas"][1] ** steps) for p, group, _ in owners]
+        before, now = first["variance_norm"], float(torch.stack([n.to(norms[0].device) for n in norms]).sum())
+        first["variance_norm"] = now
+        return before is not None and abs(now - before) <= self._tolerance * before
+
+    def _steps(self) -> int:
+        return int(self.param_groups[0]["steps"])
+
+    def _each(self, tensors: list[Tensor], used: list[bool] | None = None) -> list[tuple[Tensor, dict[str, Any], Tensor]]:
+        """Parameter, its group, and its tensor; of those that are used."""
+        owners = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        rows = [(parameter, group, tensor) for (parameter, group), tensor in zip(owners, tensors, strict=True)]
+        return rows if used is None else [row for row, yes in zip(rows, used, strict=True) if yes]
+
+
+class QAdam(OneBitAdam):
+    """BAGUA's QAdam: as :class:`OneBitAdam`, with 8 bits per element of the momentum.
+
+    Bytes per step in the second phase: a quarter of an all-reduce.
+
+    Source: Gan et al. 2021 (arXiv 2107.01499).
+    """
+
+    @staticmethod
+    def default_codec() -> Codec:
+        return Quantize()

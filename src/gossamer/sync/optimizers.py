@@ -1,0 +1,74 @@
+"""Optimizer synchronisation: means for an optimizer that asks for them inside its own step."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gossamer.algorithms.all_reduce import AllReduce
+from gossamer.algorithms.base import Algorithm
+from gossamer.buckets import make_plan
+from gossamer.comm.ops import all_reduce
+from gossamer.comm.runner import Runner
+from gossamer.sync.exchange import Exchange, Kept
+from gossamer.sync.scaling import any_non_finite
+from gossamer.sync.statistics import Statistics
+
+
+class OptimizerSync:
+    """The link of one optimizer. ``exchange`` is that of the compressed means, which remembers what it did not send."""
+
+    def __init__(self, runner: Runner, algorithm: Algorithm, tensors: Mapping[str, Tensor], statistics: Statistics) -> None:
+        self._runner, self._statistics = runner, statistics
+        self._tensors = dict(tensors)
+        self.exchange = Exchange(runner, algorithm)
+        self._exact = Exchange(runner, AllReduce(bucket_bytes=algorithm.bucket_bytes))
+
+    def used(self, here: Sequence[bool]) -> list[bool]:
+        """Which parameters have a gradient on any worker."""
+        flags = torch.tensor(list(here), dtype=torch.uint8)
+        if self._runner.world > 1:
+            flags = self._runner.run(lambda: all_reduce(flags, "max"), "the use of parameters")
+        return [bool(flag) for flag in flags.tolist()]
+
+    def mean(self, tensors: Sequence[Tensor], compressed: bool, step: int) -> list[Tensor]:
+        """The means over the workers, in the order of the parameters."""
+        exchange = self.exchange if compressed else self._exact
+        named = dict(zip(self._tensors, tensors, strict=True))
+        if not exchange.buckets:
+            exchange.adopt(make_plan(named, exchange.algorithm))
+        try:
+            means = self._exchange(exchange, named, step)
+        except BaseException:
+            exchange.forget()
+            exchange.rollback()
+            raise
+        return [means[name] for name in self._tensors]
+
+    def _exchange(self, exchange: Exchange, named: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        for bucket in exchange.buckets:
+            torch._foreach_copy_(bucket.views, [named[segment.name] for segment in bucket.segments])
+            exchange.launch(step, f"of the optimizer's step {step}")
+        with self._statistics.exposed():
+            results = exchange.collect()
+        exchange.finish(step)
+        if any_non_finite([*exchange.drafts(), *results]).item() == 0:
+            exchange.commit()
+        else:
+            exchange.rollback()
+        return {
+            segment.name: view
+            for bucket, result in zip(exchange.buckets, results, strict=True)
+            for segment, view in zip(bucket.segments, bucket.split(result), strict=True)
+        }
+
+    def state_by_name(self) -> Kept:
+        """What the compressed means remember."""
+        return self.exchange.state_by_name()
+
+    def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Put back what :meth:`state_by_name` returned."""
+        if kept and not self.exchange.buckets:
+            wide = {name: t.to(torch.promote_types(t.dtype, torch.float32)) for name, t in self._tensors.items()}
+            self.exchange.adopt(make_plan(wide, self.exchange.algorithm))
+        self.exchange.load_state_by_name(kept, extras)

@@ -1,0 +1,182 @@
+"""1-bit Adam: AdamW at first, then compressed momenta under a frozen variance; all ranks alike, resumable, convergent."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gossamer
+from contracts.cases import same_bits, weights
+from gossamer import AllReduce, loopback
+from gossamer.codecs.sign import Sign
+from gossamer.errors import ConfigurationError, UsageError
+from gossamer.optim import OneBitAdam, QAdam
+
+CUTS = (slice(None, 30), slice(-30, None))
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def data(step: int, rank: int, size: int = 16) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(size, 12, generator=source)
+    return inputs, (inputs[:, :3] * 2).sin() + 0.1 * torch.randn(size, 3, generator=source)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        inputs, targets = data(step, rank)
+        optimizer.zero_grad()
+        loss = (model(inputs) - targets).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def run(world: int, steps: int, kind: Any = OneBitAdam, **options: Any) -> list[tuple[Tensor, list[float], Any]]:
+    def body(rank: int) -> tuple[Tensor, list[float], Any]:
+        model = make_model(rank)
+        optimizer = kind(model.parameters(), lr=1e-2, **options)
+        replica = gossamer.replicate(model, optimizer)
+        losses = train(model, optimizer, rank, range(steps))
+        counted = replica.metrics()["bytes_sent"]
+        replica.close()
+        return weights(model), losses, (optimizer.param_groups[0].get("frozen_at"), counted)
+
+    return loopback(body, world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_warming_up_it_is_adamw(world: int) -> None:
+    """Adam on the mean gradient, up to the order of operations."""
+
+    def reference(rank: int) -> Tensor:
+        model = make_model(rank)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        replica = gossamer.replicate(model, optimizer, AllReduce())
+        for step in range(20):
+            inputs, targets = data(step, rank)
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+        replica.close()
+        return weights(model)
+
+    ours = run(world, 20, warmup=1000, weight_decay=0.1)
+    # Gradients here are far below the limit of clipping, which acts before the average in one and after it in the other.
+    for (mine, _, _), theirs in zip(ours, loopback(reference, world), strict=True):
+        assert (mine - theirs).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, QAdam])
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_ranks_stay_bit_identical_in_both_phases(kind: Any, world: int) -> None:
+    runs = run(world, 30, kind, warmup=10)
+    assert all(same_bits(mine, runs[0][0]) for mine, _, _ in runs)
+    assert all(frozen == 10 for _, _, (frozen, _) in runs)
+    assert runs[0][0].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, QAdam])
+def test_compressed_momenta_learn_as_exact_ones(kind: Any) -> None:
+    compressed = run(4, 300, kind, warmup=60)
+    exact = run(4, 300, kind, warmup=1000)
+    first, last = ([sum(sum(losses[cut]) for _, losses, _ in runs) for runs in (compressed, exact)] for cut in CUTS)
+    assert last[1] < 0.15 * first[1]
+    assert last[0] < 0.2 * first[0]
+
+
+def test_the_second_phase_sends_signs() -> None:
+    """480 + 120 weights as one bit each, scales, and 43 biases exactly."""
+    short, long = (run(2, steps, warmup=10)[0][2][1] for steps in (20, 30))
+    exact = run(2, 30, warmup=100)[0][2][1] / 30
+    assert 0 < (long - short) / 10 < 0.35 * exact
+
+
+def test_the_variance_is_frozen_when_it_is_stable() -> None:
+    (_, _, (frozen, _)), *_ = run(2, 150, interval=10, tolerance=0.25)
+    assert frozen is not None
+    assert frozen >= 20
+    assert frozen % 10 == 0
+    (_, _, (never, _)), *_ = run(2, 30, interval=10, tolerance=0.0)
+    assert never is None
+
+
+@pytest.mark.parametrize("saved_at", [5, 15])
+def test_a_run_resumes_bit_identically(saved_at: int) -> None:
+    """Saved in either phase: moments in the optimizer's state, what was not sent in the replica's."""
+
+    def through(rank: int) -> tuple[Tensor, Any]:
+        model = make_model()
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup=10)
+        replica = gossamer.replicate(model, optimizer)
+        train(model, optimizer, rank, range(saved_at))
+        saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), replica.state_dict()])
+        train(model, optimizer, rank, range(saved_at, 25))
+        replica.close()
+        return weights(model), saved
+
+    runs = loopback(through, 3)
+
+    def resumed(rank: int) -> Tensor:
+        model = make_model(5)
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup=10)
+        replica = gossamer.replicate(model, optimizer)
+        for part, saved in zip((model, optimizer, replica), runs[rank][1], strict=True):
+            part.load_state_dict(saved)
+        train(model, optimizer, rank, range(saved_at, 25))
+        replica.close()
+        return weights(model)
+
+    for (whole, _), again in zip(runs, loopback(resumed, 3), strict=True):
+        assert same_bits(whole, again)
+
+
+def test_alone_it_is_what_it_is_in_a_world_of_one() -> None:
+    model = make_model(0)
+    train(model, OneBitAdam(model.parameters(), lr=1e-2, warmup=10), 0, range(30))
+    assert same_bits(weights(model), run(1, 30, warmup=10)[0][0])
+
+
+def test_a_parameter_without_gradient_stays() -> None:
+    model = make_model()
+    model.register_parameter("unused", nn.Parameter(torch.ones(3, 3)))
+    optimizer = OneBitAdam(model.parameters(), lr=1e-2, weight_decay=0.5, warmup=3)
+    train(model, optimizer, 0, range(6))
+    assert torch.equal(model.unused, torch.ones(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup": 0}, "warmup must be a number of steps"),
+        ({"lr": -1.0}, "lr must be at least 0"),
+        ({"betas": (0.9, 1.0)}, "betas must be at least 0 and below 1"),
+        ({"interval": 0}, "interval must be"),
+    ],
+)
+def test_bad_options_are_named(options: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        OneBitAdam(make_model().parameters(), **options)
+
+
+def test_it_goes_without_an_algorithm() -> None:
+    model = make_model()
+    optimizer = OneBitAdam(model.parameters(), codec=Sign())
+    with pytest.raises(ConfigurationError, match="takes no algorithm"):
+        gossamer.replicate(model, optimizer, AllReduce())
+    two = [OneBitAdam(model[0].parameters()), torch.optim.SGD(model[2].parameters(), lr=0.1)]
+    with pytest.raises(ConfigurationError, match="all optimizers must, or none"):
+        gossamer.replicate(model, two)
+    replica = gossamer.replicate(model, optimizer)
+    with pytest.raises(UsageError, match="join"), replica.join():
+        pass
+    replica.close()
