@@ -20,39 +20,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from gossamer.algorithms import Algorithm, registry
+from gossamer.bench.sides import join, parse_side
 from gossamer.bench.workload import Workload, load_workload
-from gossamer.errors import ConfigurationError
-from gossamer.replicate import replicate
 
 Step = Callable[[], None]
 
 
-def parse_side(text: str) -> Algorithm | str:
-    """``"ddp"``, ``"ddp-again"``, ``"compute"``, or an algorithm with fields: ``"Gossip:wire=bf16"``."""
-    if text in ("ddp", "ddp-again", "compute"):
-        return text
-    name, _, fields = text.partition(":")
-    known = registry()
-    if name not in known:
-        raise ConfigurationError(f"unknown side {text!r}; known: ddp, ddp-again, compute, {', '.join(known)}")
-    pairs = [field.split("=", 1) for field in fields.split(",") if field]
-    values: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, value in pairs}
-    return known[name](**values)
-
-
-def make_side(workload: Workload, side: Algorithm | str, rank: int) -> Step:
+def make_side(workload: Workload, side: str, rank: int) -> Step:
     """One training step of a fresh model that communicates as ``side`` says."""
     torch.manual_seed(0)
     model, generator = workload.build_model(), torch.Generator().manual_seed(rank)
-    optimizer = workload.build_optimizer(model)
-    trained: nn.Module = model
-    if isinstance(side, Algorithm):
-        replicate(model, optimizer, side)
-    elif side != "compute":
-        trained = nn.parallel.DistributedDataParallel(model)
+    trained, optimizer = join(parse_side(side), model, workload.build_optimizer(model))
 
     def step() -> None:
         inputs, targets = workload.random_batch(generator)
@@ -109,7 +88,7 @@ def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, f
 def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
     """Time all ``sides``; the first one is the reference of the ratios."""
     rank = dist.get_rank()
-    made = {name: make_side(workload, parse_side(name), rank) for name in sides}
+    made = {name: make_side(workload, name, rank) for name in sides}
     seconds = take_turns(made, rounds, steps, warmup=4)
     reference = seconds[sides[0]]
     return {
@@ -129,7 +108,7 @@ def main() -> None:
     """Take the turns and print from rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", type=Path, required=True)
-    parser.add_argument("--sides", nargs="+", default=["ddp", "ddp-again", "AllReduce", "Gossip:wire=bf16"])
+    parser.add_argument("--sides", nargs="+", default=["ddp", "ddp-again", "AllReduce()", "Gossip(wire='bf16')"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()

@@ -1,0 +1,80 @@
+"""Side: one way to train in a comparison, spelled as in a script: ``ddp`` or ``ScatterReduce(codec=Quantize(bits=4))``."""
+
+import ast
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn as nn
+from torch.optim import Optimizer
+
+from gossamer import codecs, optim
+from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, registry
+from gossamer.errors import ConfigurationError
+from gossamer.replicate import replicate
+
+PLAIN = ("compute", "ddp", "ddp-again", "ddp-fp16")
+"""Sides without gossamer: no communication, PyTorch's DDP, the same again, DDP with its fp16 hook."""
+
+Side = Algorithm | Callable[..., Optimizer] | str
+
+_OPTIMIZERS = ("OneBitAdam", "QAdam")
+
+
+def known_names() -> dict[str, Any]:
+    """What a side may be made of."""
+    made_of: dict[str, Any] = {
+        name: getattr(codecs, name) for name in codecs.__all__ if isinstance(getattr(codecs, name), type)
+    }
+    made_of |= {"Hierarchical": Hierarchical, "after": after, "by_size": by_size}
+    return made_of | dict(registry()) | {name: partial(partial, getattr(optim, name)) for name in _OPTIMIZERS}
+
+
+def parse_side(text: str) -> Side:
+    """One of ``PLAIN``, an algorithm, or a maker of an optimizer that communicates. Raises ConfigurationError."""
+    if text in PLAIN:
+        return text
+    names = known_names()
+    try:
+        made = _value(ast.parse(text, mode="eval").body, names)
+    except (SyntaxError, TypeError, KeyError) as error:
+        raise ConfigurationError(f"unknown side {text!r} ({error}); known: {', '.join([*PLAIN, *sorted(names)])}") from error
+    if not isinstance(made, Algorithm | partial):
+        raise ConfigurationError(f"{text!r} is not an algorithm; write for example AllReduce() or Gossip(wire='bf16')")
+    return made
+
+
+def _value(node: ast.expr, names: dict[str, Any]) -> Any:
+    """Calls of known names, with constants; nothing else."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        keywords = {str(keyword.arg): _value(keyword.value, names) for keyword in node.keywords}
+        return names[node.func.id](*(_value(each, names) for each in node.args), **keywords)
+    if isinstance(node, ast.Constant):
+        return node.value
+    raise TypeError("only calls with constants are understood")
+
+
+def join(
+    side: Algorithm | Callable[..., Optimizer] | str, model: nn.Module, optimizer: Optimizer
+) -> tuple[nn.Module, Optimizer]:
+    """Let ``model`` communicate as ``side`` says; returns what to train, and with which optimizer.
+
+    An optimizer that communicates takes the place of the workload's, with its learning rate.
+    """
+    if isinstance(side, Algorithm):
+        replicate(model, optimizer, side)
+    elif not isinstance(side, str):
+        optimizer = side(model.parameters(), lr=optimizer.param_groups[0]["lr"])
+        replicate(model, optimizer)
+    elif side != "compute":
+        return _ddp(model, side), optimizer
+    return model, optimizer
+
+
+def _ddp(model: nn.Module, side: str) -> nn.Module:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    if side == "ddp-fp16":
+        wrapped.register_comm_hook(None, fp16_compress_hook)
+    return wrapped
