@@ -55,7 +55,7 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-# The benchmarks (gossamer.bench.speed) take these four from any script.
+# The benchmarks (gossamer.bench) take these six from any script.
 
 
 def build_model() -> nn.Module:
@@ -86,6 +86,16 @@ def batches(text: Tensor, seed: int, device: torch.device) -> Iterator[tuple[Ten
         places = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
         windows = text[places + torch.arange(CONTEXT + 1)].long().to(device)
         yield windows[:, :-1], windows[:, 1:]
+
+
+def training_batches(rank: int, world: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """One worker's batches, without end."""
+    return batches(standard_library(0, 1)[0], seed * world + rank, torch.device("cpu"))
+
+
+def quality(net: nn.Module) -> dict[str, float]:
+    """The loss on the held-out windows."""
+    return {"loss": validate(net, standard_library(0, 1)[1], 0, 1, torch.device("cpu"))["validation_loss"]}
 
 
 @torch.no_grad()

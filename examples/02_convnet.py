@@ -37,7 +37,7 @@ class ConvNet(nn.Module):
         return self.classes(self.features(images))
 
 
-# The benchmarks (gossamer.bench.speed) take these four from any script.
+# The benchmarks (gossamer.bench) take these six from any script.
 
 
 def build_model() -> nn.Module:
@@ -58,6 +58,21 @@ def random_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy."""
     return F.cross_entropy(outputs, targets)
+
+
+def training_batches(rank: int, world: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """One worker's batches, without end."""
+    images, labels = fashion_mnist()[0]
+    sampler = DistributedSampler(labels, num_replicas=world, rank=rank, seed=seed)
+    return epochs(DataLoader(TensorDataset(images, labels), BATCH, sampler=sampler, drop_last=True), sampler, 10**6)
+
+
+@torch.no_grad()
+def quality(net: nn.Module) -> dict[str, float]:
+    """Accuracy on the whole test set."""
+    images, labels = fashion_mnist()[1]
+    right = sum((net(x).argmax(1) == y).sum().item() for x, y in zip(images.split(250), labels.split(250), strict=True))
+    return {"accuracy": right / len(labels)}
 
 
 def epochs(loader: DataLoader, sampler: DistributedSampler, count: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -8,6 +8,7 @@ import sysconfig
 import urllib.error
 import urllib.request
 import zlib
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests"}
 
 
+@cache
 def standard_library(rank: int, world: int) -> tuple[Tensor, Tensor]:
     """The bytes of this rank's training files, and those of the held-out files, which are the same on all ranks.
 
@@ -52,6 +54,7 @@ SHA256 = {
 }
 
 
+@cache
 def fashion_mnist() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Training and test set, each as images (N × 1 × 28 × 28, from 0 to 1) and labels (N).
 

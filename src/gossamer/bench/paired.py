@@ -31,7 +31,7 @@ def make_side(workload: Workload, side: str, rank: int) -> Step:
     """One training step of a fresh model that communicates as ``side`` says."""
     torch.manual_seed(0)
     model, generator = workload.build_model(), torch.Generator().manual_seed(rank)
-    trained, optimizer = join(parse_side(side), model, workload.build_optimizer(model))
+    trained, optimizer, _ = join(parse_side(side), model, workload.build_optimizer(model))
 
     def step() -> None:
         inputs, targets = workload.random_batch(generator)

@@ -1,7 +1,6 @@
 """Side: one way to train in a comparison, spelled as in a script: ``ddp`` or ``ScatterReduce(codec=Quantize(bits=4))``."""
 
 import ast
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,12 +10,13 @@ from torch.optim import Optimizer
 from gossamer import codecs, optim
 from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, registry
 from gossamer.errors import ConfigurationError
+from gossamer.replica import Replica
 from gossamer.replicate import replicate
 
 PLAIN = ("compute", "ddp", "ddp-again", "ddp-fp16")
 """Sides without gossamer: no communication, PyTorch's DDP, the same again, DDP with its fp16 hook."""
 
-Side = Algorithm | Callable[..., Optimizer] | str
+Side = Algorithm | partial[Optimizer] | str
 
 _OPTIMIZERS = ("OneBitAdam", "QAdam")
 
@@ -54,21 +54,17 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
     raise TypeError("only calls with constants are understood")
 
 
-def join(
-    side: Algorithm | Callable[..., Optimizer] | str, model: nn.Module, optimizer: Optimizer
-) -> tuple[nn.Module, Optimizer]:
-    """Let ``model`` communicate as ``side`` says; returns what to train, and with which optimizer.
+def join(side: Side, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer, Replica | None]:
+    """Let ``model`` communicate as ``side`` says; returns what to train, with which optimizer, and the replica.
 
-    An optimizer that communicates takes the place of the workload's, with its learning rate.
+    An optimizer that communicates takes the place of the workload's, with its learning rate unless it has one.
     """
     if isinstance(side, Algorithm):
-        replicate(model, optimizer, side)
-    elif not isinstance(side, str):
-        optimizer = side(model.parameters(), lr=optimizer.param_groups[0]["lr"])
-        replicate(model, optimizer)
-    elif side != "compute":
-        return _ddp(model, side), optimizer
-    return model, optimizer
+        return model, optimizer, replicate(model, optimizer, side)
+    if isinstance(side, partial):
+        optimizer = side(model.parameters(), **{"lr": optimizer.param_groups[0]["lr"]} | side.keywords)
+        return model, optimizer, replicate(model, optimizer)
+    return (_ddp(model, side) if side != "compute" else model), optimizer, None
 
 
 def _ddp(model: nn.Module, side: str) -> nn.Module:

@@ -2,9 +2,10 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ class Workload:
     """What a benchmark needs of a training script.
 
     ``build_model()`` gives the module; ``build_optimizer(model)`` its optimizer; ``random_batch(generator)`` inputs and
-    targets of one worker's batch; ``loss(outputs, targets)`` a scalar.
+    targets of one worker's batch; ``loss(outputs, targets)`` a scalar. For convergence, optionally:
+    ``training_batches(rank, world, seed)`` yields a worker's batches without end; ``quality(model)`` gives an
+    ``"accuracy"`` or a ``"loss"`` on held-out data.
     """
 
     name: str
@@ -28,6 +31,8 @@ class Workload:
     build_optimizer: Callable[[nn.Module], Optimizer]
     random_batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
+    training_batches: Callable[[int, int, int], Iterator[tuple[Tensor, Tensor]]] | None = None
+    quality: Callable[[nn.Module], dict[str, float]] | None = None
 
 
 def load_workload(path: Path) -> Workload:
@@ -45,4 +50,5 @@ def load_workload(path: Path) -> Workload:
     missing = [name for name in _FUNCTIONS if not callable(getattr(module, name, None))]
     if missing:
         raise ConfigurationError(f"{path} defines no {', '.join(missing)}(); a workload needs {', '.join(_FUNCTIONS)}")
-    return Workload(path.stem.lstrip("0123456789_"), **{name: getattr(module, name) for name in _FUNCTIONS})
+    optional: dict[str, Any] = {name: getattr(module, name, None) for name in ("training_batches", "quality")}
+    return Workload(path.stem.lstrip("0123456789_"), **{name: getattr(module, name) for name in _FUNCTIONS}, **optional)

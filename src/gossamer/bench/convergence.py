@@ -1,0 +1,131 @@
+"""Convergence: what training ends with under each relaxation, many workers in one process, paired by seed.
+
+python -m gossamer.bench.convergence --workload examples/02_convnet.py --steps 351 --save-to benchmarks/results
+
+Every run is written down when it ends, and not done again: stop and go on as you like.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from gossamer.bench.sides import join, parse_side
+from gossamer.bench.workload import Workload, load_workload
+from gossamer.comm.loopback import loopback
+from gossamer.errors import ConfigurationError
+
+SIDES = (
+    "AllReduce()",
+    "ScatterReduce()",
+    "ScatterReduce(codec=Quantize(bits=4))",
+    "ScatterReduce(codec=Sign())",
+    "ByteGrad()",
+    "QSGD()",
+    "ChunkSparse()",
+    "PowerSGD()",
+)
+QUALITIES = {"accuracy": (100.0, "points of accuracy"), "loss": (1.0, "nats of validation loss")}
+
+console = Console(stderr=True)
+
+
+def train(workload: Workload, side: str, workers: int, steps: int, seed: int) -> dict[str, float]:
+    """The quality of the averaged model after ``steps`` of ``workers`` ranks in loopback."""
+    if workload.training_batches is None or workload.quality is None:
+        raise ConfigurationError(f"the workload {workload.name} defines no training_batches() and quality()")
+    batches, quality = workload.training_batches, workload.quality
+
+    def body(rank: int) -> dict[str, float]:
+        torch.manual_seed(seed)
+        model = workload.build_model()
+        trained, optimizer, replica = join(parse_side(side), model, workload.build_optimizer(model))
+        for inputs, targets in islice(batches(rank, workers, seed), steps):
+            optimizer.zero_grad()
+            workload.loss(trained(inputs), targets).backward()
+            optimizer.step()
+        assert replica is not None
+        with replica.consensus():
+            result = quality(model) if rank == 0 else {}
+        replica.close()
+        return result
+
+    return loopback(body, workers)[0]
+
+
+def run_all(
+    workload: Workload, sides: Sequence[str], workers: int, steps: int, seeds: Sequence[int], log: Path
+) -> list[dict[str, Any]]:
+    """Every side with every seed; those that ``log`` has are taken from there."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    for seed in seeds:
+        for side in sides:
+            key = {"workload": workload.name, "side": side, "workers": workers, "steps": steps, "seed": seed}
+            if any(key.items() <= row.items() for row in rows):
+                continue
+            begin = time.perf_counter()
+            row = key | {"quality": train(workload, side, workers, steps, seed), "seconds": time.perf_counter() - begin}
+            console.log(f"{workload.name}, {side}, seed {seed}: {row['quality']} ({row['seconds']:.0f} s)")
+            rows.append(row | {"torch": torch.__version__})
+            with log.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: mean quality of every side, and its paired difference to the first side with a 95 % interval."""
+    head = ("workload", "workers", "steps", "side", "seeds", "quality", "difference to the first (95 % interval)")
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    groups: dict[tuple[str, int, int], dict[str, dict[int, float]]] = {}
+    units: dict[str, str] = {}
+    for row in rows:
+        name = "accuracy" if "accuracy" in row["quality"] else "loss"
+        scale, units[row["workload"]] = QUALITIES[name]
+        group = groups.setdefault((row["workload"], row["workers"], row["steps"]), {})
+        group.setdefault(row["side"], {})[row["seed"]] = scale * row["quality"][name]
+    for (workload, workers, steps), sides in groups.items():
+        reference = next(iter(sides.values()))
+        for side, values in sides.items():
+            shown = f"{statistics.mean(values.values()):.3f} {units[workload]}"
+            pairs = [values[seed] - reference[seed] for seed in values if seed in reference]
+            lines.append(f"| {workload} | {workers} | {steps} | `{side}` | {len(values)} | {shown} | {interval(pairs)} |")
+    return lines
+
+
+def interval(differences: Sequence[float]) -> str:
+    """The mean difference with its 95 % interval (Student's t)."""
+    mean = statistics.mean(differences)
+    if len(differences) < 2 or not any(differences):
+        return f"{mean:+.3f}"
+    from scipy.stats import t
+
+    half = float(t.ppf(0.975, len(differences) - 1)) * statistics.stdev(differences) / len(differences) ** 0.5
+    return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
+
+
+def main() -> None:
+    """Train what is not there yet, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES))
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--save-to", type=Path, default=Path("out/convergence"))
+    options = parser.parse_args()
+    log = options.save_to / "convergence.jsonl"
+    rows = run_all(load_workload(options.workload), options.sides, options.workers, options.steps, range(options.seeds), log)
+    (options.save_to / "convergence.md").write_text("\n".join(table(rows)) + "\n")
+    console.log(f"wrote {options.save_to / 'convergence.md'}")
+
+
+if __name__ == "__main__":
+    main()
