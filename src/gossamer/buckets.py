@@ -148,6 +148,44 @@ def _saved(names: Sequence[str], tensors: Mapping[str, Tensor], routing: Routing
     return make_layout({name: tensors[name] for name in names}, routing.route(names[0], tensors[names[0]]))
 
 
+class Memory:
+    """Tensors of one bucket that are used again in every step.
+
+    New memory is not free: the system has to find each page at its first touch, which on virtual machines can take
+    ten times as long as what is computed on it. Devices have caching allocators and need none of this.
+    """
+
+    def __init__(self) -> None:
+        self._spare: Tensor | None = None
+        self._scratch: dict[str, Tensor] = {}
+
+    def fresh(self, like: Tensor) -> Tensor:
+        """An uninitialised tensor like ``like``."""
+        spare, self._spare = self._spare, None
+        if spare is None or spare.shape != like.shape or spare.dtype != like.dtype:
+            return torch.empty_like(like)
+        return spare
+
+    def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """The tensor of this name, made when it is first asked for."""
+        kept = self._scratch.get(name)
+        if kept is None or kept.dtype != dtype or kept.device != like.device or kept.shape != like.shape:
+            kept = self._scratch[name] = torch.empty_like(like, dtype=dtype)
+        return kept
+
+    def recycle(self, tensor: Tensor) -> None:
+        """Keep a tensor for :meth:`fresh`, if this is the only one that looks at its memory."""
+        if tensor.device.type == "cpu" and _is_alone(tensor):
+            self._spare = tensor
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether no other tensor shares this one's memory."""
+    storage = tensor.untyped_storage()
+    count: Any = getattr(torch._C, "_storage_Use_Count", None)
+    return count is not None and count(storage._cdata) == 2  # the tensor, and the object that was just asked for
+
+
 class Bucket:
     """A flat tensor and the parameter-shaped views into it. This is what an algorithm is given.
 
@@ -159,6 +197,7 @@ class Bucket:
         self.layout = layout
         self.flat = layout.allocate()
         self.views = self.split(self.flat)
+        self._memory = Memory()
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -169,7 +208,23 @@ class Bucket:
         """A bucket of the same layout around another flat tensor."""
         other = Bucket.__new__(Bucket)
         other.index, other.layout, other.flat, other.views = self.index, self.layout, flat, self.split(flat)
+        other._memory = Memory()
         return other
+
+    def fresh(self) -> Tensor:
+        """An uninitialised tensor like ``flat``, for a result: one that has done its work before, if there is one."""
+        return self._memory.fresh(self.flat)
+
+    def scratch(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The tensor of this name, as long as ``flat`` and of type ``dtype``: the same memory in every step.
+
+        For what an exchange sends and receives and nobody needs afterwards. Its values are whatever was left there.
+        """
+        return self._memory.scratch(name, self.flat, dtype)
+
+    def recycle(self, result: Tensor) -> None:
+        """Offer the memory of a result that has been used, unless somebody else still looks at it."""
+        self._memory.recycle(result)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """The parameter-shaped views of another tensor laid out like this bucket."""
@@ -190,8 +245,8 @@ class Bucket:
         if result is self.flat:
             return
         if result.dtype == self.flat.dtype and result.device == self.flat.device and result.is_contiguous():
-            self.flat = result
-            self.views = self.split(result)
+            before, self.flat, self.views = self.flat, result, self.split(result)
+            self.recycle(before)
         else:
             self.flat.copy_(result)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context
@@ -26,6 +27,7 @@ class AllReduce(Algorithm):
 
     exact: ClassVar[bool] = True
 
+    bucket_bytes: int = 2**20
     wire: Wire = "fp32"
 
     def __post_init__(self) -> None:
@@ -33,9 +35,9 @@ class AllReduce(Algorithm):
         wire_codec(self.wire)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        codec = wire_codec(self.wire)
-        share = bucket.flat / ctx.world
+        share = torch.div(bucket.flat, ctx.world, out=bucket.fresh())
+        dtype = wire_codec(self.wire).wire_dtype(share.dtype)
         # Full precision needs no second copy; a narrow wire does.
-        narrow = codec.wire_dtype(share.dtype) != share.dtype
-        mean = yield from all_reduce(codec.encode(share) if narrow else share)
-        return codec.decode(mean, share.numel(), share.dtype)
+        sent = share if dtype == share.dtype else bucket.scratch("sent", dtype).copy_(share)
+        mean = yield from all_reduce(sent)
+        return share if mean is share else share.copy_(mean)

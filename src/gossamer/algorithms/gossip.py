@@ -10,7 +10,7 @@ from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
 from gossamer.codecs.cast import Wire, wire_codec
 from gossamer.comm import topology
-from gossamer.comm.ops import Flow, permute
+from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.state import State
 
 
@@ -40,10 +40,29 @@ class Gossip(Algorithm):
         wire_codec(self.wire)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        codec = wire_codec(self.wire)
         partners = topology.dissemination(ctx.step, ctx.world)
-        message = codec.encode(bucket.flat)
-        theirs = yield from permute(message, partners)
-        numel, dtype = bucket.flat.numel(), bucket.flat.dtype
-        # The message was only read by the exchange, so it still is what the partner received.
-        return torch.sub(codec.decode(theirs, numel, dtype), codec.decode(message, numel, dtype)).mul_(0.5)
+        dtype = wire_codec(self.wire).wire_dtype(bucket.flat.dtype)
+        delta, rows = bucket.fresh(), []
+        buffers = (bucket.scratch("sent", dtype), bucket.scratch("received", dtype))
+        size = max(1, PIECE_BYTES // dtype.itemsize)
+        for weights, sent, received, result in zip(*(t.split(size) for t in (bucket.flat, *buffers, delta)), strict=True):
+            handle = yield start(Permute(sent.copy_(weights), partners, received))
+            rows.append((handle, sent, result))
+        for handle, sent, result in rows:
+            # What was sent was only read, so it still is what the partner received.
+            half_difference((yield wait(handle)), sent, result)
+        return delta
+
+
+PIECE_BYTES = 2**20
+"""A longer message travels in pieces: one is rounded or averaged while others are on the wire."""
+
+_PIECE = 2**16
+"""Elements that are converted at a time: they and their copies stay in a processor's cache."""
+
+
+def half_difference(theirs: Tensor, mine: Tensor, out: Tensor) -> Tensor:
+    """½·(theirs − mine), computed in the type of ``out``."""
+    for a, b, result in zip(theirs.split(_PIECE), mine.split(_PIECE), out.split(_PIECE), strict=True):
+        torch.sub(a.to(out.dtype), b.to(out.dtype), out=result).mul_(0.5)
+    return out

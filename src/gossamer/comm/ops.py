@@ -76,10 +76,12 @@ class AllReduce(Op):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Permute(Op):
-    """Every rank sends its tensor along a permutation and receives one of the same shape."""
+    """Every rank sends its tensor along a permutation and receives one of the same shape; in ``into``, if that is given
+    and the runner has use for it."""
 
     name: ClassVar[str] = "permute"
     permutation: Permutation
+    into: Tensor | None = None
 
     def traffic(self, world: int) -> Traffic:
         """One message; none where a rank is its own partner."""
@@ -220,9 +222,9 @@ def all_reduce(tensor: Tensor, reduce: Literal["sum", "max"] = "sum") -> Flow[Te
     return (yield from perform(AllReduce(tensor, reduce)))
 
 
-def permute(tensor: Tensor, permutation: Permutation) -> Flow[Tensor]:
-    """Send ``tensor`` along ``permutation``; the result is what arrived."""
-    return (yield from perform(Permute(tensor, permutation)))
+def permute(tensor: Tensor, permutation: Permutation, into: Tensor | None = None) -> Flow[Tensor]:
+    """Send ``tensor`` along ``permutation``; the result is what arrived (in ``into``, or in another tensor)."""
+    return (yield from perform(Permute(tensor, permutation, into)))
 
 
 def all_to_all(tensor: Tensor) -> Flow[Tensor]:
@@ -262,5 +264,7 @@ def foreign(tensor: Tensor, what: str, call: Callable[[], Any]) -> Flow[Tensor]:
 
 def result_like(op: Op, world: int) -> Tensor:
     """An uninitialised tensor of the shape of the result of ``op``, for operations that do not work in place."""
+    if isinstance(op, Permute) and op.into is not None:
+        return op.into
     shape = (world, *op.tensor.shape) if isinstance(op, AllGather) else op.tensor.shape
     return torch.empty(shape, dtype=op.tensor.dtype, device=op.tensor.device)

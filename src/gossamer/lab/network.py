@@ -73,6 +73,7 @@ def _connect(namespaces: Sequence[int], rates: Sequence[Rate]) -> None:
     for host, (namespace, rate) in enumerate(zip(namespaces, rates, strict=True)):
         syscalls.setns(namespace, syscalls.CLONE_NEWNET)
         _no_ipv6()
+        _steady_tcp()
         with _netlink("a host's interface") as ip:
             _up(ip, "lo")
             _shape(ip, INTERFACE, rate)
@@ -120,6 +121,18 @@ def _no_ipv6() -> None:
             Path(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6").write_text("1")
         except OSError:
             return
+
+
+def _steady_tcp() -> None:
+    """Have TCP fill the line steadily where the kernel lets us, whatever this machine's own setting is.
+
+    BBR probes for bandwidth by slowing down: at 200 Mbit/s one message in four of 3 MB took 15 to 60 % longer than the
+    line, with Reno one in twenty 12 to 20 %.
+    """
+    try:
+        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
+    except OSError:
+        return
 
 
 def _index(ip: Any, interface: str) -> int:

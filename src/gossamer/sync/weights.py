@@ -85,7 +85,9 @@ class WeightSync:
         self.arrive()
         for bucket, members, delta in zip(self.exchange.buckets, self._members, self._deltas, strict=False):
             torch._foreach_add_(members, bucket.split(delta))
-        self._deltas = []
+        deltas, self._deltas = self._deltas, []
+        for bucket in self.exchange.buckets if deltas else ():
+            bucket.recycle(deltas.pop(0))
 
     def state_by_name(self) -> Kept:
         """The algorithm's state and the delta not yet added, ``{key: {parameter name: tensor}}``."""
