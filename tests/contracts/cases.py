@@ -23,7 +23,7 @@ from gossamer.algorithms import (
     by_size,
     registry,
 )
-from gossamer.algorithms.base import Context
+from gossamer.algorithms.base import Context, Subject
 from gossamer.buckets import Bucket, make_layout
 from gossamer.codecs import Codec
 from gossamer.codecs.quantize import Quantize
@@ -51,6 +51,15 @@ def variants(cls: type) -> Iterator[Any]:
         hint = hints[field.name]
         values = get_args(hint) if get_origin(hint) is Literal else (True, False) if hint is bool else ()
         yield from (cls(**{field.name: value}) for value in values if value != field.default)
+
+
+def _stands(algorithm: Algorithm) -> bool:
+    return getattr(algorithm, "exact_vectors", True)
+
+
+def plain(**fields: Any) -> list[Algorithm]:
+    """Every registered algorithm as it is, and combinations of them, with some fields replaced."""
+    return [with_fields(algorithm, **fields) for algorithm in (*(cls() for cls in registry().values()), *combined())]
 
 
 def combined() -> list[Algorithm]:
@@ -81,7 +90,9 @@ def mixed() -> list[Algorithm]:
 
 def algorithms(subject: str | None = None, exact: bool = False, **fields: Any) -> list[Algorithm]:
     """Every registered algorithm in every variant, and combinations of them, with some fields replaced."""
-    known = [variant for cls in registry().values() for variant in variants(cls)]
+    # A named form of another algorithm (QSGD) is tested as it is, and so is what all lossy ones have in common.
+    forms = {cls for cls in registry().values() if any(base in registry().values() for base in cls.__mro__[1:])}
+    known = [v for cls in registry().values() for v in ([cls()] if cls in forms else variants(cls)) if v.exact or _stands(v)]
     chosen = [a for a in (*known, *combined()) if subject in (None, a.subject) and a.exact >= exact]
     return [with_fields(variant, **fields) for variant in chosen]
 
@@ -257,6 +268,22 @@ class Tapped(Algorithm, register=False):
         flow = self.inner.finish(buckets, states, state, ctx)
         return None if flow is None else tapped(flow, self.tape.setdefault((ctx.step, -1), []))
 
+    def due(self, step: int) -> bool:
+        return self.inner.due(step)
+
+    def part(self, subject: Subject) -> Algorithm | None:
+        inner = self.inner.part(subject)
+        return None if inner is None else tap(inner, self.tape)
+
+    def route(self, name: str, tensor: Tensor) -> str:
+        return self.inner.route(name, tensor)
+
+    def of(self, label: str) -> Algorithm:
+        return tap(self.inner.of(label), self.tape)
+
+    def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
+        return tap(self.inner.attach(optimizers), self.tape)
+
 
 def tap(algorithm: Algorithm, tape: dict[tuple[int, int], list[str]]) -> Algorithm:
     """``algorithm`` with a tape."""
@@ -326,7 +353,8 @@ def make_training(
     model = Oddities(**options)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(trainable, lr=lr, eps=1e-3)
-    if isinstance(algorithm, ChunkSparse) and algorithm.momentum_correction:
+    inner = algorithm.inner if isinstance(algorithm, Tapped) else algorithm
+    if isinstance(inner, ChunkSparse) and inner.momentum_correction:
         optimizer = torch.optim.SGD(trainable, lr=lr, momentum=0.9)
     return model, optimizer, None if algorithm is None else gossamer.replicate(model, optimizer, algorithm)
 

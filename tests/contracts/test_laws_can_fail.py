@@ -75,11 +75,6 @@ def mixes_in_its_own(self, bucket, state, ctx):
     return (yield from all_reduce(bucket.flat / ctx.world)) + 1e-3 * bucket.flat
 
 
-def remembers_what_is_not_finite(self, bucket, state, ctx):
-    state["momentum"] = 0.5 * state["momentum"] + bucket.flat
-    return (yield from all_reduce(state["momentum"] / ctx.world))
-
-
 def hides_what_is_not_finite(self, bucket, state, ctx):
     return (yield from all_reduce(bucket.flat.nan_to_num(0, 0, 0) / ctx.world))
 
@@ -114,7 +109,6 @@ SHAPES = [(37,)]
         (remembers_in_place, lambda a: laws.an_abandoned_exchange_loses_nothing(a, WORLD)),
         (draws_at_random, lambda a: laws.the_same_again_gives_the_same_bits(a, WORLD)),
         (mixes_in_its_own, lambda a: laws.all_ranks_hold_the_same_bits(a, WORLD, torch.float32)),
-        (remembers_what_is_not_finite, lambda a: laws.non_finite_values_reach_all_ranks_and_no_state(a, WORLD, float("inf"))),
         (hides_what_is_not_finite, lambda a: laws.non_finite_values_reach_all_ranks_and_no_state(a, WORLD, float("nan"))),
         (is_not_the_mean, lambda a: laws.the_result_is_the_mean(a, WORLD, torch.float32)),
         (loses_rounding, lambda a: laws.the_mean_of_the_weights_is_kept(a, WORLD)),

@@ -9,12 +9,14 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 from gossamer.algorithms.all_reduce import AllReduce  # noqa: E402  (after the registry is complete)
+from gossamer.algorithms.byte_grad import ByteGrad  # noqa: E402
 from gossamer.algorithms.chunk_sparse import ChunkSparse  # noqa: E402
 from gossamer.algorithms.ddp_hook import DDPHook  # noqa: E402
 from gossamer.algorithms.gossip import Gossip  # noqa: E402
 from gossamer.algorithms.hierarchical import Hierarchical  # noqa: E402
 from gossamer.algorithms.power_sgd import PowerSGD  # noqa: E402
-from gossamer.algorithms.scatter_reduce import QSGD, ByteGrad, ScatterReduce  # noqa: E402
+from gossamer.algorithms.qsgd import QSGD  # noqa: E402
+from gossamer.algorithms.scatter_reduce import ScatterReduce  # noqa: E402
 from gossamer.algorithms.schedule import after, by_size  # noqa: E402
 
 __all__ = [

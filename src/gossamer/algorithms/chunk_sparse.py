@@ -14,7 +14,7 @@ from gossamer.algorithms.lossy import Lossy, wide
 from gossamer.algorithms.scatter_reduce import RESIDUAL, scatter_reduce
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
-from gossamer.codecs.cast import Cast, Wire, wire_codec
+from gossamer.codecs.cast import Cast, Wire, check_wire, wire_codec
 from gossamer.codecs.kernels import chunk_norms
 from gossamer.comm.ops import Flow, all_reduce, decide
 from gossamer.errors import ConfigurationError
@@ -42,7 +42,8 @@ class ChunkSparse(Lossy):
     out of the optimizer, which must be SGD with momentum, until the replica is closed. Without it, the optimizer's own
     momentum acts on what arrives.
 
-    Per step ``density`` of an all-reduce's bytes in the codec's precision, and 4 bytes per chunk. Memory: one residual per
+    Per step as many messages as an all-reduce of every bucket and one more of 4 bytes per chunk; ``density`` of its bytes,
+    in the codec's precision. Memory: one residual per
     element, and one momentum with ``momentum_correction``. Vectors (``exact_vectors``) are not sparse.
 
     Not the choice for models of a few thousand parameters, or where no step may use a gradient that is many steps old.
@@ -61,7 +62,7 @@ class ChunkSparse(Lossy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wire_codec(self.residual)
+        check_wire("residual", self.residual)
         if not 0 < self.density <= 1:
             raise ConfigurationError(f"density must be above 0 and at most 1; got {self.density!r}")
         if not isinstance(self.chunk, int) or self.chunk < 1:
@@ -127,7 +128,8 @@ class ChunkSparse(Lossy):
     def _choose(self, states: Sequence[State], ctx: Context) -> Flow[None]:
         """Choose the chunks of the next step, over all buckets."""
         norms = [norm for each in states if (norm := each.extra(NORMS)) is not None]
-        total = yield from all_reduce(torch.cat(norms).cpu() / ctx.world)
+        mine = torch.cat(norms) / ctx.world
+        total = yield from all_reduce(mine if mine.device.type == "meta" else mine.cpu())
         count = math.ceil(self.density_at(ctx.step + 1) * total.numel())
         default = evenly(total.numel(), count)
         mask = yield decide("chunks", default, lambda: largest(total, count))

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.lossy import Lossy, wide
 from gossamer.buckets import Bucket, Segment
-from gossamer.codecs.cast import Wire, wire_codec
+from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.errors import ConfigurationError
 from gossamer.state import State
@@ -28,7 +28,8 @@ class PowerSGD(Lossy):
     where the last step left it, so that successive steps find the largest singular directions. Matrices that ``rank``
     would not make smaller, and vectors, are all-reduced exactly.
 
-    Two all-reduces per bucket, one after the other, of ``rank``·(m+n) elements per matrix in full precision.
+    Two all-reduces per bucket, one after the other, so twice the messages of an exact one; together ``rank``·(m+n)
+    elements per matrix, in full precision.
     Memory: one residual per element. Compute: four products with thin matrices and a QR decomposition.
 
     Not the choice for models of vectors or tiny matrices, or where computation, not the network, is what is short.
@@ -42,7 +43,7 @@ class PowerSGD(Lossy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wire_codec(self.residual)
+        check_wire("residual", self.residual)
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ConfigurationError(f"rank must be a positive number of columns; got {self.rank!r}")
 

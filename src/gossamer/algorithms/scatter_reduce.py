@@ -11,7 +11,7 @@ from gossamer.algorithms.base import Context
 from gossamer.algorithms.lossy import Lossy, wide
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
-from gossamer.codecs.cast import Wire, wire_codec
+from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.codecs.error_feedback import ErrorFeedback
 from gossamer.codecs.quantize import Quantize
 from gossamer.comm.ops import Flow, all_gather, all_to_all
@@ -45,7 +45,7 @@ class ScatterReduce(Lossy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wire_codec(self.residual)
+        check_wire("residual", self.residual)
         if not isinstance(self.codec, Codec):
             raise ConfigurationError(f"codec must be a codec, such as Quantize(bits=8); got {self.codec!r}")
         if isinstance(self.codec, ErrorFeedback):
@@ -149,32 +149,3 @@ def _assemble(codec: Codec, parts: Parts, gathered: Tensor, like: Tensor) -> Ten
         place = parts.of(mean, rank)
         place.copy_(codec.decode(payload, parts.size, mean.dtype)[: place.numel()])
     return mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class ByteGrad(ScatterReduce):
-    """BAGUA's 8-bit all-reduce as released: block-wise min-max, rounded to nearest, without error feedback.
-
-    Bytes and messages as :class:`ScatterReduce`. Not the choice when a residual per element can be afforded.
-
-    Source: Gan et al. 2021 (arXiv 2107.01499).
-    """
-
-    worker_feedback: bool = False
-    server_feedback: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class QSGD(ScatterReduce):
-    """QSGD: symmetric levels, rounded at random so that the gradient is right on average; nothing is remembered.
-
-    Bytes and messages as :class:`ScatterReduce` with the same bits.
-
-    Not the choice below 8 bits for small batches: the variance of the rounding adds to that of the gradient.
-
-    Source: Alistarh et al. 2017 (arXiv 1610.02132), with levels per block of elements.
-    """
-
-    codec: Codec = field(default_factory=lambda: Quantize(scheme="symmetric", rounding="stochastic"))
-    worker_feedback: bool = False
-    server_feedback: bool = False

@@ -1,7 +1,7 @@
 """Cast: a narrower floating-point type on the wire."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ class Cast(Codec):
     wire: Wire = "fp32"
 
     def __post_init__(self) -> None:
-        if self.wire not in get_args(Wire):
-            raise ConfigurationError(f"wire must be one of {', '.join(get_args(Wire))}; got {self.wire!r}")
+        check_wire("wire", self.wire)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that a tensor of type ``dtype`` has on the wire; never a wider one."""
@@ -45,6 +44,12 @@ class Cast(Codec):
             return torch.zeros_like(tensor)
         info = torch.finfo(narrow)
         return tensor.abs() * (info.eps / 2) + info.smallest_normal * info.eps
+
+
+def check_wire(name: str, wire: Any) -> None:
+    """Raise ConfigurationError unless ``wire`` is a precision that the field ``name`` may have."""
+    if wire not in get_args(Wire):
+        raise ConfigurationError(f"{name} must be one of {', '.join(get_args(Wire))}; got {wire!r}")
 
 
 def wire_codec(wire: Wire) -> Cast:

@@ -136,10 +136,11 @@ class TorchRunner(Runner):
     def _open_port(self, last_resort: timedelta, meter: Meter) -> Port:
         self._ports += 1
         number = self._ports
-        # Lanes open groups side by side, and a thread that waits for a key blocks every other call on a connection.
-        store = self._store.origin.clone()
+        stores: list[Any] = [self._store.origin]
 
         def open_circle(group: Group) -> Circle:
+            # Later, lanes open groups side by side; a thread that waits for a key blocks every other call on a connection.
+            store = stores.pop() if stores else self._store.origin.clone()
             name = f"{number}/{','.join(map(str, group))}"
             up, down = (self._gloo(last_resort, store, f"{name}/{way}", group) for way in ("up", "down"))
             return Circle(up, down, group)

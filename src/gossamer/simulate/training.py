@@ -58,13 +58,14 @@ class Part:
         self.algorithm = algorithm
         self.buckets = [Bucket(index, replace(layout, device=META)) for index, layout in enumerate(plan.layouts)]
         self.under_way: list[Event] = []
+        self._handlers = [algorithm.of(bucket.layout.label) for bucket in self.buckets]
         self._states = [State(bucket.flat) for bucket in self.buckets]
         self._step_states = {bucket.layout.label: State(torch.zeros((), device=META)) for bucket in self.buckets}
         self._members, self._nodes = members, nodes
 
     def launch(self, bucket: Bucket, number: int, lanes: Sequence[Lane]) -> None:
         """Start the flow of one bucket."""
-        handler, state, ctx = self.algorithm.of(bucket.layout.label), self._states[bucket.index], self._context(number)
+        handler, state, ctx = self._handlers[bucket.index], self._states[bucket.index], self._context(number)
         lane = lanes[0 if self.algorithm.serial else bucket.index % len(lanes)]
         self.under_way.append(lane.submit(lambda: handler.exchange(bucket, state, ctx)))
 
@@ -73,7 +74,7 @@ class Part:
         for label, state in self._step_states.items():
             mine = [bucket for bucket in self.buckets if bucket.layout.label == label]
             states = [self._states[bucket.index] for bucket in mine]
-            flow = self.algorithm.of(label).finish(mine, states, state, self._context(number))
+            flow = self._handlers[mine[0].index].finish(mine, states, state, self._context(number))
             if flow is not None:
                 yield flow
 

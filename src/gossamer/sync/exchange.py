@@ -29,6 +29,8 @@ class Exchange:
         self.runner, self.algorithm = runner, algorithm
         self.plan = Plan(())
         self.buckets: list[Bucket] = []
+        self.handlers: list[Algorithm] = []
+        """The algorithm for each bucket."""
         self.states: list[State] = []
         self.step_states: dict[str, State] = {}
         self._tickets: list[Ticket[Tensor]] = []
@@ -40,15 +42,12 @@ class Exchange:
         self.buckets = [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
         for layout in plan.layouts:
             self.step_states.setdefault(layout.label, State(torch.zeros(())))
+        self.handlers = [self.algorithm.of(layout.label) for layout in plan.layouts]
         self.load_state_by_name(kept, {key: owned for key, owned in extras.items() if not key.startswith(_BUCKET)})
 
     def context(self, step: int) -> Context:
         """What flows of this step may know."""
         return Context(step, self.runner.rank, self.runner.members, self.runner.nodes)
-
-    def handler(self, index: int) -> Algorithm:
-        """The algorithm for one bucket."""
-        return self.algorithm.of(self.plan.layouts[index].label)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -60,7 +59,7 @@ class Exchange:
     def launch(self, step: int, when: str) -> None:
         """Start the flow of the next bucket in the plan's order; ``when`` describes the step."""
         index = len(self._tickets)
-        bucket, state, ctx, handler = self.buckets[index], self.states[index], self.context(step), self.handler(index)
+        bucket, state, ctx, handler = self.buckets[index], self.states[index], self.context(step), self.handlers[index]
         label = f"bucket {index} ({bucket.layout.names[0]} …) {when}"
         make_flow = partial(handler.exchange, bucket, state, ctx)
         lane = 0 if self.algorithm.serial else index % self.runner.lanes
@@ -72,7 +71,7 @@ class Exchange:
         self._tickets = []
         for index, (bucket, result) in enumerate(zip(self.buckets, results, strict=True)):
             if result.shape != bucket.flat.shape:
-                raise wrong_shape(self.handler(index), bucket, result)
+                raise wrong_shape(self.handlers[index], bucket, result)
         return results
 
     def finish(self, step: int) -> None:
@@ -80,7 +79,7 @@ class Exchange:
         for label, state in self.step_states.items():
             mine = [i for i, layout in enumerate(self.plan.layouts) if layout.label == label]
             buckets, states = [self.buckets[i] for i in mine], [self.states[i] for i in mine]
-            flow = self.algorithm.of(label).finish(buckets, states, state, self.context(step)) if mine else None
+            flow = self.handlers[mine[0]].finish(buckets, states, state, self.context(step)) if mine else None
             if flow is not None:
                 self.runner.run(lambda flow=flow: flow, f"finish of step {step}")  # type: ignore[misc]
 
