@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gossamer
 from gossamer import loopback
-from gossamer.algorithms import Algorithm, base
+from gossamer.algorithms import Algorithm, base, registry
 from gossamer.codecs import Codec
 from gossamer.simulate import Compute, Link, step_time
 
@@ -155,3 +155,9 @@ def test_virtual_time_executes_the_same_operations() -> None:
     step_time(model, tap(algorithm(), clocked), world=1, link=link, compute=compute)
     assert looped[0, 0] == clocked[0, 0]
     assert step_time(Oddities(), algorithm(), world=5, link=link, compute=compute).bytes_per_step > 0
+
+
+def test_every_algorithm_is_on_the_page_of_algorithms() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    named = [cls.__name__ for cls in registry().values() if cls.__module__.startswith("gossamer.")]
+    assert [name for name in named if f"`{name}(" not in page] == []

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import gossamer
-from gossamer import AllReduce, Gossip
+from gossamer import AllReduce, DDPHook, Gossip
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce
@@ -397,6 +397,36 @@ def forked_processes(here: Here) -> None:
     assert os.waitpid(child, 0)[1] == 0
     plain(run)
     assert_same_on_all_ranks(here, run.bare)
+
+
+# -- hooks of DDP -------------------------------------------------------------------------------------------------
+
+
+def hooks_of_ddp(here: Here) -> None:
+    """A hook gives what DDP with that hook gives; PowerSGD's with several buckets, where DDP on Gloo aborts."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    fused = under_gossamer(here, with_adamw(mlp), algorithm=DDPHook(default_hooks.allreduce_hook, None, bucket_bytes=2048))
+    plain(fused)
+    assert_same_on_all_ranks(here, fused.bare)
+    exact = under_gossamer(here, with_adamw(mlp))
+    plain(exact)
+    for one, other in zip(fused.bare.parameters(), exact.bare.parameters(), strict=True):
+        assert (one - other).abs().max() < 1e-10
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
+    hook = DDPHook(powerSGD_hook.powerSGD_hook, state, bucket_bytes=2048)
+    low_rank = under_gossamer(here, with_adamw(mlp), algorithm=hook)
+    plain(low_rank)
+    assert_same_on_all_ranks(here, low_rank.bare)
+
+
+def hooks_that_return_something_else(here: Here) -> None:
+    def half(state: Any, bucket: Any) -> Any:
+        return bucket.buffer()[::2].clone()
+
+    run = under_gossamer(here, with_adamw(mlp), algorithm=DDPHook(half))
+    with raises(gossamer.ConfigurationError, "DDPHook.exchange returned shape"):
+        plain(run)
 
 
 # -- precision ------------------------------------------------------------------------------------------------------

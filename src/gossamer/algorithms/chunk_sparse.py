@@ -118,7 +118,7 @@ class ChunkSparse(Lossy):
             return mean, rest
         share = fitting(packed / ctx.world, self.codec.wire_dtype(packed.dtype), ctx.world)
         sent = self.codec.encode(share)
-        lost = packed - self.codec.decode(sent, sent.numel(), packed.dtype).mul_(ctx.world)
+        lost = packed - self.codec.decode(sent, sent.numel(), packed.dtype) * ctx.world
         mean = yield from all_reduce(sent)
         return self.codec.decode(mean, mean.numel(), packed.dtype), lost
 

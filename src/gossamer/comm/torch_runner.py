@@ -1,8 +1,5 @@
 """Torch runner: the real thing, over whatever backend the user's process group has."""
 
-import hashlib
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +12,7 @@ import torch.distributed as dist
 from gossamer.comm import torch_departure
 from gossamer.comm.bulletin import Bulletin, StoreLostError
 from gossamer.comm.flow import Port
+from gossamer.comm.nodes import here, nodes_from
 from gossamer.comm.ops import Flow, Group, all_gather
 from gossamer.comm.patience import Patience, seconds_of
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
@@ -85,16 +83,7 @@ class TorchRunner(Runner):
         self._beside(lambda: self._open_host_lanes(last_resort, data=not device), "making connections")
         if device:
             self._data = self._open_streams(last_resort)
-        self.nodes = self._find_nodes()
-
-    def _find_nodes(self) -> tuple[Group, ...]:
-        """Which ranks share a machine: by torchrun's number of it, else by its name."""
-        here = os.environ.get("GROUP_RANK") or socket.gethostname()
-        mine = torch.tensor([int.from_bytes(hashlib.sha256(here.encode()).digest()[:7], "big")])
-        found: dict[int, list[int]] = {}
-        for rank, host in enumerate(self.run(lambda: all_gather(mine), "the search for machines").flatten().tolist()):
-            found.setdefault(host, []).append(rank)
-        return tuple(map(tuple, found.values()))
+        self.nodes = nodes_from(self.run(lambda: all_gather(here()), "the search for machines"))
 
     def _beside(self, work: Callable[[], None], doing: str) -> None:
         """Do ``work``, which waits for other ranks, on a thread: this one listens for alarms and for Ctrl-C."""

@@ -182,10 +182,7 @@ def step_time(
         ranks_per_node: how many ranks share a machine.
         inside: how those reach each other; at once by default.
     """
-    numbers = {"world": world, "lanes": lanes, "steps": steps, "warmup": warmup + 1, "ranks_per_node": ranks_per_node}
-    for name, value in numbers.items():
-        if value < 1:
-            raise ConfigurationError(f"{name} is out of range: {value - (name == 'warmup')}")
+    _check(world=world, lanes=lanes, steps=steps, warmup=warmup + 1, ranks_per_node=ranks_per_node)
     mode = resolve_buffers(buffers, algorithm.subject)
     parts = {subject: algorithm.part(subject) for subject in _SUBJECTS}
     plans = {
@@ -215,6 +212,12 @@ def step_time(
         bytes_per_step=sent,
         messages_per_step=messages,
     )
+
+
+def _check(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise ConfigurationError(f"{name} is out of range: {value - (name == 'warmup')}")
 
 
 def _run(training: Training, steps: int, warmup: int) -> list[float]:

@@ -1,0 +1,153 @@
+"""ChunkSparse: the same chunks everywhere, nothing lost, few bytes; momentum correction; bad input."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gossamer
+from contracts.cases import exchange, noise, same_bits, weights
+from gossamer import AllReduce, ChunkSparse, PowerSGD, loopback
+from gossamer.algorithms import Algorithm
+from gossamer.algorithms.chunk_sparse import evenly, largest, pack, unpack
+from gossamer.codecs import Cast, Quantize
+from gossamer.errors import ConfigurationError
+
+FP32 = Cast(wire="fp32")
+
+
+class Wide(nn.Module):
+    """One matrix of 64 thousand weights, whose gradient is what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(256, 256))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight * gradient).sum()
+
+
+def gradient(step: int, rank: int) -> Tensor:
+    source = torch.Generator().manual_seed(100 * step + rank)
+    scale = torch.logspace(0, -3, 256).unsqueeze(1)
+    return torch.randn(256, 256, generator=source) * scale
+
+
+def train(algorithm: Algorithm, world: int, steps: int, momentum: float = 0.0) -> list[tuple[Tensor, list[float]]]:
+    def body(rank: int) -> tuple[Tensor, list[float]]:
+        model = Wide()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        sent = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(gradient(step, rank)).backward()
+            optimizer.step()
+            sent.append(replica.metrics()["bytes_sent"])
+        replica.close()
+        assert optimizer.param_groups[0]["momentum"] == momentum
+        return weights(model), sent
+
+    return loopback(body, world)
+
+
+def test_a_tenth_of_the_chunks_in_half_precision_is_six_percent_of_the_bytes() -> None:
+    """Norms and the small agreements of every step included."""
+    sparse, dense = train(ChunkSparse(chunk=512), 4, 8)[0][1], train(AllReduce(), 4, 8)[0][1]
+    assert (sparse[-1] - sparse[1]) / (dense[-1] - dense[1]) < 0.06
+
+
+def test_what_is_not_sent_comes_later() -> None:
+    """After steps without gradient, everything has arrived: the weights are those of exact all-reduce."""
+    world, steps = 3, 5
+
+    def body(rank: int) -> Tensor:
+        model = Wide()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        replica = gossamer.replicate(model, optimizer, ChunkSparse(chunk=512, codec=FP32))
+        for step in range(steps + 30):
+            optimizer.zero_grad()
+            model(gradient(step, rank) if step < steps else torch.zeros(256, 256)).backward()
+            optimizer.step()
+        replica.close()
+        return model.weight.detach()
+
+    late = loopback(body, world)
+    exact = -sum(gradient(step, rank) for step in range(steps) for rank in range(world)) / world
+    assert all(same_bits(each, late[0]) for each in late)
+    assert (late[0] - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("codec", [Cast(wire="fp16"), Quantize()], ids=repr)
+def test_rounding_is_kept_too(codec: Any) -> None:
+    inputs = [noise(4, 1000, seed=step) for step in range(5)]
+    outcomes = exchange(ChunkSparse(chunk=64, codec=codec), inputs)
+    had = torch.stack([torch.stack(tensors).double().sum(0) for tensors in inputs]).sum(0)
+    sent = 4 * torch.stack([result.double() for result in outcomes[0].results]).sum(0)
+    kept = torch.stack([outcome.state["residual"].double() for outcome in outcomes]).sum(0)
+    # What the sum on the wire itself rounds (fp16 adds in fp16) is nobody's to keep.
+    assert (sent + kept - had).abs().max() < (2e-2 if isinstance(codec, Cast) else 1e-4)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_momentum_correction_at_full_density_is_sgd_with_momentum(world: int) -> None:
+    corrected = train(ChunkSparse(density=1.0, codec=FP32, momentum_correction=True, chunk=512), world, 12, momentum=0.9)
+    plain = train(AllReduce(), world, 12, momentum=0.9)
+    assert (corrected[0][0] - plain[0][0]).abs().max() < 1e-4 * plain[0][0].abs().max()
+
+
+def test_momentum_correction_gives_the_momentum_back_and_resumes() -> None:
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    replica = gossamer.replicate(model, optimizer, ChunkSparse(momentum_correction=True))
+    assert optimizer.param_groups[0]["momentum"] == 0
+    saved = optimizer.state_dict()
+    replica.close()
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    optimizer.load_state_dict(saved)
+    replica = gossamer.replicate(model, optimizer, ChunkSparse(momentum_correction=True))
+    assert replica.algorithm == ChunkSparse(momentum_correction=True, momentum=0.9)
+    replica.close()
+
+
+def test_the_density_falls() -> None:
+    schedule = ChunkSparse(density=0.01, warmup=3, ramp=4)
+    assert [schedule.density_at(step) for step in (0, 2, 3, 5, 7, 100)] == pytest.approx([1, 1, 1, 0.1, 0.01, 0.01])
+
+
+def test_chunks_are_packed_and_put_back() -> None:
+    flat = torch.arange(1.0, 11.0)
+    chosen = torch.tensor([0, 3])
+    packed = pack(flat, chosen, 3)
+    assert packed.tolist() == [1, 2, 3, 10, 0, 0]
+    assert unpack(packed, chosen, 3, flat).tolist() == [1, 2, 3, 0, 0, 0, 0, 0, 0, 10]
+    assert unpack(-packed, chosen, 3, flat, flat).tolist() == [-1, -2, -3, 4, 5, 6, 7, 8, 9, -10]
+    assert evenly(10, 3).sum() == 3
+    assert largest(torch.tensor([1.0, 5.0, float("nan"), 5.0]), 2).tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan")])
+def test_a_density_is_a_share(density: float) -> None:
+    with pytest.raises(ConfigurationError, match="density must be above 0 and at most 1"):
+        ChunkSparse(density=density)
+
+
+def test_other_bad_input() -> None:
+    with pytest.raises(ConfigurationError, match="larger than a bucket"):
+        ChunkSparse(chunk=2**20)
+    with pytest.raises(ConfigurationError, match="positive number of elements"):
+        ChunkSparse(chunk=0)
+    model = Wide()
+    with pytest.raises(ConfigurationError, match="not the moments of Adam"):
+        gossamer.replicate(model, torch.optim.Adam(model.parameters()), ChunkSparse(momentum_correction=True))
+    with pytest.raises(ConfigurationError, match="one momentum above 0"):
+        gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=1.0), ChunkSparse(momentum_correction=True))
+
+
+def test_power_sgd_wants_matrices() -> None:
+    vector = nn.ParameterList([torch.zeros(1000)])
+    with pytest.raises(ConfigurationError, match="compresses matrices, and this model has none"):
+        gossamer.replicate(vector, torch.optim.SGD(vector.parameters(), lr=1.0), PowerSGD())
+    with pytest.raises(ConfigurationError, match="rank must be a positive number"):
+        PowerSGD(rank=0)

@@ -1,0 +1,63 @@
+"""PowerSGD: exact for gradients of low rank, nothing lost otherwise."""
+
+import pytest
+import torch
+
+from contracts.cases import own_runner, settle
+from gossamer import PowerSGD, loopback
+from gossamer.algorithms.base import Context
+from gossamer.buckets import Bucket, make_layout
+from gossamer.state import State
+
+SHAPES = {"matrix": (40, 30), "kernel": (16, 4, 3, 3), "vector": (17,), "small": (2, 2)}
+
+
+def run(gradients: list[list[dict[str, torch.Tensor]]], rank_of: int) -> list[tuple[list[torch.Tensor], State, Bucket]]:
+    """``gradients[step][rank]``; results, state and bucket of every rank."""
+
+    def body(rank: int) -> tuple[list[torch.Tensor], State, Bucket]:
+        runner, bucket = own_runner(), Bucket(0, make_layout({name: torch.empty(shape) for name, shape in SHAPES.items()}))
+        state, results = State(bucket.flat), []
+        for step, ranks in enumerate(gradients):
+            for view, value in zip(bucket.views, ranks[rank].values(), strict=True):
+                view.copy_(value)
+            ctx = Context(step, runner.rank, runner.members)
+            results.append(runner.run(lambda ctx=ctx: PowerSGD(rank=rank_of).exchange(bucket, state, ctx), f"step {step}"))
+            settle(state, results[-1])
+        return results, state, bucket
+
+    return loopback(body, len(gradients[0]))
+
+
+def low_rank(seed: int, rank: int) -> dict[str, torch.Tensor]:
+    """Gradients that are of this rank, in the same directions for every seed."""
+    shared, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(seed)
+    made = {}
+    for name, shape in SHAPES.items():
+        rows, columns = shape[0], torch.Size(shape[1:]).numel()
+        left, right = torch.randn(rows, rank, generator=shared), torch.randn(rank, columns, generator=shared)
+        made[name] = (left @ (torch.randn(rank, 1, generator=own) * right)).view(shape)
+    return made
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_gradient_of_low_rank_arrives_whole(world: int) -> None:
+    gradients = [[low_rank(10 * step + rank, 2) for rank in range(world)] for step in range(3)]
+    results, _, bucket = run(gradients, 2)[0]
+    for name, view in zip(SHAPES, bucket.split(results[-1]), strict=True):
+        mean = sum(each[name] for each in gradients[-1]) / world
+        assert (view - mean).norm() < 1e-4 * mean.norm()
+
+
+def test_what_does_not_fit_is_kept() -> None:
+    source = torch.Generator().manual_seed(0)
+    gradients = [
+        [{name: torch.randn(shape, generator=source) for name, shape in SHAPES.items()} for _ in range(3)] for _ in range(5)
+    ]
+    runs = run(gradients, 1)
+    had = {name: sum(rank[name] for step in gradients for rank in step) for name in SHAPES}
+    sent = runs[0][2].split(3 * sum(runs[0][0]))
+    kept = runs[0][2].split(sum(state["residual"] for _, state, _ in runs))
+    for name, mean, rest in zip(SHAPES, sent, kept, strict=True):
+        assert (mean + rest - had[name]).abs().max() < 1e-3
+    assert all(torch.equal(one, other) for results, _, _ in runs for one, other in zip(results, runs[0][0], strict=True))

@@ -1,0 +1,70 @@
+"""ScatterReduce: what is not sent is kept, wherever parts are cut; bytes and bad input."""
+
+import pytest
+import torch
+
+from contracts.cases import exchange, noise
+from gossamer import QSGD, ByteGrad, ScatterReduce
+from gossamer.codecs import Codec, ErrorFeedback, Quantize, Sign, TopK
+from gossamer.comm.ops import AllGather, AllToAll
+from gossamer.errors import ConfigurationError
+
+CODECS: list[Codec] = [Quantize(), Quantize(bits=4), Quantize(bits=2, scheme="symmetric"), Sign(), TopK(density=0.2)]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("feedback", [(True, True), (False, True), (True, False)])
+def test_sent_and_kept_is_had(codec: Codec, world: int, feedback: tuple[bool, bool]) -> None:
+    """With both kinds of feedback nothing is lost. With one, what the other would have kept is."""
+    steps = 6
+    inputs = [noise(world, 1000, seed=step) for step in range(steps)]
+    algorithm = ScatterReduce(codec=codec, worker_feedback=feedback[0], server_feedback=feedback[1])
+    outcomes = exchange(algorithm, inputs)
+    had = torch.stack([torch.stack(tensors).double().sum(0) for tensors in inputs]).sum(0)
+    sent = world * torch.stack([result.double() for result in outcomes[0].results]).sum(0)
+    kept = torch.stack([outcome.state["residual"].double() for outcome in outcomes]).sum(0)
+    lost = (sent + kept - had).abs().max()
+    assert lost < 1e-4 if all(feedback) else lost > 1e-3
+
+
+def test_feedback_makes_up_for_coarse_codes() -> None:
+    """The mean over many steps of one and the same gradient is right, and without feedback it is not."""
+    tensors = noise(4, 512)
+    mean = torch.stack(tensors).mean(0)
+    errors = []
+    for feedback in (True, False):
+        algorithm = ScatterReduce(codec=Quantize(bits=2), worker_feedback=feedback, server_feedback=feedback)
+        results = exchange(algorithm, [tensors] * 40)[0].results
+        errors.append((torch.stack(results).mean(0) - mean).norm() / mean.norm())
+    assert errors[0] < 0.1 * errors[1]
+
+
+def test_qsgd_is_right_on_average() -> None:
+    tensors = noise(3, 256)
+    results = exchange(QSGD(codec=Quantize(bits=4, scheme="symmetric", rounding="stochastic")), [tensors] * 400)[0].results
+    mean = torch.stack(tensors).mean(0)
+    scatter = torch.stack(results).std(0).mean() / 20
+    assert (torch.stack(results).mean(0) - mean).abs().mean() < 2 * scatter
+
+
+def test_bytes_on_the_wire() -> None:
+    """Eight bits: a quarter of an all-reduce, and 8 bytes per block of 512."""
+    payload = Quantize().encode(torch.zeros(2**18, device="meta"))
+    row = torch.empty(4, payload.numel(), dtype=payload.dtype, device="meta")
+    sent = AllToAll(row).traffic(4).bytes + AllGather(payload).traffic(4).bytes
+    assert sent / (2 * 3 * 4 * 2**18) == pytest.approx(0.25 * (1 + 8 / 512), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"codec": "int8"}, "codec must be a codec"),
+        ({"codec": ErrorFeedback(Quantize())}, "give the codec alone"),
+        ({"residual": "fp8"}, "residual must be one of"),
+    ],
+)
+def test_bad_input(fields: dict, message: str) -> None:
+    for kind in (ScatterReduce, ByteGrad):
+        with pytest.raises(ConfigurationError, match=message):
+            kind(**fields)
