@@ -38,6 +38,5 @@ class AllReduce(Algorithm):
         share = torch.div(bucket.flat, ctx.world, out=bucket.fresh())
         dtype = wire_codec(self.wire).wire_dtype(share.dtype)
         # Full precision needs no second copy; a narrow wire does.
-        sent = share if dtype == share.dtype else bucket.scratch("sent", dtype).copy_(share)
-        mean = yield from all_reduce(sent)
+        mean = yield from all_reduce(share if dtype == share.dtype else share.to(dtype))
         return share if mean is share else share.copy_(mean)
