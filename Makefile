@@ -5,10 +5,10 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format readme topologies bench-speed bench-kernels clean
+.PHONY: help setup demo test test-slow check format readme topologies bench-speed bench-kernels bench-convergence clean
 
 help: ## print the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gossamer needs Python 3.11 or later (make PYTHON=python3.12)")'
@@ -45,6 +45,10 @@ topologies: $(READY) ## draw the topologies and how they mix, for docs/topologie
 
 bench-speed: $(READY) ## measure the step time beside DDP and the line rate beside plain TCP (about 12 minutes)
 	$(RUN) -m gossamer.bench.speed --save-to benchmarks/results
+
+bench-convergence: $(READY) ## train every relaxation with 8 workers in one process (hours, resumable)
+	$(RUN) -m gossamer.bench.convergence --workload examples/02_convnet.py --steps 351 --save-to benchmarks/results
+	$(RUN) -m gossamer.bench.convergence --workload examples/01_gpt.py --steps 400 --save-to benchmarks/results
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (about a minute)
 	$(RUN) -m gossamer.bench.kernels --save-to benchmarks/results
