@@ -159,7 +159,7 @@ class Answer:
 
     def wait(self) -> None:
         """Block until it is there."""
-        value = self._future.wait() if isinstance(self._future, torch.futures.Future) else self._future
+        value = self._future.wait() if isinstance(self._future, torch._C.Future) else self._future
         self._pending.result = value[0] if isinstance(value, list | tuple) else value
 
 
