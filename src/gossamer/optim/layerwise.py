@@ -27,10 +27,7 @@ class Layerwise(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; ``closure`` recomputes the loss, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             for parameters in _alike(group["params"]):
                 self._step(group, parameters)
@@ -67,6 +64,14 @@ class Layerwise(Optimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor):
                     self.state[parameter][name] = value.to(parameter.device, copy=True)
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss that a step's ``closure`` computes, with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def trust_ratios(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer.errors import ConfigurationError
+from gossamer.optim.layerwise import evaluated
 
 _HALVES = (torch.float16, torch.bfloat16)
 _KEY = "master_weight"
@@ -182,8 +183,7 @@ class MasterWeights(Optimizer):
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         self._write_model()
-        with torch.enable_grad():
-            loss = closure()
+        loss = evaluated(closure)
         self._bring_gradients()
         return loss
 

@@ -13,7 +13,7 @@ from gossamer.codecs.quantize import Quantize
 from gossamer.codecs.sign import Sign
 from gossamer.errors import ConfigurationError
 from gossamer.optim.communicating import Communicating
-from gossamer.optim.layerwise import check_number
+from gossamer.optim.layerwise import check_number, evaluated
 
 
 class OneBitAdam(Communicating):
@@ -88,10 +88,7 @@ class OneBitAdam(Communicating):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; ``closure`` recomputes the loss, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         parameters = self.parameters()
         here = [parameter.grad is not None for parameter in parameters]
         used = here if self.link is None else self.link.used(here)

@@ -3,7 +3,8 @@
 What gradients, weights and optimizers have in common. Threads and ownership: see the note in ``gossamer.lanes``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ from gossamer.algorithms.base import Algorithm, Context, wrong_shape
 from gossamer.buckets import Bucket, Plan
 from gossamer.comm.runner import Runner, Ticket
 from gossamer.state import WHOLE, State
+from gossamer.sync.scaling import any_non_finite
 
 Kept = dict[str, dict[str, Tensor]]
 """``{key: {parameter name: tensor}}``."""
@@ -86,6 +88,27 @@ class Exchange:
     def forget(self) -> None:
         """Nothing is under way any more, whatever was."""
         self._tickets = []
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """After an error inside, nothing is under way, and the state is what it was before the exchange."""
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            self.rollback()
+            raise
+
+    def settle(self, results: Sequence[Tensor]) -> None:
+        """Keep what the flows wrote, unless a result is not finite: a residual would not lose that any more.
+
+        The results are the same on all ranks, so all of them keep it, or none does.
+        """
+        drafts = self.drafts()
+        if not drafts or any_non_finite([*drafts, *results]).item() == 0:
+            self.commit()
+        else:
+            self.rollback()
 
     # -- state ------------------------------------------------------------------------------------------------------
 

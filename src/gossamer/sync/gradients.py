@@ -19,7 +19,6 @@ from gossamer.errors import ConfigurationError, UsageError
 from gossamer.sync.agreement import agree
 from gossamer.sync.backward import Backward
 from gossamer.sync.exchange import Exchange
-from gossamer.sync.scaling import any_non_finite
 from gossamer.sync.statistics import Statistics
 
 
@@ -112,12 +111,8 @@ class GradientSync:
     def end(self) -> None:
         """The backward pass is over: send what is left, wait for everything, put the results in place."""
         if not self._idle:
-            try:
+            with self.exchange.transaction():
                 self._end()
-            except BaseException:
-                self.exchange.forget()
-                self.exchange.rollback()
-                raise
         self.step += 1
         if not self.learned and not self._idle:
             self._learn()
@@ -129,18 +124,7 @@ class GradientSync:
             results = self.exchange.collect()
             self._place(results, self._runner.wait(usage))
             self.exchange.finish(self.step)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Keep what the flows wrote, unless the gradient is not finite: a residual would not lose that any more.
-
-        The result is the same on all ranks, so all of them keep it, or none does.
-        """
-        drafts = self.exchange.drafts()
-        if not drafts or any_non_finite([*drafts, *(bucket.flat for bucket in self.exchange.buckets)]).item() == 0:
-            self.exchange.commit()
-        else:
-            self.exchange.rollback()
+        self.exchange.settle([bucket.flat for bucket in self.exchange.buckets])
 
     def _flush(self) -> Tensor:
         """Complete the buckets: a parameter that backward did not reach sends the gradient it has, or zeros.

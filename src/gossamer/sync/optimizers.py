@@ -7,11 +7,11 @@ from torch import Tensor
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.lossy import wide
 from gossamer.buckets import make_plan
 from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner
 from gossamer.sync.exchange import Exchange, Kept
-from gossamer.sync.scaling import any_non_finite
 from gossamer.sync.statistics import Statistics
 
 
@@ -37,12 +37,8 @@ class OptimizerSync:
         named = dict(zip(self._tensors, tensors, strict=True))
         if not exchange.buckets:
             exchange.adopt(make_plan(named, exchange.algorithm))
-        try:
+        with exchange.transaction():
             means = self._exchange(exchange, named, step)
-        except BaseException:
-            exchange.forget()
-            exchange.rollback()
-            raise
         return [means[name] for name in self._tensors]
 
     def _exchange(self, exchange: Exchange, named: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
@@ -52,10 +48,7 @@ class OptimizerSync:
         with self._statistics.exposed():
             results = exchange.collect()
         exchange.finish(step)
-        if any_non_finite([*exchange.drafts(), *results]).item() == 0:
-            exchange.commit()
-        else:
-            exchange.rollback()
+        exchange.settle(results)
         return {
             segment.name: view
             for bucket, result in zip(exchange.buckets, results, strict=True)
@@ -69,6 +62,6 @@ class OptimizerSync:
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` returned."""
         if kept and not self.exchange.buckets:
-            wide = {name: t.to(torch.promote_types(t.dtype, torch.float32)) for name, t in self._tensors.items()}
-            self.exchange.adopt(make_plan(wide, self.exchange.algorithm))
+            momenta = {name: wide(tensor) for name, tensor in self._tensors.items()}
+            self.exchange.adopt(make_plan(momenta, self.exchange.algorithm))
         self.exchange.load_state_by_name(kept, extras)

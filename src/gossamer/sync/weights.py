@@ -5,8 +5,7 @@ update (and not after it) keeps the learning rate's meaning: the gradient that i
 weights that were sent. Threads and ownership: see the note in ``gossamer.lanes``.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class WeightSync:
         if not self._algorithm.due(step):
             return
         self._step = step
-        with self._transaction():
+        with self.exchange.transaction():
             for bucket, members in zip(self.exchange.buckets, self._members, strict=True):
                 torch._foreach_copy_(bucket.views, members)
                 self.exchange.launch(step, f"after step {step}")
@@ -59,18 +58,8 @@ class WeightSync:
     def arrive(self) -> None:
         """Wait for the exchange that is under way; its result stays pending."""
         if self.exchange.launched:
-            with self._transaction():
+            with self.exchange.transaction():
                 self._arrive()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """After an error inside, nothing is under way, and the state is what it was before the exchange."""
-        try:
-            yield
-        except BaseException:
-            self.exchange.forget()
-            self.exchange.rollback()
-            raise
 
     def _arrive(self) -> None:
         with self._statistics.exposed():
@@ -85,9 +74,8 @@ class WeightSync:
         self.arrive()
         for bucket, members, delta in zip(self.exchange.buckets, self._members, self._deltas, strict=False):
             torch._foreach_add_(members, bucket.split(delta))
-        deltas, self._deltas = self._deltas, []
-        for bucket in self.exchange.buckets if deltas else ():
-            bucket.recycle(deltas.pop(0))
+            bucket.recycle(delta)
+        self._deltas = []
 
     def state_by_name(self) -> Kept:
         """The algorithm's state and the delta not yet added, ``{key: {parameter name: tensor}}``."""
