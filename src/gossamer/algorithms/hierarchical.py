@@ -81,8 +81,9 @@ class Hierarchical(Algorithm, register=False):
         self.outer.detach(optimizers)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        node, leaders = machine(ctx, self.ranks_per_node), leaders_of(ctx, self.ranks_per_node)
-        mean, most = bucket.flat, max(map(len, machines_of(ctx, self.ranks_per_node)))
+        machines = machines_of(ctx, self.ranks_per_node)
+        node, leaders, most = machine(ctx, machines), leaders_of(machines), max(map(len, machines))
+        mean = bucket.flat
         # The mean over machines is the mean over workers only if all machines have as many.
         uneven = self.subject == "gradients" and most * len(leaders) != ctx.world
         if self.subject == "gradients":
@@ -96,7 +97,7 @@ class Hierarchical(Algorithm, register=False):
         return (yield from within(broadcast(result), node)) if len(node) > 1 else result
 
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
-        leaders = leaders_of(ctx, self.ranks_per_node)
+        leaders = leaders_of(machines_of(ctx, self.ranks_per_node))
         scoped = [each.scoped(_OUTER) for each in states]
         flow = self.outer.finish(buckets, scoped, state.scoped(_OUTER), inside(ctx, leaders)) if ctx.rank in leaders else None
         return within(flow, leaders) if flow is not None else _nothing()
@@ -113,7 +114,8 @@ class Inside(Algorithm, register=False):
     ranks_per_node: int | None
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        return (yield from average_inside(self.inner, bucket, state, ctx, machine(ctx, self.ranks_per_node)))
+        node = machine(ctx, machines_of(ctx, self.ranks_per_node))
+        return (yield from average_inside(self.inner, bucket, state, ctx, node))
 
 
 def average_inside(inner: Algorithm, bucket: Bucket, state: State, ctx: Context, node: Group) -> Flow[Tensor]:
@@ -130,14 +132,14 @@ def machines_of(ctx: Context, ranks_per_node: int | None) -> tuple[Group, ...]:
     return tuple(tuple(range(ctx.world))[first : first + ranks_per_node] for first in range(0, ctx.world, ranks_per_node))
 
 
-def machine(ctx: Context, ranks_per_node: int | None) -> Group:
+def machine(ctx: Context, machines: Sequence[Group]) -> Group:
     """The workers of this worker's machine."""
-    return next(group for group in machines_of(ctx, ranks_per_node) if ctx.rank in group)
+    return next(group for group in machines if ctx.rank in group)
 
 
-def leaders_of(ctx: Context, ranks_per_node: int | None) -> Group:
+def leaders_of(machines: Sequence[Group]) -> Group:
     """The first worker of each machine."""
-    return tuple(sorted(group[0] for group in machines_of(ctx, ranks_per_node)))
+    return tuple(sorted(group[0] for group in machines))
 
 
 def inside(ctx: Context, group: Group) -> Context:

@@ -6,10 +6,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from gossamer.codecs.base import Codec
-from gossamer.codecs.kernels import kernels_for, single
+from gossamer.codecs.blockwise import Blockwise
+from gossamer.codecs.kernels import kernels_for
 from gossamer.codecs.kernels.layout import Grid
-from gossamer.codecs.kernels.reference import finite_or
 from gossamer.codecs.rounding import check_block, rounding_of, smallest
 from gossamer.errors import ConfigurationError
 
@@ -19,7 +18,7 @@ Rounding = Literal["nearest", "stochastic"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantize(Codec):
+class Quantize(Blockwise):
     """Round to 2^bits levels between the smallest and the largest value of each ``block`` (``"minmax"``, one of BAGUA's
     codecs), or to 2^bits − 1 levels between ±max|x| (``"symmetric"``: zero stays zero).
 
@@ -55,30 +54,15 @@ class Quantize(Codec):
         """The levels and their place in a payload."""
         return Grid(self.bits, 1 if self.scheme == "symmetric" else 2, self.block, self.rounding == "stochastic")
 
-    def encode(self, tensor: Tensor, seed: int = 0) -> Tensor:
-        payload = self.grid.empty(tensor)
-        kernels_for(tensor.device.type).quantize(single(tensor), None, self.grid, seed, payload, None)
-        return payload
+    @property
+    def blocks(self) -> Grid:
+        return self.grid
 
-    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        values = torch.empty(numel, dtype=torch.float32, device=payload.device)
-        kernels_for(payload.device.type).dequantize(payload, values, self.grid, False)
-        return values.to(dtype)
+    def write(self, x: Tensor, residual: Tensor | None, seed: int, payload: Tensor, rest: Tensor | None) -> None:
+        kernels_for(x.device.type).quantize(x, residual, self.grid, seed, payload, rest)
 
-    def encode_rest(self, tensor: Tensor, residual: Tensor | None, seed: int = 0) -> tuple[Tensor, Tensor]:
-        if tensor.dtype == torch.float64:
-            return super().encode_rest(tensor, residual, seed)
-        x = single(tensor)
-        payload, rest = self.grid.empty(x), torch.empty_like(x)
-        before = None if residual is None else single(residual)
-        kernels_for(x.device.type).quantize(x, before, self.grid, seed, payload, rest)
-        return payload, rest if rest.dtype == tensor.dtype else finite_or(rest.to(tensor.dtype), residual)
-
-    def add_decoded(self, payload: Tensor, total: Tensor) -> None:
-        if total.dtype == torch.float32 and total.is_contiguous():
-            kernels_for(payload.device.type).dequantize(payload, total, self.grid, True)
-        else:
-            super().add_decoded(payload, total)
+    def read(self, payload: Tensor, values: Tensor, add: bool) -> None:
+        kernels_for(payload.device.type).dequantize(payload, values, self.grid, add)
 
     def error_bound(self, tensor: Tensor) -> Tensor:
         lo, hi = (extreme(tensor.double(), self.block) for extreme in (smallest, largest))
