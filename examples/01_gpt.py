@@ -64,8 +64,8 @@ def build_model() -> nn.Module:
 
 
 def build_optimizer(model: nn.Module) -> Optimizer:
-    """Its optimizer."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    """Its optimizer: fused, because nothing can be communicated while it runs."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
 def random_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:

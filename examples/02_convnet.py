@@ -46,8 +46,8 @@ def build_model() -> nn.Module:
 
 
 def build_optimizer(model: nn.Module) -> Optimizer:
-    """Its optimizer."""
-    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    """Its optimizer: fused, because nothing can be communicated while it runs."""
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, fused=True)
 
 
 def random_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -39,10 +39,12 @@ class RankProcess:
         self.exit_code: int | None = None
         self.failed_at: float | None = None
         self.tail = ErrorTail()
-        # The supervisor has a single thread, so that running Python between fork and exec is safe here.
+        # The supervisor has a single thread, so that running Python between fork and exec is safe here. Groups of
+        # processes, not sessions: Linux schedules sessions against each other (autogroup), and a host that computes
+        # would let its own network threads wait for up to 20 ms.
         self._process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            bufsize=0, start_new_session=True, preexec_fn=enter,
+            bufsize=0, process_group=0, preexec_fn=enter,
         )  # fmt: skip
         self.pid = self._process.pid
 
