@@ -43,8 +43,9 @@ readme: $(READY) ## run the demo and put its table and picture into the README
 topologies: $(READY) ## draw the topologies and how they mix, for docs/topologies.md
 	$(RUN) -m gossamer.bench.topologies
 
-bench-speed: $(READY) ## measure the step time beside DDP and the line rate beside plain TCP (about 12 minutes)
-	$(RUN) -m gossamer.bench.speed --save-to benchmarks/results
+bench-speed: $(READY) ## measure the step time beside DDP and the line rate beside plain TCP (about 20 minutes)
+	$(RUN) -m gossamer.bench.speed --networks 200mbit --save-to benchmarks/results
+	$(RUN) -m gossamer.bench.speed --networks 1gbit unshaped --rounds 40 --save-to benchmarks/results
 
 bench-convergence: $(READY) ## train every relaxation with 8 workers in one process (hours, resumable)
 	$(RUN) -m gossamer.bench.convergence --workload examples/02_convnet.py --steps 351 --save-to benchmarks/results

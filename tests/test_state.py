@@ -56,6 +56,34 @@ def test_zeros_are_like_the_bucket_and_not_shared() -> None:
     assert torch.equal(state["a"], torch.zeros(3, dtype=torch.bfloat16))
 
 
+def test_memory_is_used_again_only_when_nobody_looks_at_it() -> None:
+    state = State(torch.zeros(100))
+    written = []
+    for number in range(4):
+        state["a"] = state.fresh("a", torch.zeros(100)).fill_(number)
+        written.append(state["a"].data_ptr())
+        state.commit()
+    assert written[0] == written[2]
+    assert written[1] == written[3] != written[0]
+    view = state["a"][:3]
+    for number in range(4, 7):
+        state["a"] = state.fresh("a", torch.zeros(100)).fill_(number)
+        state.commit()
+    assert torch.equal(view, torch.full((3,), 3.0))
+    assert state.fresh("a", torch.zeros(50)).shape == (50,)
+    assert state.fresh("b", torch.zeros(2, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_an_aborted_write_leaves_what_is_kept() -> None:
+    state = State(torch.zeros(10))
+    for number in (1, 2):
+        state["a"] = state.fresh("a", torch.zeros(10)).fill_(number)
+        state.commit()
+    state["a"] = state.fresh("a", torch.zeros(10)).fill_(3)
+    state.rollback()
+    assert torch.equal(state["a"], torch.full((10,), 2.0))
+
+
 # -- algorithms that remember -----------------------------------------------------------------------------------------
 
 

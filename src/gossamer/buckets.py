@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gossamer.memory import Memory
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -35,6 +37,11 @@ class Layout:
     device: torch.device
     label: str = ""
     """Who handles it: see ``Algorithm.route``."""
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.device, str]:
+        """What those who share a bucket have in common."""
+        return self.dtype, self.device, self.label
 
     @property
     def numel(self) -> int:
@@ -66,6 +73,14 @@ class Plan:
     def names(self) -> tuple[str, ...]:
         """Every parameter name, in launch order."""
         return tuple(name for layout in self.layouts for name in layout.names)
+
+    def lanes(self, count: int) -> tuple[int, ...]:
+        """The lane of each bucket: the one that was given the fewest bytes so far."""
+        given, chosen = [0] * count, []
+        for layout in self.layouts:
+            chosen.append(given.index(min(given)))
+            given[chosen[-1]] += layout.nbytes
+        return tuple(chosen)
 
     def to_dict(self) -> dict[str, Any]:
         """The order and the cuts, as plain lists of names."""
@@ -118,10 +133,11 @@ class OneSize:
         return self
 
 
-def make_plan(tensors: Mapping[str, Tensor], routing: Routing | int) -> Plan:
+def make_plan(tensors: Mapping[str, Tensor], routing: Routing | int, at_once: bool = False) -> Plan:
     """Cut ``tensors``, in the order given, into buckets of at least ``bucket_bytes`` each (the last of a kind: less).
 
-    ``routing``: an algorithm, or the threshold alone.
+    ``routing``: an algorithm, or the threshold alone. ``at_once``: all buckets will be there at the same time, so that
+    what is left of a kind joins its bucket before, which has nothing to wait for.
 
     A bucket is launched when it is complete, so buckets stand in the order in which their last tensor comes.
     """
@@ -135,7 +151,12 @@ def make_plan(tensors: Mapping[str, Tensor], routing: Routing | int) -> Plan:
         held[name] = tensor
         if sum(t.numel() * t.element_size() for t in held.values()) >= routing.of(label).bucket_bytes:
             layouts.append(make_layout(waiting.pop(kind), label))
-    layouts.extend(make_layout(held, label) for (_, _, label), held in waiting.items())
+    for kind, held in waiting.items():
+        before = next((i for i in reversed(range(len(layouts))) if at_once and layouts[i].kind == kind), None)
+        if before is None:
+            layouts.append(make_layout(held, kind[2]))
+        else:
+            layouts[before] = make_layout({name: tensors[name] for name in (*layouts[before].names, *held)}, kind[2])
     return Plan(tuple(layouts))
 
 
@@ -146,44 +167,6 @@ def plan_from_names(names: Iterable[Sequence[str]], tensors: Mapping[str, Tensor
 
 def _saved(names: Sequence[str], tensors: Mapping[str, Tensor], routing: Routing) -> Layout:
     return make_layout({name: tensors[name] for name in names}, routing.route(names[0], tensors[names[0]]))
-
-
-class Memory:
-    """Tensors of one bucket that are used again in every step.
-
-    New memory is not free: the system has to find each page at its first touch, which on virtual machines can take
-    ten times as long as what is computed on it. Devices have caching allocators and need none of this.
-    """
-
-    def __init__(self) -> None:
-        self._spare: Tensor | None = None
-        self._scratch: dict[str, Tensor] = {}
-
-    def fresh(self, like: Tensor) -> Tensor:
-        """An uninitialised tensor like ``like``."""
-        spare, self._spare = self._spare, None
-        if spare is None or spare.shape != like.shape or spare.dtype != like.dtype:
-            return torch.empty_like(like)
-        return spare
-
-    def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor of this name, made when it is first asked for."""
-        kept = self._scratch.get(name)
-        if kept is None or kept.dtype != dtype or kept.device != like.device or kept.shape != like.shape:
-            kept = self._scratch[name] = torch.empty_like(like, dtype=dtype)
-        return kept
-
-    def recycle(self, tensor: Tensor) -> None:
-        """Keep a tensor for :meth:`fresh`, if this is the only one that looks at its memory."""
-        if tensor.device.type == "cpu" and _is_alone(tensor):
-            self._spare = tensor
-
-
-def _is_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor shares this one's memory."""
-    storage = tensor.untyped_storage()
-    count: Any = getattr(torch._C, "_storage_Use_Count", None)
-    return count is not None and count(storage._cdata) == 2  # the tensor, and the object that was just asked for
 
 
 class Bucket:

@@ -120,9 +120,13 @@ class Replica:
 
     def metrics(self) -> dict[str, float]:
         """Counters of this rank since the start: ``bytes_sent``, ``messages_sent`` (payload handed to the transport),
+        ``compression_ratio`` (bytes of an exact all-reduce of the same tensors, divided by ``bytes_sent``),
         ``exposed_seconds`` (the loop stood still for communication), ``wire_seconds`` and ``local_seconds`` (lanes
-        waiting for the network, and computing), ``elapsed_seconds``, ``step``."""
-        return self._statistics.read(self.step)
+        waiting for the network, and encoding, decoding and computing), ``elapsed_seconds``, ``step``.
+        And as of now: ``residual_norm``, the L2 norm of what is not sent yet, relative to that of the last exchange."""
+        exchanges = [] if self._gradients is None else [self._gradients.exchange]
+        exchanges += [sync.exchange for sync in self._weights] + [link.exchange for link in self._links]
+        return self._statistics.read(self.step, exchanges)
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, counters and the algorithm's state of this rank, under a key with its rank. Collective, between steps."""
@@ -130,7 +134,11 @@ class Replica:
         return checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what :meth:`state_dict` returned, after the model and the optimizer were loaded. Collective."""
+        """Put back what :meth:`state_dict` returned, after the model and the optimizer were loaded. Collective.
+
+        With another number of ranks give every rank the merged dictionaries of all old ones: what was not sent yet is
+        summed and shared out (its mean stays), an exchange of weights begins anew, and a warning says so.
+        """
         self._require_open()
         with alarming(self._runner):
             syncs: list[WeightSync | OptimizerSync] = [*self._weights, *self._links]

@@ -6,6 +6,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from gossamer.memory import can_replace
+
 K = TypeVar("K")
 
 
@@ -15,6 +17,8 @@ class Ledger(Generic[K]):
     def __init__(self) -> None:
         self.kept: dict[K, Tensor] = {}
         self.draft: dict[K, Tensor] = {}
+        self.replaced: dict[K, Tensor] = {}
+        """What was kept before the last commit."""
 
     def get(self, key: K) -> Tensor | None:
         """The last value written, committed or not."""
@@ -27,6 +31,7 @@ class Ledger(Generic[K]):
 
     def commit(self) -> None:
         """Keep what was written."""
+        self.replaced = {key: self.kept[key] for key in self.draft if key in self.kept}
         self.kept.update(self.draft)
         self.draft.clear()
 
@@ -34,6 +39,9 @@ class Ledger(Generic[K]):
         """Forget what was written."""
         self.draft.clear()
 
+
+RESIDUAL = "residual"
+"""The name under which algorithms keep what they have not sent yet."""
 
 WHOLE = ""
 """The owner of an extra that belongs to the bucket as it is cut, and not to one of its parameters."""
@@ -65,6 +73,13 @@ class State:
 
     def __contains__(self, name: str) -> bool:
         return self.flats.get(name) is not None
+
+    def fresh(self, name: str, like: Tensor) -> Tensor:
+        """An uninitialised tensor like ``like``, for the next value of ``name``: the one before the last, if it fits."""
+        old = self.flats.replaced.pop(name, None)
+        if old is None or not can_replace(old, like):
+            return torch.empty_like(like)
+        return old
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.flats.kept)
@@ -120,6 +135,9 @@ class _Scoped(State):
 
     def __contains__(self, name: str) -> bool:
         return super().__contains__(self._prefix + name)
+
+    def fresh(self, name: str, like: Tensor) -> Tensor:
+        return super().fresh(self._prefix + name, like)
 
     def __iter__(self) -> Iterator[str]:
         return (name.removeprefix(self._prefix) for name in super().__iter__() if name.startswith(self._prefix))

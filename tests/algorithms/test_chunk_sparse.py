@@ -10,7 +10,7 @@ import gossamer
 from contracts.cases import exchange, noise, same_bits, weights
 from gossamer import AllReduce, ChunkSparse, PowerSGD, loopback
 from gossamer.algorithms import Algorithm
-from gossamer.algorithms.chunk_sparse import evenly, largest, pack, unpack
+from gossamer.algorithms.chunk_sparse import evenly, largest, pack, put
 from gossamer.codecs import Cast, Quantize
 from gossamer.errors import ConfigurationError
 
@@ -121,8 +121,8 @@ def test_chunks_are_packed_and_put_back() -> None:
     chosen = torch.tensor([0, 3])
     packed = pack(flat, chosen, 3)
     assert packed.tolist() == [1, 2, 3, 10, 0, 0]
-    assert unpack(packed, chosen, 3, flat).tolist() == [1, 2, 3, 0, 0, 0, 0, 0, 0, 10]
-    assert unpack(-packed, chosen, 3, flat, flat).tolist() == [-1, -2, -3, 4, 5, 6, 7, 8, 9, -10]
+    put(-packed, chosen, 3, flat)
+    assert flat.tolist() == [-1, -2, -3, 4, 5, 6, 7, 8, 9, -10]
     assert evenly(10, 3).sum() == 3
     assert largest(torch.tensor([1.0, 5.0, float("nan"), 5.0]), 2).tolist() == [False, True, True, False]
 

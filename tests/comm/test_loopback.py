@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gossamer
 from gossamer import AllReduce, Gossip, loopback
-from gossamer.comm.ops import AllGather, all_gather, all_reduce, all_to_all, broadcast, permute, start, wait
+from gossamer.comm.ops import AllGather, all_gather, all_reduce, all_to_all, broadcast, maximum, permute, start, wait
 from gossamer.comm.topology import shift
 from gossamer.errors import CommunicationError, ConfigurationError, DisagreementError
 
@@ -25,6 +25,21 @@ def run(make_flow: Callable[[], object], label: str = "a test") -> object:
 
 
 # -- what operations give ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 13])
+def test_the_maximum_takes_the_logarithm_of_messages(world: int) -> None:
+    def body(rank: int) -> tuple[Tensor, int]:
+        runner = own_runner()
+        mine = torch.zeros(world, dtype=torch.uint8)
+        mine[rank] = rank + 1
+        before = sum(meter.messages for meter in runner.meters())
+        found = runner.run(lambda: maximum(mine, world), "the maximum")
+        return found, sum(meter.messages for meter in runner.meters()) - before
+
+    for found, messages in loopback(body, world):
+        assert found.tolist() == list(range(1, world + 1))
+        assert messages == (world - 1).bit_length()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])

@@ -60,7 +60,7 @@ EXPECTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "close_after_a_failure": (E, T, ("bucket", "step", "1.5 s")),
     "late": ("nothing", "nothing", ()),
     "late_with_gossip": ("nothing", "nothing", ()),
-    "too_late": (E, T, ("rank 2", "bucket 0", "at step 2", "all_reduce", "1.5 s")),
+    "too_late": (E, T, ("rank 2", "bucket 0", "at step 2", "all_gather", "1.5 s")),
     "too_late_with_gossip": (E, T, ("rank 2", "bucket 0", "after step", "permute", "1.5 s")),
 }
 LATE = {"late_at_the_start", "late", "late_with_gossip", "too_late", "too_late_with_gossip"}
@@ -104,7 +104,7 @@ def check_warnings(found: list[dict[str, Any]], after: float) -> None:
         assert "late: rank 2)" in text
         assert "bucket 0" in text
         assert "step" in text
-        assert "all_reduce" in text or "permute" in text
+        assert "all_gather" in text or "permute" in text
         assert f"has waited {after:.0f} s" in text
     assert not found[2]["warnings"]
 

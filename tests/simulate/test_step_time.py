@@ -25,6 +25,11 @@ from ..contracts.cases import plain
 BANDWIDTH, LATENCY, BYTES = 1e9, 1e-3, 4_000_000
 
 
+def gathered(nbytes: float, world: int) -> float:
+    """Seconds on the wire of a small all-reduce, for which everything is gathered; latency apart."""
+    return 8 * (world - 1) * nbytes / BANDWIDTH
+
+
 def tensors(*numels: int) -> nn.Module:
     """A model that is nothing but fp32 parameters of these sizes, on no device: ``0``, ``1`` … in forward order."""
     return nn.ParameterList(torch.empty(n, device="meta") for n in numels)
@@ -61,7 +66,7 @@ def test_one_bucket_and_nothing_to_overlap(world: int) -> None:
     assert result.step_seconds == close(0.1 + ring(BYTES, world) + rounds * LATENCY)
     assert result.exposed_seconds == pytest.approx(result.step_seconds - 0.1)
     assert result.bytes_per_step == pytest.approx(2 * (world - 1) / world * BYTES, abs=10)
-    assert result.messages_per_step == 2 * rounds  # the bucket's, and the agreement's
+    assert result.messages_per_step == rounds + (world - 1).bit_length()  # the bucket's, and the agreement's
     assert result.wire_seconds == pytest.approx(8 * result.bytes_per_step / BANDWIDTH)
 
 
@@ -79,7 +84,8 @@ def test_what_is_ready_early_is_hidden(lanes: int) -> None:
     assert ring(BYTES, 4) + 6 * LATENCY < 0.07
     model, algorithm = tensors(1000, 10**6), AllReduce(bucket_bytes=1)
     begin = 0.03 + max(0.07, 0.02 + ring(BYTES, 4) + (6 * LATENCY if lanes == 1 else 0))
-    assert seconds(model, algorithm, 4, compute, lanes=lanes) == close(begin + ring(4000, 4) + 6 * LATENCY)
+    ends = begin + gathered(4000, 4) + LATENCY, 0.05 + ring(BYTES, 4) + 6 * LATENCY, 0.1 + 2 * LATENCY  # third: the agreement
+    assert seconds(model, algorithm, 4, compute, lanes=lanes) == close(max(ends), slack=2e-4)
 
 
 def test_the_wire_is_the_limit() -> None:
@@ -95,7 +101,7 @@ def test_an_order_of_launch_is_kept() -> None:
     compute = Compute(forward=0, backward=0.1, ready={"0": 0.01, "1": 0.1})
     late_first = Compute(forward=0, backward=0.1, ready={"0": 0.1, "1": 0.01})
     model, algorithm = tensors(10**6, 1000), AllReduce(bucket_bytes=1)
-    assert seconds(model, algorithm, 4, compute) == close(0.1 + ring(4000, 4) + 6 * LATENCY)
+    assert seconds(model, algorithm, 4, compute) == close(0.1 + 2 * LATENCY, slack=2e-4)  # of the agreement
     assert seconds(model, algorithm, 4, late_first) == close(0.1 + ring(BYTES, 4) + 6 * LATENCY)
 
 
@@ -103,7 +109,7 @@ def test_an_order_of_launch_is_kept() -> None:
 def test_lanes_overlap_latencies(lanes: int) -> None:
     """Four tiny buckets at once: as many rounds one after the other as the fullest lane has buckets."""
     result = run(tensors(1, 1, 1, 1), AllReduce(bucket_bytes=1), 8, lanes=lanes)
-    assert result.step_seconds == close(0.1 + -(-4 // lanes) * 14 * LATENCY, slack=1e-5)
+    assert result.step_seconds == close(0.1 + max(-(-4 // lanes), 3) * LATENCY, slack=1e-5)  # three: the agreement
 
 
 def test_the_optimizer_waits_for_the_gradients() -> None:
@@ -156,8 +162,7 @@ class Messages(Algorithm, register=False):
 
 def test_outstanding_operations_share_a_latency() -> None:
     wire = 5 * 8 * BYTES / BANDWIDTH
-    # Behind the payload, the agreement on used parameters takes two rounds; five messages in turn take five.
-    assert seconds(tensors(10**6), Messages(together=True), 2) == close(0.1 + wire + 2 * LATENCY)
+    assert seconds(tensors(10**6), Messages(together=True), 2) == close(0.1 + wire + LATENCY)
     assert seconds(tensors(10**6), Messages(together=False), 2) == close(0.1 + wire + 5 * LATENCY)
 
 
@@ -231,7 +236,7 @@ class Cycling(AllReduce, register=False):
 
 
 def test_the_mean_is_over_steps() -> None:
-    small, large = 14 * LATENCY, ring(BYTES, 8) + 14 * LATENCY
+    small, large = 3 * LATENCY, ring(BYTES, 8) + 14 * LATENCY  # small: the agreement alone
     assert seconds(tensors(10**6), Cycling(), 8, steps=4) == close(0.1 + (3 * small + large) / 4)
 
 

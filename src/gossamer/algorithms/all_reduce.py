@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
 from gossamer.codecs.cast import Wire, wire_codec
-from gossamer.comm.ops import Flow, all_reduce
+from gossamer.comm.ops import Flow, all_gather, all_reduce
 from gossamer.state import State
 
 
@@ -18,7 +18,8 @@ class AllReduce(Algorithm):
     """Every worker uses the mean gradient of all: DDP's result, over GradientFlow's lazy (fused) all-reduce.
 
     Per bucket and step, one ring all-reduce: 2·(p−1)/p of the gradient's bytes (half of that with a 16-bit
-    ``wire``), 2·(p−1) messages. The mean is divided before the wire, because a half-precision sum overflows.
+    ``wire``), in 2·(p−1) messages that wait for each other; a bucket of a few kilobytes is gathered from all at once
+    instead. The mean is divided before the wire, because a half-precision sum overflows.
 
     Not the choice when the network is the bottleneck and the accuracy can stand less than exact gradients.
 
@@ -36,7 +37,15 @@ class AllReduce(Algorithm):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         share = torch.div(bucket.flat, ctx.world, out=bucket.fresh())
+        if ctx.world > 1 and (ctx.world - 1) * bucket.layout.nbytes <= SMALL:
+            everyone = yield from all_gather(share.to(wire_codec(self.wire).wire_dtype(share.dtype)))
+            return torch.sum(everyone, 0, dtype=share.dtype, out=share)
         dtype = wire_codec(self.wire).wire_dtype(share.dtype)
         # Full precision needs no second copy; a narrow wire does.
         mean = yield from all_reduce(share if dtype == share.dtype else share.to(dtype))
         return share if mean is share else share.copy_(mean)
+
+
+SMALL = 2**16
+"""Bytes received up to which gathering everything is better: on a busy link every message that waits for another one
+also waits for what is queued before it (2.4 kB among four, beside 1.6 MB at 200 Mbit/s: 150 ms as a ring)."""

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.lossy import Lossy, wide
-from gossamer.algorithms.scatter_reduce import RESIDUAL, scatter_reduce
+from gossamer.algorithms.parts import scatter_reduce
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Cast, Wire, check_wire, wire_codec
@@ -19,7 +18,7 @@ from gossamer.codecs.kernels import chunk_norms
 from gossamer.comm.ops import Flow, all_reduce, decide
 from gossamer.errors import ConfigurationError
 from gossamer.optim.momentum import lend_momentum, return_momentum
-from gossamer.state import State
+from gossamer.state import RESIDUAL, State
 
 CHOSEN, NORMS, MOMENTUM = "chosen chunks", "chunk norms", "momentum"
 
@@ -94,14 +93,15 @@ class ChunkSparse(Lossy):
         if self.momentum:
             gradient = torch.add(gradient, state[MOMENTUM], alpha=self.momentum)
             state[MOMENTUM] = gradient
-        wanted = gradient + state[RESIDUAL] if RESIDUAL in state else gradient.clone()
-        chosen = self._chosen(state, wanted.numel())
-        packed = pack(wanted, chosen, self.chunk)
-        mean, lost = yield from self._average(packed, bucket, ctx)
-        result = unpack(mean, chosen, self.chunk, wanted)
-        rest = unpack(lost, chosen, self.chunk, wanted, wanted)
-        state.set_extra(NORMS, chunk_norms(gradient, rest, self.chunk))
-        state[RESIDUAL] = rest.to(wire_codec(self.residual).wire_dtype(rest.dtype))
+        # What is kept back: at first everything; then, where chunks are sent, what their encoding loses.
+        kept = torch.add(gradient, state[RESIDUAL], out=state.fresh(RESIDUAL, gradient))
+        chosen = self._chosen(state, kept.numel())
+        mean, lost = yield from self._average(pack(kept, chosen, self.chunk), bucket, ctx)
+        result = (bucket.fresh() if bucket.flat.dtype == mean.dtype else torch.empty_like(kept)).zero_()
+        put(mean, chosen, self.chunk, result)
+        put(lost, chosen, self.chunk, kept)
+        state.set_extra(NORMS, chunk_norms(gradient, kept, self.chunk))
+        state[RESIDUAL] = kept.to(wire_codec(self.residual).wire_dtype(kept.dtype))
         return result.to(bucket.flat.dtype)
 
     def _chosen(self, state: State, numel: int) -> Tensor:
@@ -113,8 +113,8 @@ class ChunkSparse(Lossy):
     def _average(self, packed: Tensor, bucket: Bucket, ctx: Context) -> Flow[tuple[Tensor, Tensor]]:
         """The mean of the packed chunks, and what of this worker's is not in it."""
         if not isinstance(self.codec, Cast):
-            mean, rest = yield from scatter_reduce(packed, None, self.codec, ctx, bucket.index)
-            assert rest is not None
+            mean, rest = torch.empty_like(packed), torch.empty_like(packed)
+            yield from scatter_reduce(packed, None, self.codec, ctx, bucket.index, mean, rest)
             return mean, rest
         share = fitting(packed / ctx.world, self.codec.wire_dtype(packed.dtype), ctx.world)
         sent = self.codec.encode(share)
@@ -139,17 +139,20 @@ class ChunkSparse(Lossy):
 
 def pack(flat: Tensor, chosen: Tensor, chunk: int) -> Tensor:
     """The chosen chunks, one after the other; the last one of a tensor may be filled up with zeros."""
-    whole = pad(flat, (0, -flat.numel() % chunk))
-    return whole.view(-1, chunk)[chosen.to(flat.device)].view(-1)
+    whole = flat.numel() // chunk
+    packed = flat[: whole * chunk].view(-1, chunk)[chosen[chosen < whole].to(flat.device)].view(-1)
+    if chosen.numel() * chunk == packed.numel():
+        return packed
+    return torch.cat([packed, flat[whole * chunk :], flat.new_zeros(-flat.numel() % chunk)])
 
 
-def unpack(packed: Tensor, chosen: Tensor, chunk: int, like: Tensor, others: Tensor | None = None) -> Tensor:
-    """A tensor like ``like`` with the packed chunks at their places, and ``others`` (or zeros) elsewhere."""
-    size = like.numel() + -like.numel() % chunk
-    whole = torch.zeros(size, dtype=like.dtype, device=like.device) if others is None else pad(others, (0, size - like.numel()))
-    whole = whole.clone() if others is not None and size == like.numel() else whole
-    whole.view(-1, chunk)[chosen.to(like.device)] = packed.view(-1, chunk)
-    return whole[: like.numel()]
+def put(packed: Tensor, chosen: Tensor, chunk: int, flat: Tensor) -> None:
+    """Write packed chunks to their places in ``flat``."""
+    whole = flat.numel() // chunk
+    rows, places = packed.view(-1, chunk), chosen[chosen < whole].to(flat.device)
+    flat[: whole * chunk].view(-1, chunk)[places] = rows[: places.numel()]
+    if places.numel() < chosen.numel():
+        flat[whole * chunk :] = rows[-1, : flat.numel() - whole * chunk]
 
 
 def fitting(share: Tensor, dtype: torch.dtype, world: int) -> Tensor:

@@ -15,9 +15,9 @@ from gossamer.buckets import Bucket, Segment
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.errors import ConfigurationError
-from gossamer.state import State
+from gossamer.state import RESIDUAL, State
 
-RESIDUAL, FACTOR = "residual", "right factor"
+FACTOR = "right factor"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossamer.comm.ops import Flow, all_reduce, permute
+from gossamer.comm.ops import Flow, maximum, permute
 from gossamer.comm.topology import Permutation, shift
 from gossamer.comm.torch_runner import TorchRunner
 from gossamer.lab.line_rate import lab_addresses, line_rate
@@ -35,7 +35,7 @@ def pairs(world: int) -> Permutation:
 def slowest(runner: TorchRunner, seconds: float) -> float:
     """The largest of the ranks' times."""
     mine = torch.tensor([seconds], dtype=torch.float64)
-    return float(runner.run(lambda: all_reduce(mine, "max"), "the slowest rank").item())
+    return float(runner.run(lambda: maximum(mine, runner.world), "the slowest rank").item())
 
 
 def exchange(runner: TorchRunner, permutation: Permutation, message: Tensor, drain: int, pause: float) -> float:

@@ -50,6 +50,16 @@ class Codec(ABC):
         payload = self.encode(wanted, seed)
         return payload, finite_or(wanted.sub_(self.decode(payload, wanted.numel(), wanted.dtype)), residual)
 
+    def encode_keeping(self, tensor: Tensor, residual: Tensor | None, seed: int, rest: Tensor) -> Tensor:
+        """The payload of :meth:`encode_rest`; the rest goes into ``rest``, which exists already."""
+        payload, left = self.encode_rest(tensor, residual, seed)
+        rest.copy_(left)
+        return payload
+
+    def decode_into(self, payload: Tensor, out: Tensor) -> None:
+        """Write what a payload stands for to ``out``."""
+        out.copy_(self.decode(payload, out.numel(), out.dtype))
+
     def add_decoded(self, payload: Tensor, total: Tensor) -> None:
         """Add what a payload stands for to ``total``, in place."""
         total.add_(self.decode(payload, total.numel(), total.dtype))

@@ -47,8 +47,25 @@ class Blockwise(Codec):
         self.write(x, None if residual is None else single(residual), seed, payload, rest)
         return payload, rest if rest.dtype == tensor.dtype else finite_or(rest.to(tensor.dtype), residual)
 
+    def encode_keeping(self, tensor: Tensor, residual: Tensor | None, seed: int, rest: Tensor) -> Tensor:
+        if not (_as_kernels_take(tensor) and _as_kernels_take(rest)):
+            return super().encode_keeping(tensor, residual, seed, rest)
+        payload = self.blocks.empty(tensor)
+        self.write(tensor.detach(), None if residual is None else single(residual), seed, payload, rest)
+        return payload
+
+    def decode_into(self, payload: Tensor, out: Tensor) -> None:
+        if _as_kernels_take(out):
+            self.read(payload, out, False)
+        else:
+            super().decode_into(payload, out)
+
     def add_decoded(self, payload: Tensor, total: Tensor) -> None:
-        if total.dtype == torch.float32 and total.is_contiguous():
+        if _as_kernels_take(total):
             self.read(payload, total, True)
         else:
             super().add_decoded(payload, total)
+
+
+def _as_kernels_take(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.is_contiguous()

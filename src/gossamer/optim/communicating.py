@@ -1,7 +1,7 @@
 """Communicating optimizer: one that talks to the other workers inside its own step."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -13,8 +13,8 @@ from gossamer.algorithms.base import Algorithm
 class Link(Protocol):
     """The way to the other workers. Every worker makes the same calls, with tensors in the order of the parameters."""
 
-    def used(self, here: Sequence[bool]) -> list[bool]:
-        """Which parameters have a gradient on any worker."""
+    def used(self, here: Sequence[bool]) -> Callable[[], list[bool]]:
+        """Ask which parameters have a gradient on any worker; the answer is waited for when it is called."""
 
     def mean(self, tensors: Sequence[Tensor], compressed: bool, step: int) -> list[Tensor]:
         """The means over the workers; ``compressed`` ones by the optimizer's own algorithm. New tensors."""

@@ -29,7 +29,8 @@ class OneBitAdam(Communicating):
     changed by less than ``tolerance`` over the last ``interval`` steps. (The original compares over 1/(1 − β₂) steps.)
 
     Bytes per step in the second phase: 1/32 of an all-reduce with the sign codec, plus its scales. Communication
-    comes after backward and overlaps with nothing but itself. Memory: momentum, variance, one residual per element.
+    comes after backward and overlaps with nothing but itself. Memory: momentum, variance and its root, one residual per
+    element.
 
     Give it to :func:`gossamer.replicate` without an algorithm. Gradients that ``clip_grad_norm_`` sees are this worker's.
 
@@ -65,6 +66,8 @@ class OneBitAdam(Communicating):
             raise ConfigurationError(f"interval must be a number of steps, at least 1; got {interval!r}")
         self._algorithm = ScatterReduce(codec=self.default_codec() if codec is None else codec, bucket_bytes=bucket_bytes)
         self._warmup, self._interval, self._tolerance = warmup, interval, tolerance
+        # Constant once the variance is frozen; made again from it after loading, so not saved.
+        self._inverse_roots: dict[Tensor, Tensor] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         # In the first group, so that they are saved and loaded with it.
         self.param_groups[0].setdefault("steps", 0)
@@ -91,7 +94,7 @@ class OneBitAdam(Communicating):
         loss = evaluated(closure)
         parameters = self.parameters()
         here = [parameter.grad is not None for parameter in parameters]
-        used = here if self.link is None else self.link.used(here)
+        used = (lambda: here) if self.link is None else self.link.used(here)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         self._remember(parameters)
         self.param_groups[0]["steps"] += 1
@@ -105,35 +108,48 @@ class OneBitAdam(Communicating):
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter, dtype=kept)
                 self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter, dtype=kept)
 
-    def _exact(self, gradients: list[Tensor], used: list[bool]) -> None:
+    def _exact(self, gradients: list[Tensor], used: Callable[[], list[bool]]) -> None:
         """AdamW on the mean gradient; perhaps the last time."""
         means = self.means(gradients, False, self._steps())
-        for parameter, group, mean in self._each(means, used):
+        for parameter, group, mean in self._each(means, used()):
             state, (beta1, beta2) = self.state[parameter], group["betas"]
             exact = mean.to(state["exp_avg"].dtype)
             state["exp_avg"].lerp_(exact, 1 - beta1)
             state["exp_avg_sq"].mul_(beta2).addcmul_(exact, exact, value=1 - beta2)
-            self._update(parameter, group, self._steps())
+            self._update(parameter, group, self._inverse_root(parameter, group, self._steps()))
         if self._is_stable():
             self.param_groups[0]["frozen_at"] = self._steps()
 
-    def _compressed(self, gradients: list[Tensor], used: list[bool]) -> None:
+    def _compressed(self, gradients: list[Tensor], used: Callable[[], list[bool]]) -> None:
         """The mean of the momenta that the workers would have; the variance as it was frozen."""
         momenta = []
         for parameter, group, gradient in self._each(gradients):
             average = self.state[parameter]["exp_avg"]
             momenta.append(torch.lerp(average, gradient.to(average.dtype), 1 - group["betas"][0]))
         means = self.means(momenta, True, self._steps())
-        for parameter, group, mean in self._each(means, used):
+        for parameter, group, mean in self._each(means, used()):
             self.state[parameter]["exp_avg"].copy_(mean)
-            self._update(parameter, group, self.param_groups[0]["frozen_at"])
+            if parameter not in self._inverse_roots:
+                self._inverse_roots[parameter] = self._inverse_root(parameter, group, self.param_groups[0]["frozen_at"])
+            self._update(parameter, group, self._inverse_roots[parameter])
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], variance_steps: int) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        root = (state["exp_avg_sq"] / (1 - beta2**variance_steps)).sqrt_().add_(group["eps"])
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        change = (state["exp_avg"] / root).mul_(-group["lr"] / (1 - beta1 ** self._steps()))
-        parameter.add_(change.to(parameter.dtype))
+    def _inverse_root(self, parameter: Tensor, group: dict[str, Any], variance_steps: int) -> Tensor:
+        """1/(√v̂ + ε), the variance corrected for its bias after that many steps."""
+        variance: Tensor = self.state[parameter]["exp_avg_sq"] / (1 - group["betas"][1] ** variance_steps)
+        return variance.sqrt_().add_(group["eps"]).reciprocal_()
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], inverse_root: Tensor) -> None:
+        average, rate = self.state[parameter]["exp_avg"], group["lr"] / (1 - group["betas"][0] ** self._steps())
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        if parameter.dtype == average.dtype:
+            parameter.addcmul_(average, inverse_root, value=-rate)
+        else:
+            parameter.add_((average * inverse_root).mul_(-rate).to(parameter.dtype))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._inverse_roots.clear()
 
     def _is_stable(self) -> bool:
         """Whether the first phase ends with this step. All workers hold the same variance, so they agree."""

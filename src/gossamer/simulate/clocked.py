@@ -41,6 +41,11 @@ class Wire:
         self._inside = Shaper(inside.bandwidth, inside.latency)
         self._node = set(nodes[0]) if nodes else {0}
 
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self._everyone)
+
     def start(self, op: Op, group: Group | None = None) -> UnderWay:
         """Hand an operation over now. As on the real wire, empty tensors are not sent."""
         ops.refuse_foreign(op, "simulation")

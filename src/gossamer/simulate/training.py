@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.buckets import Bucket, Plan, make_plan
-from gossamer.comm.ops import Flow, Group, all_reduce, broadcast
+from gossamer.comm.ops import Flow, Group, all_reduce, broadcast, maximum
 from gossamer.errors import ConfigurationError
 from gossamer.simulate.clock import Clock, Event, Process
 from gossamer.simulate.clocked import Lane, Wire
@@ -55,7 +55,7 @@ class Part:
     """The buckets of what moves gradients, or weights; their states, and what is under way."""
 
     def __init__(self, plan: Plan, algorithm: Algorithm, members: tuple[int, ...], nodes: tuple[Group, ...]) -> None:
-        self.algorithm = algorithm
+        self.algorithm, self._plan = algorithm, plan
         self.buckets = [Bucket(index, replace(layout, device=META)) for index, layout in enumerate(plan.layouts)]
         self.under_way: list[Event] = []
         self._handlers = [algorithm.of(bucket.layout.label) for bucket in self.buckets]
@@ -66,8 +66,8 @@ class Part:
     def launch(self, bucket: Bucket, number: int, lanes: Sequence[Lane]) -> None:
         """Start the flow of one bucket."""
         handler, state, ctx = self._handlers[bucket.index], self._states[bucket.index], self._context(number)
-        lane = lanes[0 if self.algorithm.serial else bucket.index % len(lanes)]
-        self.under_way.append(lane.submit(lambda: handler.exchange(bucket, state, ctx)))
+        lane = 0 if self.algorithm.serial else self._plan.lanes(len(lanes))[bucket.index]
+        self.under_way.append(lanes[lane].submit(lambda: handler.exchange(bucket, state, ctx)))
 
     def finish(self, number: int) -> Iterator[Flow[None]]:
         """What the algorithm does once per step."""
@@ -134,7 +134,7 @@ class Training:
             part.launch(bucket, number, self._lanes)
         yield begin + self._compute.backward
         used = _blank(sum(len(bucket.segments) for bucket in part.buckets))
-        part.under_way.append(self._control.submit(lambda: all_reduce(used, "max")))
+        part.under_way.append(self._control.submit(lambda: maximum(used, self.wire.world)))
 
     def _conclude(self, part: Part, number: int) -> Process:
         if not part.under_way:
@@ -243,7 +243,7 @@ def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffer
     if algorithm.subject == "weights":
         if mode == "average":
             tensors |= {f"{name} (buffer)": b for name, b in floating(named_buffers(model)).items()}
-        return make_plan(tensors, algorithm)
+        return make_plan(tensors, algorithm, at_once=True)
     in_order = list(reversed(tensors))
     in_order.sort(key=lambda name: compute.ready_at([name]))
     return make_plan({name: tensors[name] for name in in_order}, algorithm)

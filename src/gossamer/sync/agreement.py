@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gossamer.comm.ops import Flow, all_gather, all_reduce, broadcast
+from gossamer.comm.ops import Flow, all_gather, broadcast, maximum
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import DisagreementError
 
@@ -34,7 +34,7 @@ def _exchange_texts(runner: Runner, text: str) -> list[str]:
     data = text.encode()[:_LONGEST]
 
     def flow() -> Flow[Tensor]:
-        longest = yield from all_reduce(torch.tensor([len(data)], dtype=torch.int64), "max")
+        longest = yield from maximum(torch.tensor([len(data)], dtype=torch.int64), runner.world)
         padded = torch.zeros(int(longest.item()), dtype=torch.uint8)
         padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
         return (yield from all_gather(padded))

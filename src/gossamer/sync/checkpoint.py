@@ -1,5 +1,6 @@
 """Checkpoint: a replica's state as a plain dictionary, keyed by rank and by parameter name."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,23 +66,21 @@ def restore(
     gradients: GradientSync | None,
     weights: Sequence[WeightSync | OptimizerSync],
 ) -> int:
-    """Put a collected state back; returns the step."""
+    """Put a collected state back; returns the step.
+
+    One that was saved by another number of ranks must hold the entries of all of them. Then what the old ranks kept per
+    element (residuals, momenta) is summed onto rank modulo the new number, and scaled so that its mean stays what it was;
+    everything in other shapes comes from rank modulo the old number; what belongs to an exchange of weights is dropped.
+    """
     if state.get("format") != FORMAT:
         raise ConfigurationError(f"this is not a state of gossamer in format {FORMAT}: {sorted(state)}")
     if state["algorithm"] != repr(algorithm):
         raise ConfigurationError(f"the state was saved by {state['algorithm']}, this replica runs {algorithm!r}")
-    if state["world"] != runner.world:
-        raise ConfigurationError(f"the state was saved by {state['world']} ranks, this run has {runner.world}")
-    own = state.get(rank_key(runner.rank))
-    if own is None:
-        raise ConfigurationError(
-            f"the state holds no entry for rank {runner.rank}; each rank loads what it saved (keys: {sorted(state)})"
-        )
+    own, extras = _entries(state, runner, gradients, weights)
     agree(runner, {"the step of the saved state": str(state["step"]), "the saved plan of buckets": repr(state["plan"])})
     if gradients is not None:
         gradients.load_plan(state["plan"]["buckets"], state["plan"]["learned"])
         gradients.step = state["step"]
-    extras = state[extras_key(runner.rank)]
     prefix = _prefix(gradients)
     of_weights = {key.removeprefix(prefix): tensors for key, tensors in own.items() if key.startswith(prefix)}
     of_gradients = {key: tensors for key, tensors in own.items() if not key.startswith(WEIGHTS)}
@@ -91,6 +90,48 @@ def restore(
         else:
             sync.load_state_by_name(of_weights, kept)
     return int(state["step"])
+
+
+def _entries(
+    state: Mapping[str, Any],
+    runner: Runner,
+    gradients: GradientSync | None,
+    weights: Sequence[WeightSync | OptimizerSync],
+) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
+    """What of a state this rank takes over: its own entries; of another number of ranks, its share of theirs."""
+    saved, now, rank = int(state["world"]), runner.world, runner.rank
+    missing = [each for each in ([rank] if saved == now else range(saved)) if rank_key(each) not in state]
+    if missing:
+        hint = "each rank loads what it saved" if saved == now else "merge what all of them saved into one dictionary"
+        raise ConfigurationError(
+            f"rank {rank}: this state was saved by {saved} ranks, this run has {now}; it holds no entry for rank "
+            f"{', '.join(map(str, missing))}: {hint} (keys: {sorted(state)})"
+        )
+    if saved == now:
+        return state[rank_key(rank)], state[extras_key(rank)]
+    if rank == 0:
+        warnings.warn(
+            f"a state of {saved} ranks is loaded by {now}: what was not sent yet is shared out among them, and an exchange "
+            "of weights begins anew",
+            stacklevel=2,
+        )
+    own = _shared_out([state[rank_key(each)] for each in range(rank, saved, now)], now / saved)
+    extras = state[extras_key(rank % saved)]
+    if any(isinstance(sync, WeightSync) for sync in weights):
+        own = {key: tensors for key, tensors in own.items() if not key.startswith(_prefix(gradients))}
+        extras = [{} if isinstance(s, WeightSync) else kept for s, kept in zip(_syncs(gradients, weights), extras, strict=True)]
+    return own, extras
+
+
+def _shared_out(entries: Sequence[Kept], scale: float) -> Kept:
+    """The sum of elementwise state, scaled so that its mean over the ranks stays what it was."""
+    total: Kept = {}
+    for entry in entries:
+        for key, tensors in entry.items():
+            here = total.setdefault(key, {})
+            for name, tensor in tensors.items():
+                here[name] = here[name] + scale * tensor if name in here else scale * tensor
+    return total
 
 
 def _prefix(gradients: GradientSync | None) -> str:

@@ -3,7 +3,7 @@
 What gradients, weights and optimizers have in common. Threads and ownership: see the note in ``gossamer.lanes``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, wrong_shape
+from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket, Plan
+from gossamer.comm.ops import Flow
 from gossamer.comm.runner import Runner, Ticket
-from gossamer.state import WHOLE, State
+from gossamer.state import RESIDUAL, WHOLE, State
 from gossamer.sync.scaling import any_non_finite
 
 Kept = dict[str, dict[str, Tensor]]
@@ -35,12 +37,19 @@ class Exchange:
         """The algorithm for each bucket."""
         self.states: list[State] = []
         self.step_states: dict[str, State] = {}
+        self.exchanged_bytes = 0
+        """Size of everything that was exchanged so far, before any encoding."""
+        self._lanes: tuple[int, ...] = ()
         self._tickets: list[Ticket[Tensor]] = []
+        self._seen: set[int] = set()
+        """Which results and drafts were searched for what is not finite; they are alive until they are committed."""
+        self._poisoned: list[int] = []
+        """Buckets in which something was not finite."""
 
     def adopt(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
         kept, extras = self.state_by_name(), self.extras_by_name()
-        self.plan = plan
+        self.plan, self._lanes = plan, plan.lanes(self.runner.lanes)
         self.buckets = [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
         for layout in plan.layouts:
             self.step_states.setdefault(layout.label, State(torch.zeros(())))
@@ -63,9 +72,19 @@ class Exchange:
         index = len(self._tickets)
         bucket, state, ctx, handler = self.buckets[index], self.states[index], self.context(step), self.handlers[index]
         label = f"bucket {index} ({bucket.layout.names[0]} …) {when}"
-        make_flow = partial(handler.exchange, bucket, state, ctx)
-        lane = 0 if self.algorithm.serial else index % self.runner.lanes
+        make_flow = partial(self._checked, handler.exchange, bucket, state, ctx)
+        lane = 0 if self.algorithm.serial else self._lanes[index]
         self._tickets.append(self.runner.submit(make_flow, label, lane))
+        self.exchanged_bytes += bucket.layout.nbytes
+
+    def _checked(self, exchange: Callable[..., Flow[Tensor]], bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        """The exchange; beside backward, where that does not make the host wait, the search for what is not finite."""
+        result = yield from exchange(bucket, state, ctx)
+        if result.device.type == "cpu" and (drafts := state.drafts()):
+            self._seen |= set(map(id, (result, *drafts)))
+            if any_non_finite([result, *drafts]).item() > 0:
+                self._poisoned.append(bucket.index)
+        return result
 
     def collect(self) -> list[Tensor]:
         """Wait for everything that was launched; the results in the plan's order."""
@@ -105,10 +124,11 @@ class Exchange:
         The results are the same on all ranks, so all of them keep it, or none does.
         """
         drafts = self.drafts()
-        if not drafts or any_non_finite([*drafts, *results]).item() == 0:
-            self.commit()
-        else:
+        unseen = [tensor for tensor in (*drafts, *results) if id(tensor) not in self._seen] if drafts else []
+        if self._poisoned or any_non_finite(unseen).item() > 0:
             self.rollback()
+        else:
+            self.commit()
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -120,11 +140,16 @@ class Exchange:
         """Keep what the flows wrote."""
         for state in self.all_states():
             state.commit()
+        self._unsee()
 
     def rollback(self) -> None:
         """Drop what the flows wrote."""
         for state in self.all_states():
             state.rollback()
+        self._unsee()
+
+    def _unsee(self) -> None:
+        self._seen, self._poisoned = set(), []
 
     def drafts(self) -> list[Tensor]:
         """What the flows wrote and is not yet kept."""
@@ -137,6 +162,11 @@ class Exchange:
             for key, flat in state.items():
                 kept.setdefault(key, {}).update(zip(bucket.layout.names, bucket.split(flat), strict=True))
         return kept
+
+    def residual_share(self) -> tuple[float, float]:
+        """Squared L2 norms: of all residuals, and of what the buckets hold (at a step's end, the gradients)."""
+        residuals = [flat for state in self.states for key, flat in state.items() if key.endswith(RESIDUAL)]
+        return _squared(residuals), _squared([bucket.flat for bucket in self.buckets])
 
     def extras_by_name(self) -> Kept:
         """Everything else: by key, or by bucket and key; then by parameter."""
@@ -159,6 +189,10 @@ class Exchange:
             state.extras.kept |= {(key, WHOLE): value for key, value in own.items()}
         for label, state in self.step_states.items():
             state.load(_of_place(extras, f"{_STEP}{label}: "))
+
+
+def _squared(tensors: list[Tensor]) -> float:
+    return sum(float(torch.linalg.vector_norm(wide(tensor))) ** 2 for tensor in tensors)
 
 
 def _of_place(extras: Mapping[str, Mapping[str, Tensor]], place: str) -> dict[str, Tensor]:

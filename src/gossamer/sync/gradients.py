@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.buckets import Plan, make_plan, plan_from_names
-from gossamer.comm.ops import all_reduce, broadcast
+from gossamer.comm.ops import broadcast, maximum
 from gossamer.comm.runner import CONTROL, Runner
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.sync.agreement import agree
@@ -119,7 +119,9 @@ class GradientSync:
 
     def _end(self) -> None:
         used = self._flush()
-        usage = self._runner.submit(lambda: all_reduce(used, "max"), f"use of parameters at step {self.step}", CONTROL)
+        usage = self._runner.submit(
+            lambda: maximum(used, self._runner.world), f"use of parameters at step {self.step}", CONTROL
+        )
         with self._statistics.exposed():
             results = self.exchange.collect()
             self._place(results, self._runner.wait(usage))

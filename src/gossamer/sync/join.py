@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import torch
 
-from gossamer.comm.ops import all_reduce
+from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
 
@@ -40,7 +40,9 @@ class Join:
         """The event that the training ranks announce, and the last of these ranks (-1: none trains any more)."""
         training = event != Event.ENDED
         mine = torch.tensor([event, -event if training else -_NO_EVENT, self._runner.rank if training else -1])
-        most, least, last = self._runner.run(lambda: all_reduce(mine, "max"), "the announcement of what comes next").tolist()
+        most, least, last = self._runner.run(
+            lambda: maximum(mine, self._runner.world), "the announcement of what comes next"
+        ).tolist()
         if last >= 0 and most != -least:
             raise UsageError(
                 f"rank {self._runner.rank}: ranks do different things inside join(): {_name(-least)}, {_name(most)}"
@@ -55,7 +57,7 @@ class Join:
             yield
             mirrored = self._shadow()
             last = torch.tensor([-1 if mirrored else self._runner.rank], dtype=torch.int64)
-            conclude(int(self._runner.run(lambda: all_reduce(last, "max"), "the choice of the last rank").item()))
+            conclude(int(self._runner.run(lambda: maximum(last, self._runner.world), "the choice of the last rank").item()))
         finally:
             self._on = False
 

@@ -1,6 +1,6 @@
 """Optimizer synchronisation: means for an optimizer that asks for them inside its own step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import make_plan
-from gossamer.comm.ops import all_reduce
-from gossamer.comm.runner import Runner
+from gossamer.comm.ops import maximum
+from gossamer.comm.runner import CONTROL, Runner
 from gossamer.sync.exchange import Exchange, Kept
 from gossamer.sync.statistics import Statistics
 
@@ -23,30 +23,32 @@ class OptimizerSync:
         self._tensors = dict(tensors)
         self.exchange = Exchange(runner, algorithm)
         self._exact = Exchange(runner, AllReduce(bucket_bytes=algorithm.bucket_bytes))
+        self._results: list[Tensor] = []
 
-    def used(self, here: Sequence[bool]) -> list[bool]:
-        """Which parameters have a gradient on any worker."""
-        flags = torch.tensor(list(here), dtype=torch.uint8)
-        if self._runner.world > 1:
-            flags = self._runner.run(lambda: all_reduce(flags, "max"), "the use of parameters")
-        return [bool(flag) for flag in flags.tolist()]
+    def used(self, here: Sequence[bool]) -> Callable[[], list[bool]]:
+        """Ask which parameters have a gradient on any worker; the answer is waited for when it is called."""
+        flags, world = torch.tensor(list(here), dtype=torch.uint8), self._runner.world
+        ticket = self._runner.submit(lambda: maximum(flags, world), "the use of parameters", CONTROL)
+        return lambda: [bool(flag) for flag in self._runner.wait(ticket).tolist()]
 
     def mean(self, tensors: Sequence[Tensor], compressed: bool, step: int) -> list[Tensor]:
         """The means over the workers, in the order of the parameters."""
         exchange = self.exchange if compressed else self._exact
         named = dict(zip(self._tensors, tensors, strict=True))
         if not exchange.buckets:
-            exchange.adopt(make_plan(named, exchange.algorithm))
+            exchange.adopt(make_plan(named, exchange.algorithm, at_once=True))
         with exchange.transaction():
             means = self._exchange(exchange, named, step)
         return [means[name] for name in self._tensors]
 
     def _exchange(self, exchange: Exchange, named: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        for bucket, used in zip(exchange.buckets, self._results, strict=False):
+            bucket.recycle(used)  # the optimizer has done with the means of its step before
         for bucket in exchange.buckets:
             torch._foreach_copy_(bucket.views, [named[segment.name] for segment in bucket.segments])
             exchange.launch(step, f"of the optimizer's step {step}")
         with self._statistics.exposed():
-            results = exchange.collect()
+            results = self._results = exchange.collect()
         exchange.finish(step)
         exchange.settle(results)
         return {
@@ -63,5 +65,5 @@ class OptimizerSync:
         """Put back what :meth:`state_by_name` returned."""
         if kept and not self.exchange.buckets:
             momenta = {name: wide(tensor) for name, tensor in self._tensors.items()}
-            self.exchange.adopt(make_plan(momenta, self.exchange.algorithm))
+            self.exchange.adopt(make_plan(momenta, self.exchange.algorithm, at_once=True))
         self.exchange.load_state_by_name(kept, extras)

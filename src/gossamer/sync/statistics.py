@@ -1,11 +1,13 @@
 """Statistics: what a replica counts about its own communication."""
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gossamer.comm.runner import Runner
+from gossamer.sync.exchange import Exchange
 
 
 @dataclass
@@ -25,13 +27,18 @@ class Statistics:
         finally:
             self.exposed_seconds += time.perf_counter() - begin
 
-    def read(self, step: int) -> dict[str, float]:
-        """All counters, cumulative since the start: bytes, messages, seconds."""
+    def read(self, step: int, exchanges: Sequence[Exchange] = ()) -> dict[str, float]:
+        """All counters, cumulative since the start: bytes, messages, seconds; and how much the algorithm saves and owes."""
         meters = self.runner.meters()
-        wire = sum(meter.wire_seconds for meter in meters)
+        wire, sent = sum(meter.wire_seconds for meter in meters), sum(meter.bytes for meter in meters)
+        world = self.runner.world
+        exact = 2 * (world - 1) / world * sum(exchange.exchanged_bytes for exchange in exchanges)
+        owed, held = (sum(column) for column in zip((0.0, 0.0), *(e.residual_share() for e in exchanges), strict=True))
         return {
             "step": step,
-            "bytes_sent": sum(meter.bytes for meter in meters),
+            "bytes_sent": sent,
+            "compression_ratio": exact / sent if sent else 1.0,
+            "residual_norm": math.sqrt(owed / held) if held else 0.0,
             "messages_sent": sum(meter.messages for meter in meters),
             "exposed_seconds": self.exposed_seconds,
             "wire_seconds": wire,

@@ -28,7 +28,7 @@ class WeightSync:
         self._tensors = dict(tensors)
         self.exchange = Exchange(runner, algorithm)
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
-        self.exchange.adopt(make_plan(self._tensors, algorithm))
+        self.exchange.adopt(make_plan(self._tensors, algorithm, at_once=True))
         self._gather_members()
         self._step = 0
         self._deltas: list[Tensor] = []

@@ -1,0 +1,178 @@
+"""Parts: the flow in which every worker averages one part of a tensor, and everything travels encoded."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gossamer.algorithms.base import Context
+from gossamer.codecs.base import Codec
+from gossamer.comm.ops import AllGather, AllToAll, Flow, start, wait
+
+_ALIGNMENT = 64  # elements; a part begins at a whole byte of every code, and at a cache line
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """Who makes up for what its encoding has lost: the workers, when they send; the servers, when they send the mean."""
+
+    worker: bool = True
+    server: bool = True
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is remembered."""
+        return self.worker or self.server
+
+
+def scatter_reduce(
+    flat: Tensor,
+    owed: Tensor | None,
+    codec: Codec,
+    ctx: Context,
+    index: int,
+    mean: Tensor,
+    rest: Tensor | None,
+    feedback: Feedback = Feedback(),
+) -> Flow[None]:
+    """The mean of ``flat + owed`` over the workers into ``mean``; what this worker owes from now on into ``rest``.
+
+    Long tensors go in pieces: one is encoded or decoded while others are on the wire.
+    """
+    if ctx.world == 1:
+        torch.add(flat, 0 if owed is None else owed, out=mean)
+        if rest is not None:
+            rest.zero_()
+        return
+    size = elements_per_piece(codec, flat.numel(), flat.dtype)
+    pieces = []
+    for number, begin in enumerate(range(0, max(1, flat.numel()), size)):
+        cut, seeds = slice(begin, begin + size), index + number * _MANY_BUCKETS
+        own, kept = None if owed is None else owed[cut], None if rest is None else rest[cut]
+        pieces.append(Piece(codec, ctx, seeds, feedback, flat[cut], own, mean[cut], kept))
+    scattered, gathered = [], []
+    for piece in pieces:
+        scattered.append((yield start(AllToAll(piece.shares()))))
+    for piece, handle in zip(pieces, scattered, strict=True):
+        arrived = yield wait(handle)
+        gathered.append((yield start(AllGather(piece.reduce(arrived)))))
+    for piece, handle in zip(pieces, gathered, strict=True):
+        piece.assemble((yield wait(handle)))
+
+
+PIECE_BYTES = 2**19
+"""About the payload of a piece: several messages of less each would cost more than they hide."""
+
+_MANY_BUCKETS = 2**20
+"""More than there are: pieces of different buckets have different seeds."""
+
+
+@lru_cache(maxsize=1024)
+def elements_per_piece(codec: Codec, numel: int, dtype: torch.dtype) -> int:
+    """Into how long pieces a tensor is cut."""
+    payload = codec.encode(torch.empty(numel, dtype=dtype, device="meta"))
+    pieces = max(1, round(payload.numel() * payload.element_size() / PIECE_BYTES))
+    return max(_ALIGNMENT, -(-numel // (pieces * _ALIGNMENT)) * _ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A tensor of ``numel`` elements cut into one part per worker, all of one ``size`` but the last ones."""
+
+    numel: int
+    world: int
+
+    @property
+    def size(self) -> int:
+        """Elements of a whole part."""
+        share = -(-self.numel // self.world)
+        return -(-share // _ALIGNMENT) * _ALIGNMENT
+
+    def of(self, flat: Tensor, rank: int) -> Tensor:
+        """The part of ``rank``; shorter, or empty, at the end."""
+        return flat[rank * self.size : (rank + 1) * self.size]
+
+
+def whole(part: Tensor, size: int) -> Tensor:
+    """The part with zeros up to ``size``: messages are all of one length."""
+    return part if part.numel() == size else pad(part, (0, size - part.numel()))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece of a tensor on its way: to those who average a part each, and back."""
+
+    codec: Codec
+    ctx: Context
+    index: int
+    feedback: Feedback
+    flat: Tensor
+    owed: Tensor | None
+    mean: Tensor
+    rest: Tensor | None
+
+    @property
+    def parts(self) -> Parts:
+        """Who averages what."""
+        return Parts(self.flat.numel(), self.ctx.world)
+
+    def shares(self) -> Tensor:
+        """``uint8[world, n]`` (or the codec's dtype): the payload for every worker. Its own part stays here, exact."""
+        others = [rank for rank in range(self.ctx.world) if rank != self.ctx.rank]
+        payloads = [self._encode(rank) for rank in others]
+        payloads.insert(self.ctx.rank, torch.zeros_like(payloads[0]))
+        return torch.stack(payloads)
+
+    def _encode(self, rank: int) -> Tensor:
+        """The payload for ``rank``."""
+        size, seed = self.parts.size, self.ctx.seed(self.index, rank)
+        mine, rest = self._at(rank, self.flat), None if self.rest is None else self._at(rank, self.rest)
+        owed = None if self.owed is None or not self.feedback.worker else self._at(rank, self.owed)
+        if rest is None or not self.feedback.worker:
+            if rest is not None:
+                rest.zero_()
+            return self.codec.encode(whole(mine if owed is None else mine + owed, size), seed)
+        return _encode_keeping(self.codec, mine, owed, seed, rest, size)
+
+    def reduce(self, arrived: Tensor) -> Tensor:
+        """The payload of the mean of this worker's part."""
+        parts, ctx = self.parts, self.ctx
+        mine = self._at(ctx.rank, self.flat)
+        total = whole(mine.clone() if self.owed is None else mine + self._at(ctx.rank, self.owed), parts.size)
+        for rank, payload in enumerate(arrived):
+            if rank != ctx.rank:
+                self.codec.add_decoded(payload, total)
+        total /= ctx.world
+        # What is beyond the end stands for nothing.
+        total[mine.numel() :] = 0
+        seed, rest = ctx.seed(self.index, ctx.world), None if self.rest is None else self._at(ctx.rank, self.rest)
+        if rest is None or not self.feedback.server:
+            if rest is not None:
+                rest.zero_()
+            return self.codec.encode(total, seed)
+        payload = _encode_keeping(self.codec, total[: mine.numel()], None, seed, rest, parts.size)
+        rest *= ctx.world  # the mean lacks this much, so the sum lacks p times as much
+        return payload
+
+    def assemble(self, gathered: Tensor) -> None:
+        """The whole mean from the payloads of its parts."""
+        for rank, payload in enumerate(gathered):
+            place = self._at(rank, self.mean)
+            if place.numel() == self.parts.size:
+                self.codec.decode_into(payload, place)
+            else:
+                place.copy_(self.codec.decode(payload, self.parts.size, place.dtype)[: place.numel()])
+
+    def _at(self, rank: int, tensor: Tensor) -> Tensor:
+        return self.parts.of(tensor, rank)
+
+
+def _encode_keeping(codec: Codec, part: Tensor, owed: Tensor | None, seed: int, rest: Tensor, size: int) -> Tensor:
+    """The payload of a part that may be shorter than ``size``; what it does not carry goes into ``rest``."""
+    if part.numel() == size:
+        return codec.encode_keeping(part, owed, seed, rest)
+    payload, left = codec.encode_rest(whole(part, size), None if owed is None else whole(owed, size), seed)
+    rest.copy_(left[: rest.numel()])
+    return payload

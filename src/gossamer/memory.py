@@ -1,0 +1,49 @@
+"""Memory: tensors that are used again in every step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Memory:
+    """Tensors of one bucket that are used again in every step.
+
+    New memory is not free: the system has to find each page at its first touch, which on virtual machines can take
+    ten times as long as what is computed on it. Devices have caching allocators and need none of this.
+    """
+
+    def __init__(self) -> None:
+        self._spare: Tensor | None = None
+        self._scratch: dict[str, Tensor] = {}
+
+    def fresh(self, like: Tensor) -> Tensor:
+        """An uninitialised tensor like ``like``."""
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and can_replace(spare, like) else torch.empty_like(like)
+
+    def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """The tensor of this name, made when it is first asked for."""
+        kept = self._scratch.get(name)
+        if kept is None or kept.dtype != dtype or kept.device != like.device or kept.shape != like.shape:
+            kept = self._scratch[name] = torch.empty_like(like, dtype=dtype)
+        return kept
+
+    def recycle(self, tensor: Tensor) -> None:
+        """Keep a tensor for :meth:`fresh`, if this is the only one that looks at its memory."""
+        if is_alone(tensor):
+            self._spare = tensor
+
+
+def can_replace(old: Tensor, new: Tensor) -> bool:
+    """Whether a tensor that nobody uses any more can serve instead of a new one. On devices their allocator sees to that."""
+    return old.shape == new.shape and old.dtype == new.dtype and old.device == new.device and is_alone(old)
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Whether the tensor lives on the host, and no other one shares its memory."""
+    if tensor.device.type != "cpu":
+        return False
+    storage = tensor.untyped_storage()
+    count: Any = getattr(torch._C, "_storage_Use_Count", None)
+    return count is not None and count(storage._cdata) == 2  # the tensor, and the object that was just asked for

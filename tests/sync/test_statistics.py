@@ -1,0 +1,51 @@
+"""What a replica says about its own communication."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import gossamer
+from gossamer import AllReduce, Gossip, ScatterReduce, loopback
+from gossamer.algorithms import Algorithm
+from gossamer.codecs import Quantize
+
+
+def metrics(algorithm: Algorithm, world: int = 4, steps: int = 3) -> dict[str, float]:
+    def run(rank: int) -> tuple[dict[str, float], float]:
+        torch.manual_seed(0)
+        model = nn.Linear(512, 256, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        begin = replica.metrics()["bytes_sent"]
+        for number in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(4, 512, generator=torch.Generator().manual_seed(10 * number + rank))).square().mean().backward()
+            optimizer.step()
+        found = replica.metrics()
+        replica.close()
+        return found, found["bytes_sent"] - begin
+
+    found, sent = loopback(run, world)[0]
+    # What opening costs is in it, so that it is a little less than in the long run.
+    exact = steps * 2 * (world - 1) / world * 4 * 512 * 256
+    assert found["compression_ratio"] == pytest.approx(exact / found["bytes_sent"])
+    return found | {"while_training": exact / sent}
+
+
+@pytest.mark.parametrize(("algorithm", "ratio"), [(AllReduce(), 1), (AllReduce(wire="bf16"), 2), (ScatterReduce(), 3.9)])
+def test_the_compression_ratio(algorithm: Algorithm, ratio: float) -> None:
+    assert metrics(algorithm)["while_training"] == pytest.approx(ratio, rel=0.02)
+
+
+def test_gossip_in_half_precision_sends_a_third() -> None:
+    """One message of half the bytes, instead of 1.5 times the bytes; one more is under way at the end."""
+    assert metrics(Gossip(wire="bf16"), steps=30)["while_training"] == pytest.approx(3, rel=0.05)
+
+
+def test_the_residual_is_the_error_of_the_codec() -> None:
+    norms = [metrics(ScatterReduce(codec=Quantize(bits=bits)))["residual_norm"] for bits in (8, 4, 2)]
+    assert 0 < norms[0] < 0.05 < norms[1] < norms[2]
+    assert metrics(AllReduce())["residual_norm"] == 0
+    assert all(map(math.isfinite, norms))
