@@ -63,6 +63,7 @@ def replicate(
         optimizers = _check(model, optimizer_or_optimizers, algorithm, scaler)
         algorithm = algorithm if algorithm is not None else _default(optimizers)
         mode = resolve_buffers(buffers, algorithm.subject)
+        algorithm.check(runner.world)
         runner.agree_on_opening()
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler))
         _start_equal(runner, model)

@@ -1,11 +1,26 @@
 """Gossip: half-way towards one partner, without losing anything of the mean."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from gossamer import Gossip
+import gossamer
+from gossamer import DecentralizedSGD, Gossip, GossipPGA, after, by_size
 from gossamer.codecs import Cast
-from gossamer.comm.topology import dissemination
+from gossamer.comm.topology import (
+    FAMILY,
+    Dissemination,
+    Exchange,
+    Hypercube,
+    Permutation,
+    Ring,
+    Topology,
+    dissemination,
+    mixing_matrix,
+    rotated,
+)
+from gossamer.errors import ConfigurationError
 
 from ..contracts.cases import exchange, gossip, noise, stacked, tap
 
@@ -43,3 +58,87 @@ def test_one_message_per_step_in_any_world(world: int) -> None:
     sent = [line for line in tape[0, 0] if line.startswith("start")]
     assert len(sent) == world
     assert all(line.startswith("start permute(bfloat16[50], to=") for line in sent)
+
+
+# -- any topology -----------------------------------------------------------------------------------------------------
+
+EVERY_TOPOLOGY = [*FAMILY, rotated(Dissemination()), rotated(Ring(), seed=3)]
+
+
+@pytest.mark.parametrize("topology", EVERY_TOPOLOGY, ids=repr)
+@pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("world", [2, 3, 4, 7, 16, 24])
+def test_the_mean_stays_on_every_topology(topology: Topology, wire: str, world: int) -> None:
+    if isinstance(topology, Hypercube) and world & (world - 1):
+        pytest.skip("a hypercube has 2^k corners")
+    tensors = noise(world, 40)
+    before, after = torch.stack(tensors), torch.stack(gossip(Gossip(wire=wire, topology=topology), tensors, 12))
+    assert (after.double().mean(0) - before.double().mean(0)).abs().max() < 1e-6
+    assert (after - after.mean(0)).norm() < 0.9 * (before - before.mean(0)).norm()
+
+
+@pytest.mark.parametrize("topology", EVERY_TOPOLOGY, ids=repr)
+def test_a_step_is_the_mixing_matrix(topology: Topology) -> None:
+    tensors = noise(8, 30, torch.float64)
+    outcomes = exchange(Gossip(wire="fp32", topology=topology), [tensors] * 5)
+    for step in range(5):
+        matrix = torch.tensor(mixing_matrix(topology.at(step, 8)), dtype=torch.float64)
+        expected = matrix @ torch.stack(tensors) - torch.stack(tensors)
+        assert torch.allclose(stacked(outcomes, step), expected, rtol=0, atol=1e-14)
+
+
+def test_local_steps_pass_between_two_exchanges() -> None:
+    algorithm = Gossip(every=3)
+    assert [step for step in range(10) if algorithm.due(step)] == [0, 3, 6, 9]
+    met = [algorithm.topology.at(step // 3, 8) for step in (0, 3, 6, 9)]
+    assert met == [Dissemination().at(number, 8) for number in range(4)], "no partner of the cycle is left out"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_the_global_average_is_exact(world: int) -> None:
+    tensors = noise(world, 60)
+    mean = torch.stack(tensors).mean(0)
+    outcomes = exchange(GossipPGA(period=3), [tensors] * 4)
+    for step in (0, 3):
+        assert torch.allclose(stacked(outcomes, step) + torch.stack(tensors), mean.expand(world, -1), atol=1e-5)
+    if world > 2:
+        assert not torch.allclose(stacked(outcomes, 1) + torch.stack(tensors), mean.expand(world, -1), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Gossip(topology="ring"), r"topology must be one of gossamer.comm.topology, such as Ring\(\)"),
+        (lambda: Gossip(every=0), "every must be a number of steps, at least 1; got 0"),
+        (lambda: GossipPGA(period=1.5), "period must be a number of steps"),
+        (lambda: Gossip(topology=Hypercube()).check(6), "Gossip: a hypercube has 2\\^k corners; 6 ranks"),
+        (
+            lambda: DecentralizedSGD(topology=Halves()).check(4),
+            "does not connect 4 ranks: what rank 0 learns",
+        ),
+        (lambda: after(5, Gossip(topology=Hypercube())).check(3), "a hypercube has"),
+        (lambda: by_size(9, small=Gossip(), large=Gossip(topology=Hypercube())).check(3), "a hypercube has"),
+    ],
+)
+def test_bad_topologies(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+def test_a_world_that_a_topology_cannot_serve_is_refused_at_the_start() -> None:
+    def body(rank: int) -> None:
+        model = torch.nn.Linear(2, 2)
+        gossamer.replicate(model, torch.optim.SGD(model.parameters()), Gossip(topology=Hypercube()))
+
+    with pytest.raises(ConfigurationError, match="6 ranks are not a power of two"):
+        gossamer.loopback(body, 6)
+
+
+class Halves(Topology):
+    """Pairs that never meet anybody else."""
+
+    def at(self, step: int, world: int) -> Exchange:
+        return Exchange(world, (Permutation(tuple(rank ^ 1 for rank in range(world))),))
+
+    def cycle(self, world: int) -> int:
+        return 1

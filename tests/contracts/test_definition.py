@@ -10,6 +10,7 @@ import pytest
 import gossamer
 from gossamer.algorithms import Algorithm, registry
 from gossamer.codecs import Codec
+from gossamer.comm.topology import Topology
 from gossamer.errors import ConfigurationError
 
 from .cases import algorithms, all_codecs, descendants
@@ -47,7 +48,7 @@ def test_a_bucket_size_is_a_positive_number_of_bytes(cls: type[Algorithm], size:
 @pytest.mark.parametrize("algorithm", algorithms(), ids=repr)
 def test_the_representation_says_everything(algorithm: Algorithm) -> None:
     """Ranks agree on an algorithm by comparing its representation."""
-    names = {cls.__name__: cls for cls in (*descendants(Algorithm), *descendants(Codec))}
+    names = {cls.__name__: cls for cls in (*descendants(Algorithm), *descendants(Codec), *descendants(Topology))}
     assert eval(repr(algorithm), names) == algorithm
 
 

@@ -12,7 +12,9 @@ from gossamer.algorithms.all_reduce import AllReduce  # noqa: E402  (after the r
 from gossamer.algorithms.byte_grad import ByteGrad  # noqa: E402
 from gossamer.algorithms.chunk_sparse import ChunkSparse  # noqa: E402
 from gossamer.algorithms.ddp_hook import DDPHook  # noqa: E402
+from gossamer.algorithms.decentralized_sgd import DecentralizedSGD  # noqa: E402
 from gossamer.algorithms.gossip import Gossip  # noqa: E402
+from gossamer.algorithms.gossip_pga import GossipPGA  # noqa: E402
 from gossamer.algorithms.hierarchical import Hierarchical  # noqa: E402
 from gossamer.algorithms.power_sgd import PowerSGD  # noqa: E402
 from gossamer.algorithms.qsgd import QSGD  # noqa: E402
@@ -26,7 +28,9 @@ __all__ = [
     "ByteGrad",
     "ChunkSparse",
     "DDPHook",
+    "DecentralizedSGD",
     "Gossip",
+    "GossipPGA",
     "Hierarchical",
     "PowerSGD",
     "ScatterReduce",

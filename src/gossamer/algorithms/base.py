@@ -91,6 +91,9 @@ class Algorithm(ABC):
         """
         return None
 
+    def check(self, world: int) -> None:  # noqa: B027  (most run in any world)
+        """Raise ConfigurationError if this cannot run among ``world`` workers."""
+
     def due(self, step: int) -> bool:
         """Whether anything is exchanged at ``step``; if not, gradients or weights stay this worker's own."""
         return True

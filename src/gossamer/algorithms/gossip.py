@@ -1,6 +1,6 @@
-"""Gossip: average the weights with one partner per step."""
+"""Gossip: average the weights with one partner, or a few, per step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -8,22 +8,29 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
-from gossamer.codecs.cast import Wire, wire_codec
-from gossamer.comm import topology
+from gossamer.codecs.cast import Wire, check_wire, wire_codec
+from gossamer.comm.mixing import check_connected
 from gossamer.comm.ops import Flow, Permute, start, wait
+from gossamer.comm.topology import Dissemination, Topology
+from gossamer.errors import ConfigurationError
 from gossamer.state import State
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gossip(Algorithm):
-    """Each worker moves half-way towards the weights of one partner, which changes every step (dissemination).
+    """Each worker moves towards the weights of those that it meets: with ``topology=Dissemination()`` half-way towards one
+    partner, which changes every step.
 
     Between two updates the weights travel while forward and backward go on; the average is applied just before the
     next local update, so that the learning rate keeps its meaning:
     ``w ← w + ½·(Q(w_partner) − Q(w))``. The worker's own *decoded* message is subtracted, not its weights: rounding
-    then cancels in the mean over the workers, which moves by the full mean update however coarse the wire is.
+    then cancels in the mean over the workers, which moves by the full mean update however coarse the wire is. Of k
+    partners each has the weight 1/(k + 1).
 
-    Per step one message of the weights' size (half with a 16-bit ``wire``), whatever the number of workers.
+    ``topology``: who meets whom (:mod:`gossamer.comm.topology`); ``rotated(…)`` changes the partners of every cycle.
+    ``every``: only after every so many steps.
+
+    Per exchange one message of the weights' size per partner (half with a 16-bit ``wire``), whatever the number of workers.
 
     Not the choice when replicas must be bit-identical, or when fewer bytes (not fewer messages) are what is needed:
     uncompressed, it moves about what a ring all-reduce moves.
@@ -34,24 +41,50 @@ class Gossip(Algorithm):
     subject: ClassVar[Literal["gradients", "weights"]] = "weights"
 
     wire: Wire = "bf16"
+    topology: Topology = field(default_factory=Dissemination)
+    every: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wire_codec(self.wire)
+        check_wire("wire", self.wire)
+        if not isinstance(self.topology, Topology):
+            raise ConfigurationError(f"topology must be one of gossamer.comm.topology, such as Ring(); got {self.topology!r}")
+        check_steps("every", self.every)
+
+    def check(self, world: int) -> None:
+        try:
+            check_connected(self.topology, world)
+        except ValueError as error:
+            raise ConfigurationError(f"{type(self).__name__}: {error}") from error
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        partners = topology.dissemination(ctx.step, ctx.world)
+        partners = self.topology.at(ctx.step // self.every, ctx.world).permutations
         dtype = wire_codec(self.wire).wire_dtype(bucket.flat.dtype)
         delta, rows = bucket.fresh(), []
-        buffers = (bucket.scratch("sent", dtype), bucket.scratch("received", dtype))
+        buffers = [bucket.scratch("sent", dtype), *(bucket.scratch(f"received {i}", dtype) for i in range(len(partners)))]
         size = max(1, PIECE_BYTES // dtype.itemsize)
-        for weights, sent, received, result in zip(*(t.split(size) for t in (bucket.flat, *buffers, delta)), strict=True):
-            handle = yield start(Permute(sent.copy_(weights), partners, received))
-            rows.append((handle, sent, result))
-        for handle, sent, result in rows:
-            # What was sent was only read, so it still is what the partner received.
-            half_difference((yield wait(handle)), sent, result)
+        for weights, result, sent, *received in zip(*(t.split(size) for t in (bucket.flat, delta, *buffers)), strict=True):
+            sent.copy_(weights)
+            handles = []
+            for permutation, place in zip(partners, received, strict=True):
+                handles.append((yield start(Permute(sent, permutation, place))))
+            rows.append((handles, sent, result))
+        for handles, sent, result in rows:
+            if not handles:
+                result.zero_()
+            for number, handle in enumerate(handles):
+                # What was sent was only read, so it still is what the partner received.
+                add_difference((yield wait(handle)), sent, 1 / (len(handles) + 1), result, fresh=number == 0)
         return delta
+
+
+def check_steps(name: str, value: object) -> None:
+    """Raise ConfigurationError unless ``value`` is a number of steps."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigurationError(f"{name} must be a number of steps, at least 1; got {value!r}")
 
 
 PIECE_BYTES = 2**20
@@ -61,8 +94,10 @@ _PIECE = 2**16
 """Elements that are converted at a time: they and their copies stay in a processor's cache."""
 
 
-def half_difference(theirs: Tensor, mine: Tensor, out: Tensor) -> Tensor:
-    """½·(theirs − mine), computed in the type of ``out``."""
+def add_difference(theirs: Tensor, mine: Tensor, share: float, out: Tensor, fresh: bool) -> None:
+    """Add share·(theirs − mine), computed in the type of ``out``; ``fresh``: to nothing, whatever is there."""
     for a, b, result in zip(theirs.split(_PIECE), mine.split(_PIECE), out.split(_PIECE), strict=True):
-        torch.sub(a.to(out.dtype), b.to(out.dtype), out=result).mul_(0.5)
-    return out
+        if fresh:
+            torch.sub(a.to(out.dtype), b.to(out.dtype), out=result).mul_(share)
+        else:
+            result.add_(a.to(out.dtype) - b.to(out.dtype), alpha=share)

@@ -98,6 +98,11 @@ class Switch(Algorithm, register=False):
             if part is not None:
                 part.detach(optimizers)
 
+    def check(self, world: int) -> None:
+        for part in (self.before, self.then):
+            if part is not None:
+                part.check(world)
+
 
 _SEPARATOR = "|"
 
@@ -153,6 +158,10 @@ class BySize(Algorithm, register=False):
     def detach(self, optimizers: Sequence[Optimizer]) -> None:
         self.small.detach(optimizers)
         self.large.detach(optimizers)
+
+    def check(self, world: int) -> None:
+        self.small.check(world)
+        self.large.check(world)
 
 
 def _check_algorithms(*parts: Algorithm | None) -> None:

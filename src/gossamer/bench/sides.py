@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from gossamer import codecs, optim
 from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, registry
+from gossamer.comm import topology
+from gossamer.comm.topology import Topology
 from gossamer.errors import ConfigurationError
 from gossamer.replica import Replica
 from gossamer.replicate import replicate
@@ -26,6 +28,7 @@ def known_names() -> dict[str, Any]:
     made_of: dict[str, Any] = {
         name: getattr(codecs, name) for name in codecs.__all__ if isinstance(getattr(codecs, name), type)
     }
+    made_of |= {name: made for name, made in vars(topology).items() if isinstance(made, type) and issubclass(made, Topology)}
     made_of |= {"Hierarchical": Hierarchical, "after": after, "by_size": by_size}
     return made_of | dict(registry()) | {name: partial(partial, getattr(optim, name)) for name in _OPTIMIZERS}
 
