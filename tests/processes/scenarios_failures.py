@@ -371,7 +371,8 @@ def close_after_a_failure(here: Here) -> dict[str, Any]:
     told(here.replicas[0].close)
     assert time.time() - moment < 1.0
     while any(thread.name.startswith("gossamer-lane") for thread in threading.enumerate()):
-        assert time.time() - moment < 2.0, "a lane still waits for the network"
+        # Without the cut of its connections it would wait for a minute. A busy machine takes a second or two to notice it.
+        assert time.time() - moment < 10.0, "a lane still waits for the network"
         time.sleep(0.01)
     return report
 
