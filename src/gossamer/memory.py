@@ -20,7 +20,7 @@ class Memory:
     def fresh(self, like: Tensor) -> Tensor:
         """An uninitialised tensor like ``like``."""
         spare, self._spare = self._spare, None
-        return spare if spare is not None and can_replace(spare, like) else torch.empty_like(like)
+        return reused(spare, like)
 
     def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
         """The tensor of this name, made when it is first asked for."""
@@ -35,9 +35,12 @@ class Memory:
             self._spare = tensor
 
 
-def can_replace(old: Tensor, new: Tensor) -> bool:
-    """Whether a tensor that nobody uses any more can serve instead of a new one. On devices their allocator sees to that."""
-    return old.shape == new.shape and old.dtype == new.dtype and old.device == new.device and is_alone(old)
+def reused(old: Tensor | None, like: Tensor) -> Tensor:
+    """An uninitialised tensor like ``like``: ``old``, if that fits and nobody uses it any more."""
+    if old is None or not is_alone(old):
+        return torch.empty_like(like)
+    fits = old.shape == like.shape and old.dtype == like.dtype and old.device == like.device
+    return old if fits else torch.empty_like(like)
 
 
 def is_alone(tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from gossamer.memory import can_replace
+from gossamer.memory import reused
 
 K = TypeVar("K")
 
@@ -76,10 +76,7 @@ class State:
 
     def fresh(self, name: str, like: Tensor) -> Tensor:
         """An uninitialised tensor like ``like``, for the next value of ``name``: the one before the last, if it fits."""
-        old = self.flats.replaced.pop(name, None)
-        if old is None or not can_replace(old, like):
-            return torch.empty_like(like)
-        return old
+        return reused(self.flats.replaced.pop(name, None), like)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.flats.kept)

@@ -101,6 +101,15 @@ class Launcher:
         spaces = self.word("net") - {_namespace(os.getpid())}
         return [what for pid in _pids() for what in (_command(pid), _namespace(pid)) if self.token in what or what in spaces]
 
+    def has(self, count: int) -> bool:
+        """Whether `count` of its processes and namespaces are there within 10 s: one that just starts has no name yet."""
+        deadline = time.monotonic() + 10
+        while len(left := self.left()) < count:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not {count}: {left}")
+            time.sleep(0.05)
+        return True
+
     def leaves_nothing(self) -> bool:
         """Whether all is gone within 10 s: the kernel takes a moment."""
         deadline = time.monotonic() + 10

@@ -68,7 +68,7 @@ def test_kill_9_of_the_launcher_leaves_nothing(launch: Launch, namespaces: None,
     interfaces = sorted(os.listdir("/sys/class/net"))
     launcher = launch(f"--hosts 2 {options}", DAEMON)
     launcher.wait_for("up", 2)
-    assert len(launcher.left()) >= 5  # the launcher, two ranks, two daemons
+    assert launcher.has(5)  # the launcher, two ranks, two daemons
     launcher.process.kill()
     launcher.process.wait()
     assert launcher.leaves_nothing()

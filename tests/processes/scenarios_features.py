@@ -744,9 +744,8 @@ def metrics(here: Here) -> dict[str, float]:
     found = run.replica.metrics()
     payload = sum(p.numel() * p.element_size() for p in run.bare.parameters())
     sent = found["bytes_sent"] - before["bytes_sent"]
-    expected = STEPS * payload * 2 * (here.world - 1) / here.world
     gathered = STEPS * payload * (here.world - 1)  # what small buckets take
-    assert expected <= sent <= 1.1 * gathered, (sent, expected, gathered)
+    assert gathered <= sent <= 1.1 * gathered, (sent, gathered)
     assert found["step"] == STEPS
     assert 0 <= found["exposed_seconds"] <= found["elapsed_seconds"]
     assert found["messages_sent"] > 0

@@ -37,12 +37,12 @@ class AllReduce(Algorithm):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         share = torch.div(bucket.flat, ctx.world, out=bucket.fresh())
+        # A narrow wire needs a copy; full precision does not.
+        sent = share.to(wire_codec(self.wire).wire_dtype(share.dtype))
         if ctx.world > 1 and (ctx.world - 1) * bucket.layout.nbytes <= SMALL:
-            everyone = yield from all_gather(share.to(wire_codec(self.wire).wire_dtype(share.dtype)))
+            everyone = yield from all_gather(sent)
             return torch.sum(everyone, 0, dtype=share.dtype, out=share)
-        dtype = wire_codec(self.wire).wire_dtype(share.dtype)
-        # Full precision needs no second copy; a narrow wire does.
-        mean = yield from all_reduce(share if dtype == share.dtype else share.to(dtype))
+        mean = yield from all_reduce(sent)
         return share if mean is share else share.copy_(mean)
 
 

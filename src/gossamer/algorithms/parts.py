@@ -46,6 +46,8 @@ def scatter_reduce(
         if rest is not None:
             rest.zero_()
         return
+    if rest is not None and not (feedback.worker and feedback.server):
+        rest.zero_()  # nobody writes all of it
     size = elements_per_piece(codec, flat.numel(), flat.dtype)
     pieces = []
     for number, begin in enumerate(range(0, max(1, flat.numel()), size)):
@@ -127,14 +129,10 @@ class Piece:
 
     def _encode(self, rank: int) -> Tensor:
         """The payload for ``rank``."""
-        size, seed = self.parts.size, self.ctx.seed(self.index, rank)
-        mine, rest = self._at(rank, self.flat), None if self.rest is None else self._at(rank, self.rest)
-        owed = None if self.owed is None or not self.feedback.worker else self._at(rank, self.owed)
-        if rest is None or not self.feedback.worker:
-            if rest is not None:
-                rest.zero_()
-            return self.codec.encode(whole(mine if owed is None else mine + owed, size), seed)
-        return _encode_keeping(self.codec, mine, owed, seed, rest, size)
+        remembers, seed = self.feedback.worker, self.ctx.seed(self.index, rank)
+        owed = self._at(rank, self.owed) if remembers and self.owed is not None else None
+        rest = self._at(rank, self.rest) if remembers and self.rest is not None else None
+        return _encode(self.codec, self._at(rank, self.flat), owed, seed, rest, self.parts.size)
 
     def reduce(self, arrived: Tensor) -> Tensor:
         """The payload of the mean of this worker's part."""
@@ -145,15 +143,11 @@ class Piece:
             if rank != ctx.rank:
                 self.codec.add_decoded(payload, total)
         total /= ctx.world
-        # What is beyond the end stands for nothing.
-        total[mine.numel() :] = 0
-        seed, rest = ctx.seed(self.index, ctx.world), None if self.rest is None else self._at(ctx.rank, self.rest)
-        if rest is None or not self.feedback.server:
-            if rest is not None:
-                rest.zero_()
-            return self.codec.encode(total, seed)
-        payload = _encode_keeping(self.codec, total[: mine.numel()], None, seed, rest, parts.size)
-        rest *= ctx.world  # the mean lacks this much, so the sum lacks p times as much
+        seed = ctx.seed(self.index, ctx.world)
+        rest = self._at(ctx.rank, self.rest) if self.feedback.server and self.rest is not None else None
+        payload = _encode(self.codec, total[: mine.numel()], None, seed, rest, parts.size)
+        if rest is not None:
+            rest *= ctx.world  # the mean lacks this much, so the sum lacks p times as much
         return payload
 
     def assemble(self, gathered: Tensor) -> None:
@@ -169,8 +163,10 @@ class Piece:
         return self.parts.of(tensor, rank)
 
 
-def _encode_keeping(codec: Codec, part: Tensor, owed: Tensor | None, seed: int, rest: Tensor, size: int) -> Tensor:
-    """The payload of a part that may be shorter than ``size``; what it does not carry goes into ``rest``."""
+def _encode(codec: Codec, part: Tensor, owed: Tensor | None, seed: int, rest: Tensor | None, size: int) -> Tensor:
+    """The payload of ``part + owed``, which may be shorter than ``size``; what it does not carry goes into ``rest``."""
+    if rest is None:
+        return codec.encode(whole(part if owed is None else part + owed, size), seed)
     if part.numel() == size:
         return codec.encode_keeping(part, owed, seed, rest)
     payload, left = codec.encode_rest(whole(part, size), None if owed is None else whole(owed, size), seed)

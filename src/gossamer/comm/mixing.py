@@ -1,17 +1,21 @@
 """Mixing: how fast a topology spreads what one rank knows, by numbers; pure functions like the topologies themselves."""
 
+from collections.abc import Iterator
+from itertools import count, islice
 from typing import Any
 
 from gossamer.comm.topology import Topology, mixing_matrix, rounds
 
 
-def spread(topology: Topology, world: int, steps: int, begin: int = 0) -> list[set[int]]:
-    """The ranks whose updates have reached each rank after ``steps`` steps from ``begin`` on."""
-    known = [{rank} for rank in range(world)]
-    for step in range(begin, begin + steps):
-        met = topology.at(step, world)
-        known = [known[rank].union(*(known[source] for source in met.sources(rank))) for rank in range(world)]
-    return known
+def spread(topology: Topology, world: int, begin: int = 0) -> Iterator[list[int]]:
+    """Whose updates have reached each rank, as bits: at first (its own), and after each step from ``begin`` on, for ever."""
+    known = [1 << rank for rank in range(world)]
+    for step in count(begin):
+        yield known
+        before, known = known, list(known)
+        for permutation in topology.at(step, world).permutations:
+            for rank, destination in enumerate(permutation.to):
+                known[destination] |= before[rank]
 
 
 def check_connected(topology: Topology, world: int) -> None:
@@ -20,14 +24,12 @@ def check_connected(topology: Topology, world: int) -> None:
     Looks at the first ``world + 16`` cycles: nothing that repeats itself needs more, and a random pattern that does
     not connect in so many is broken.
     """
-    known = [{rank} for rank in range(world)]
-    for step in range((world + 16) * topology.cycle(world)):
-        if all(len(each) == world for each in known):
+    everyone = 2**world - 1
+    for known in islice(spread(topology, world), (world + 16) * topology.cycle(world)):
+        if all(each == everyone for each in known):
             return
-        met = topology.at(step, world)
-        known = [known[rank].union(*(known[source] for source in met.sources(rank))) for rank in range(world)]
     for origin in range(world):
-        unreachable = [rank for rank in range(world) if origin not in known[rank]]
+        unreachable = [rank for rank in range(world) if not known[rank] >> origin & 1]
         if unreachable:
             names = ", ".join(map(str, unreachable))
             raise ValueError(
@@ -83,10 +85,8 @@ def messages(topology: Topology, world: int) -> float:
 def slowest_spread(topology: Topology, world: int) -> int:
     """Steps that an update needs to reach every rank, from the worst step of a cycle on. Raises ValueError if it never does."""
     check_connected(topology, world)
-    worst = 0
+    everyone, worst = 2**world - 1, 0
     for begin in range(max(topology.cycle(world), rounds(world))):
-        steps = worst
-        while any(len(each) < world for each in spread(topology, world, steps, begin)):
-            steps += 1
-        worst = steps
+        reached = (all(each == everyone for each in known) for known in spread(topology, world, begin))
+        worst = max(worst, next(step for step, done in enumerate(reached) if done))
     return worst

@@ -54,8 +54,11 @@ class StepTime:
 class Part:
     """The buckets of what moves gradients, or weights; their states, and what is under way."""
 
-    def __init__(self, plan: Plan, algorithm: Algorithm, members: tuple[int, ...], nodes: tuple[Group, ...]) -> None:
-        self.algorithm, self._plan = algorithm, plan
+    def __init__(
+        self, plan: Plan, algorithm: Algorithm, lanes: int, members: tuple[int, ...], nodes: tuple[Group, ...]
+    ) -> None:
+        self.algorithm = algorithm
+        self._lanes = [0] * len(plan.layouts) if algorithm.serial else plan.lanes(lanes)
         self.buckets = [Bucket(index, replace(layout, device=META)) for index, layout in enumerate(plan.layouts)]
         self.under_way: list[Event] = []
         self._handlers = [algorithm.of(bucket.layout.label) for bucket in self.buckets]
@@ -66,8 +69,8 @@ class Part:
     def launch(self, bucket: Bucket, number: int, lanes: Sequence[Lane]) -> None:
         """Start the flow of one bucket."""
         handler, state, ctx = self._handlers[bucket.index], self._states[bucket.index], self._context(number)
-        lane = 0 if self.algorithm.serial else self._plan.lanes(len(lanes))[bucket.index]
-        self.under_way.append(lanes[lane].submit(lambda: handler.exchange(bucket, state, ctx)))
+        lane = lanes[self._lanes[bucket.index]]
+        self.under_way.append(lane.submit(lambda: handler.exchange(bucket, state, ctx)))
 
     def finish(self, number: int) -> Iterator[Flow[None]]:
         """What the algorithm does once per step."""
@@ -197,7 +200,7 @@ def step_time(
     members = tuple(range(world))
     nodes = tuple(members[first : first + ranks_per_node] for first in range(0, world, ranks_per_node))
     clock = Clock()
-    made = {subject: Part(plan, parts[subject], members, nodes) for subject, plan in plans.items()}  # type: ignore[arg-type]
+    made = {subject: Part(plan, parts[subject], lanes, members, nodes) for subject, plan in plans.items()}  # type: ignore[arg-type]
     preludes = [] if isinstance(model_or_plan, Plan) or world == 1 else _preludes(model_or_plan, algorithm, mode)
     wire = Wire(clock, link, world, nodes, inside)
     training = Training(
