@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ class Routing(Protocol):
         """The label of a parameter."""
 
     def of(self, label: str) -> Any:
-        """Who handles it; its ``bucket_bytes`` is the threshold."""
+        """Who handles it; its ``bucket_bytes`` is the threshold, ``exact`` says whether means come out exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,7 @@ class OneSize:
     """The routing without labels: every bucket has the same threshold."""
 
     bucket_bytes: int
+    exact: ClassVar[bool] = False
 
     def route(self, name: str, tensor: Tensor) -> str:
         """No label."""
@@ -131,6 +132,10 @@ class OneSize:
     def of(self, label: str) -> "OneSize":
         """Itself."""
         return self
+
+
+FIRST_BYTES = 2**20
+"""Where gradients come one after the other, the first bucket closes at this size at the latest: the wire has work early."""
 
 
 def make_plan(tensors: Mapping[str, Tensor], routing: Routing | int, at_once: bool = False) -> Plan:
@@ -143,13 +148,18 @@ def make_plan(tensors: Mapping[str, Tensor], routing: Routing | int, at_once: bo
     """
     routing = OneSize(routing) if isinstance(routing, int) else routing
     layouts: list[Layout] = []
+    begun: set[tuple[torch.dtype, torch.device, str]] = set()
     waiting: dict[tuple[torch.dtype, torch.device, str], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         label = routing.route(name, tensor)
         kind = (tensor.dtype, tensor.device, label)
         held = waiting.setdefault(kind, {})
         held[name] = tensor
-        if sum(t.numel() * t.element_size() for t in held.values()) >= routing.of(label).bucket_bytes:
+        enough = routing.of(label).bucket_bytes
+        if not at_once and kind not in begun:
+            enough = min(enough, FIRST_BYTES)
+        if sum(t.numel() * t.element_size() for t in held.values()) >= enough:
+            begun.add(kind)
             layouts.append(make_layout(waiting.pop(kind), label))
     for kind, held in waiting.items():
         before = next((i for i in reversed(range(len(layouts))) if at_once and layouts[i].kind == kind), None)
@@ -174,6 +184,9 @@ class Bucket:
 
     ``index`` is its place in the plan; ``segments`` give name, shape and offset of each parameter in ``flat``.
     """
+
+    holds_shares = False
+    """Whether the gradients in ``flat`` are already divided by the number of workers: see ``Algorithm.takes_shares``."""
 
     def __init__(self, index: int, layout: Layout) -> None:
         self.index = index
@@ -223,15 +236,19 @@ class Bucket:
             segment.view(flat).copy_(tensors[segment.name])
         return flat
 
-    def adopt(self, result: Tensor) -> None:
-        """Make ``result`` the bucket's content. A tensor that fits is taken over as it is, without a copy."""
+    def adopt(self, result: Tensor) -> bool:
+        """Make ``result`` the bucket's content; whether ``flat`` and ``views`` are other tensors now.
+
+        A result that fits is taken over as it is, without a copy.
+        """
         if result is self.flat:
-            return
-        if result.dtype == self.flat.dtype and result.device == self.flat.device and result.is_contiguous():
-            before, self.flat, self.views = self.flat, result, self.split(result)
-            self.recycle(before)
-        else:
+            return False
+        if result.dtype != self.flat.dtype or result.device != self.flat.device or not result.is_contiguous():
             self.flat.copy_(result)
+            return False
+        before, self.flat, self.views = self.flat, result, self.split(result)
+        self.recycle(before)
+        return True
 
     def __str__(self) -> str:
         names = self.layout.names

@@ -167,7 +167,8 @@ class Replica:
     def _open_syncs(self) -> None:
         of_gradients, of_weights = self.algorithm.part("gradients"), self.algorithm.part("weights")
         if of_gradients is not None:
-            self._gradients = GradientSync(self._runner, of_gradients, self._trainable, self._statistics)
+            alone = of_weights is None and not any(isinstance(optimizer, Communicating) for optimizer in self._optimizers)
+            self._gradients = GradientSync(self._runner, of_gradients, self._trainable, self._statistics, alone)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for optimizer in self._optimizers:
             if isinstance(optimizer, Communicating):

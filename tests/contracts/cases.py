@@ -156,11 +156,11 @@ def exchange(algorithm: Algorithm, inputs: Sequence[Sequence[Tensor]], abort_aft
         runner, bucket = own_runner(), bucket_of([tuple(inputs[0][rank].shape)], inputs[0][rank].dtype)
         outcome = Outcome([], State(bucket.flat))
         for step, tensors in enumerate(inputs):
-            bucket.flat.copy_(tensors[rank])
             if abort_after is not None:
+                bucket.flat.copy_(tensors[rank])
                 attempt(runner, algorithm, bucket, outcome.state, step, abort_after)
+            bucket.flat.copy_(tensors[rank])
             result = runner.run(lambda: flow_of(algorithm, bucket, outcome.state, runner, step), f"step {step}")
-            assert same_bits(bucket.flat, tensors[rank]), "bucket.flat was written"
             outcome.results.append(result.clone())
             settle(outcome.state, result)
             assert not any(shares_memory(result, outcome.state[key]) for key in outcome.state), "the result is given away"

@@ -21,7 +21,7 @@ from .cases import bucket_of, exchange, gossip, kept, noise, same_bits, shares_m
 
 
 def result_is_like_the_bucket(algorithm: Algorithm, world: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
-    """Shape and dtype are kept for every size; ``bucket.flat`` is not written (checked by ``exchange``)."""
+    """Shape and dtype are kept for every size."""
     numel = sum(math.prod(shape) for shape in shapes)
     for outcome in exchange(algorithm, [noise(world, numel, dtype)]):
         assert outcome.results[0].shape == (numel,)

@@ -17,6 +17,7 @@ from torch.optim import SGD
 
 import gossamer
 from gossamer import AllReduce, Gossip
+from gossamer.algorithms import all_reduce
 from gossamer.comm import bulletin
 from processes.scenarios_features import mlp, numbers
 from processes.worker import Here, ends_the_process
@@ -43,7 +44,9 @@ class Ends(torch.autograd.Function):
 def make(here: Here, **options: Any) -> tuple[nn.Module, SGD, gossamer.Replica]:
     model = nn.Sequential(mlp(), nn.Linear(3, 3).double())
     optimizer = SGD(model.parameters(), lr=0.1)
-    kind = {"AllReduce": AllReduce, "Gossip": Gossip}[here.argument("algorithm")]
+    kind = {"AllReduce": AllReduce, "Ring": AllReduce, "Gossip": Gossip}[here.argument("algorithm")]
+    if here.argument("algorithm") == "Ring":
+        all_reduce.SMALL = 0  # nothing is gathered
     return model, optimizer, gossamer.replicate(model, optimizer, kind(bucket_bytes=16), **options)
 
 

@@ -331,6 +331,26 @@ def algorithm_raises_in_second_bucket(here: Here) -> dict[str, Any]:
     return told(many(begin(here, Faulty(bucket_bytes=1, where=1))[2]))
 
 
+class FaultyPrompt(Faulty, register=False):
+    """The same on the main thread; or something is started after a wait."""
+
+    prompt: ClassVar[bool] = True
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        mean = yield from super().exchange(bucket, state, ctx)
+        if ctx.step == 2 and self.mistake == "late":
+            yield from all_reduce(mean)
+        return mean
+
+
+def prompt_algorithm_raises(here: Here) -> dict[str, Any]:
+    return told(many(begin(here, FaultyPrompt(bucket_bytes=1, where=1))[2]))
+
+
+def prompt_algorithm_starts_late(here: Here) -> dict[str, Any]:
+    return told(many(begin(here, FaultyPrompt(bucket_bytes=1, mistake="late"))[2]))
+
+
 def algorithm_returns_the_wrong_shape(here: Here) -> dict[str, Any]:
     return told(many(begin(here, Faulty(bucket_bytes=1, where=1, mistake="shape"))[2]))
 
@@ -440,6 +460,21 @@ def too_late(here: Here) -> dict[str, Any]:
     if here.rank == 2:
         time.sleep(2.5)
     return told(many(train))
+
+
+def too_late_in_a_ring(here: Here) -> dict[str, Any]:
+    """The main thread itself waits for the operation."""
+    _, _, train = begin(here, FaultyPrompt(where=-1), timeout=1.5)
+    if here.rank == 2:
+        time.sleep(2.5)
+    return told(many(train))
+
+
+def late_in_a_ring(here: Here) -> dict[str, Any]:
+    _, _, train = begin(here, FaultyPrompt(where=-1))
+    if here.rank == 2:
+        time.sleep(2.5)
+    return told(lambda: train(2))
 
 
 def too_late_with_gossip(here: Here) -> dict[str, Any]:

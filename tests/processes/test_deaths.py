@@ -44,7 +44,8 @@ def survivors(processes: Sequence[Process], name: str, victim: int, texts: Seque
 
 
 QUICK = [("AllReduce", 4, 2, "kill"), ("Gossip", 3, 0, "kill"), ("AllReduce", 3, 0, "raise"), ("Gossip", 4, 1, "raise")]
-SLOW = [case for case in product(("AllReduce", "Gossip"), (3, 4), (0, 1, 2), ("kill", "raise")) if case not in QUICK]
+QUICK += [("Ring", 3, 2, "kill"), ("Ring", 3, 1, "raise")]
+SLOW = [case for case in product(("AllReduce", "Ring", "Gossip"), (3, 4), (0, 1, 2), ("kill", "raise")) if case not in QUICK]
 
 
 def check_death(algorithm: str, world: int, victim: int, way: str) -> None:

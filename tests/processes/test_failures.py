@@ -52,6 +52,8 @@ EXPECTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "error_in_backward": (U, E, ("rank 1", "backward pass has not ended")),
     "algorithm_raises_in_first_bucket": (E, E, ("rank 1", "bucket 0", "step 2", "a mistake in the algorithm")),
     "algorithm_raises_in_second_bucket": (E, E, ("rank 1", "bucket 1", "step 2", "a mistake in the algorithm")),
+    "prompt_algorithm_raises": (E, E, ("rank 1", "bucket 1", "step 2", "a mistake in the algorithm")),
+    "prompt_algorithm_starts_late": (E, E, ("bucket 0", "step 2", "a prompt algorithm starts everything before it waits")),
     "algorithm_returns_the_wrong_shape": (C, E, ("Faulty.exchange", "bucket 1")),
     "sparse_gradient": (C, C, ("'0.weight'", "sparse=False")),
     "state_of_another_run": (C, E, ("Gossip()", "AllReduce")),
@@ -61,9 +63,19 @@ EXPECTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "late": ("nothing", "nothing", ()),
     "late_with_gossip": ("nothing", "nothing", ()),
     "too_late": (E, T, ("rank 2", "bucket 0", "at step 2", "all_gather", "1.5 s")),
+    "late_in_a_ring": ("nothing", "nothing", ()),
+    "too_late_in_a_ring": (E, T, ("rank 2", "bucket 0", "at step 2", "all_reduce", "1.5 s")),
     "too_late_with_gossip": (E, T, ("rank 2", "bucket 0", "after step", "permute", "1.5 s")),
 }
-LATE = {"late_at_the_start", "late", "late_with_gossip", "too_late", "too_late_with_gossip"}
+LATE = {
+    "late_at_the_start",
+    "late",
+    "late_with_gossip",
+    "too_late",
+    "too_late_with_gossip",
+    "late_in_a_ring",
+    "too_late_in_a_ring",
+}
 
 
 @pytest.fixture(scope="module")

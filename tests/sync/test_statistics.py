@@ -30,7 +30,7 @@ def metrics(algorithm: Algorithm, world: int = 4, steps: int = 3) -> dict[str, f
     found, sent = loopback(run, world)[0]
     # What opening costs is in it, so that it is a little less than in the long run.
     exact = steps * 2 * (world - 1) / world * 4 * 512 * 256
-    assert found["compression_ratio"] == pytest.approx(exact / found["bytes_sent"])
+    assert found["compression_ratio"] == pytest.approx(exact / found["bytes_sent"], rel=1e-4)
     return found | {"while_training": exact / sent}
 
 

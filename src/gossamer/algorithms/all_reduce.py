@@ -27,8 +27,10 @@ class AllReduce(Algorithm):
     """
 
     exact: ClassVar[bool] = True
+    takes_shares: ClassVar[bool] = True
+    prompt: ClassVar[bool] = True
 
-    bucket_bytes: int = 2**20
+    bucket_bytes: int = 2**22
     wire: Wire = "fp32"
 
     def __post_init__(self) -> None:
@@ -36,7 +38,7 @@ class AllReduce(Algorithm):
         wire_codec(self.wire)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        share = torch.div(bucket.flat, ctx.world, out=bucket.fresh())
+        share = bucket.flat if bucket.holds_shares else bucket.flat.div_(ctx.world)
         # A narrow wire needs a copy; full precision does not.
         sent = share.to(wire_codec(self.wire).wire_dtype(share.dtype))
         if ctx.world > 1 and (ctx.world - 1) * bucket.layout.nbytes <= SMALL:

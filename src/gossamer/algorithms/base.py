@@ -60,6 +60,13 @@ class Algorithm(ABC):
 
     subject: ClassVar[Subject] = "gradients"
     exact: ClassVar[bool] = False
+    """Whether the result is the mean of all workers, to rounding, and zero only where the mean is."""
+    takes_shares: ClassVar[bool] = False
+    """Whether it knows ``Bucket.holds_shares``: gradients are divided by the number of workers as they are laid into
+    their bucket, which costs nothing there, and a pass over memory later."""
+    prompt: ClassVar[bool] = False
+    """Whether an exchange starts all of its operations before it waits for any, and computes next to nothing: then no
+    thread of its own has to run it."""
     serial: ClassVar[bool] = False
     """Whether flows must run one after the other, on one lane."""
 
@@ -78,9 +85,9 @@ class Algorithm(ABC):
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         """Communicate one bucket.
 
-        ``bucket.flat`` is read, never written. Returns a tensor like ``bucket.flat``: for ``subject = "gradients"``
-        the gradient to use instead; for ``"weights"`` the delta to add to the weights before their next update.
-        The returned tensor is given away: keep no reference to it.
+        ``bucket.flat`` may be written: it is filled anew before the next exchange. Returns a tensor like it, or itself:
+        for ``subject = "gradients"`` the gradient to use instead; for ``"weights"`` the delta to add to the weights before
+        their next update. The returned tensor is given away: keep no reference to it.
         Writes to ``state`` take effect only when the whole step has succeeded.
         """
 

@@ -1,6 +1,6 @@
 """Flow driver: runs one generator against one port, the same way for every runner."""
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -22,20 +22,42 @@ class Port(Protocol):
         """Take a decision that depends on data."""
 
 
+class Begun(Generic[T]):
+    """A flow on its way: ``handle`` is what it waits for, until it has ``ended`` with its ``result``."""
+
+    def __init__(self, flow: Flow[T], port: Port) -> None:
+        self.handle: Any = None
+        self.may_start = True
+        """Whether more operations may be started."""
+        self.ended = False
+        self.result: T | None = None
+        self._flow, self._port = flow, port
+        self.go_on(None)
+
+    def go_on(self, reply: Any) -> None:
+        """Carry out, on the port, every command until it waits again, or ends; ``reply`` is what it waited for."""
+        while True:
+            try:
+                command = self._flow.send(reply)
+            except StopIteration as stop:
+                self.result, self.ended = stop.value, True
+                return
+            if isinstance(command, Wait):
+                self.handle = command.handle
+                return
+            if isinstance(command, Start):
+                if not self.may_start:
+                    raise TypeError(f"a prompt algorithm starts everything before it waits; {command.op} came later")
+                reply = self._port.start(command.op, command.group)
+            elif isinstance(command, Decide):
+                reply = self._port.decide(command)
+            else:
+                raise TypeError(f"an algorithm yielded {command!r}; only start(op), wait(handle) and decide(…) are known")
+
+
 def drive(flow: Flow[T], port: Port) -> T:
     """Carry out every command that ``flow`` yields on ``port`` and return what the flow returns."""
-    reply: Any = None
-    while True:
-        try:
-            command = flow.send(reply)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
-        if isinstance(command, Wait):
-            reply = port.wait(command.handle)
-        elif isinstance(command, Start):
-            reply = port.start(command.op, command.group)
-        elif isinstance(command, Decide):
-            reply = port.decide(command)
-        else:
-            raise TypeError(f"an algorithm yielded {command!r}; only start(op), wait(handle) and decide(…) are known")
+    begun = Begun(flow, port)
+    while not begun.ended:
+        begun.go_on(port.wait(begun.handle))
+    return begun.result  # type: ignore[return-value]

@@ -178,7 +178,7 @@ class LoopbackRunner(InlineRunner):
         self._loopback_port = LoopbackPort(world, rank, meter)
         super().__init__(self._loopback_port, meter, rank, world.size)
 
-    def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0) -> Ticket[T]:
+    def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
         self._loopback_port.label = label
         return super().submit(make_flow, label, lane)
 

@@ -38,7 +38,7 @@ class Patience:
         Raises when a rank posts a failure, when one leaves, and when the timeout is over.
         """
         begin, next_look, warned, lost = time.monotonic(), LOOK_EVERY, False, 0
-        while not ticket.done.wait(SLICE):
+        while not ticket.wait(SLICE):
             failed, waited = broken(), time.monotonic() - begin
             if failed is not None:
                 return failed
@@ -61,7 +61,7 @@ class Patience:
                 self._board.wait_in(ticket.sequence)
             self._board.check(ticket.sequence, str(ticket))
         except GossamerError:
-            if not ticket.done.wait(SLICE):  # what was posted may have happened after this exchange
+            if not ticket.wait(SLICE):  # what was posted may have happened after this exchange
                 raise
         except Exception as error:
             # Rank 0 may have ended well, its last messages still on their way to this one.

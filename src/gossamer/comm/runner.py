@@ -66,6 +66,15 @@ class Ticket(Generic[T]):
             self.error = error
         self.done.set()
 
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended, within so many seconds. For the main thread."""
+        return self.done.wait(seconds)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error."""
+        return self.done.is_set() and self.error is not None
+
     def __str__(self) -> str:
         return f"{self.doing} of {self.label}" + (f", waiting for {self.peers}" if self.peers else "")
 
@@ -94,8 +103,11 @@ class Runner(ABC):
         return tuple(range(self.world))
 
     @abstractmethod
-    def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0) -> Ticket[T]:
-        """Queue a flow on a data lane, or on ``CONTROL``. Every rank submits the same flows in the same order."""
+    def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
+        """Queue a flow on a data lane, or on ``CONTROL``. Every rank submits the same flows in the same order.
+
+        ``prompt``: see ``Algorithm.prompt``; either all flows that are under way on data lanes are, or none is.
+        """
 
     @abstractmethod
     def wait(self, ticket: Ticket[T]) -> T:
@@ -151,7 +163,7 @@ class InlineRunner(Runner):
         self._port, self._meter = port, meter
         self._submitted = 0
 
-    def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0) -> Ticket[T]:
+    def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
         ticket: Ticket[T] = Ticket(self._submitted, label)
         self._submitted += 1
         begin = time.perf_counter()

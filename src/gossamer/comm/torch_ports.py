@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ class Pending:
     result: Tensor
     peers: str = ""
     due: float = 0.0
+    ticket: Ticket[Any] | None = None
+    collective: bool = False
+    """Whether Gloo lets a wait for it end early. One for a single message ends its connection instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ class GlooPort:
         if circle.world == 1:
             return Pending(op, [], alone(op))
         pending = self._issue(op, circle)
-        pending.peers = circle.peers(op)
+        pending.peers, pending.ticket = circle.peers(op), self.ticket
         if self._shaper is not None:
             pending.due = self._shaper.due(op.traffic(circle.world), time.perf_counter())
         return pending
@@ -102,13 +106,32 @@ class GlooPort:
 
     def wait(self, handle: Pending) -> Tensor:
         begin = time.perf_counter()
-        if self.ticket is not None:
-            self.ticket.doing, self.ticket.peers = str(handle.op), handle.peers
+        _describe(handle)
         for work in handle.works:
             work.wait()
         Shaper.sleep_until(handle.due)
         self._meter.wire_seconds += time.perf_counter() - begin
         return handle.result
+
+    def patient(self, handle: Pending) -> bool:
+        """Whether :meth:`arrives` can be asked: whether a wait for the operation can be cut short."""
+        return handle.collective or not handle.works
+
+    def arrives(self, handle: Pending, seconds: float) -> bool:
+        """Whether the operation has ended, well or not, within so many seconds."""
+        begin = time.perf_counter()
+        _describe(handle)
+        ended = all(_ends(work, seconds - (time.perf_counter() - begin)) for work in handle.works)
+        if ended and handle.due > begin + seconds:
+            Shaper.sleep_until(begin + seconds)
+            ended = False
+        self._meter.wire_seconds += time.perf_counter() - begin
+        return ended
+
+    @staticmethod
+    def broke(handle: Pending) -> bool:
+        """Whether the operation has ended with an error."""
+        return any(work.is_completed() and not _ended_well(work) for work in handle.works)
 
     def decide(self, decision: Decide) -> Any:
         return decision.fn()
@@ -120,7 +143,7 @@ class GlooPort:
         if isinstance(op, ops.AllReduce):
             options = dist.AllreduceOptions()
             options.reduceOp = _REDUCE[op.reduce]
-            return Pending(op, [circle.up.allreduce([op.tensor], options)], op.tensor)
+            return Pending(op, [circle.up.allreduce([op.tensor], options)], op.tensor, collective=True)
         if isinstance(op, ops.Broadcast):
             return Pending(op, [dist.broadcast(op.tensor, group=circle.up, group_src=op.source, async_op=True)], op.tensor)
         result = ops.result_like(op, circle.world)
@@ -133,6 +156,29 @@ class GlooPort:
             outgoing = [(rank, op.tensor) for rank in range(circle.world)]
             return Pending(op, _post(circle, outgoing, list(enumerate(result))), result)
         raise TypeError(f"the torch runner does not know {op}")
+
+
+def _describe(handle: Pending) -> None:
+    if handle.ticket is not None:
+        handle.ticket.doing, handle.ticket.peers = str(handle.op), handle.peers
+
+
+def _ends(work: Any, seconds: float) -> bool:
+    if work.is_completed():
+        return True
+    try:
+        work.wait(timedelta(seconds=max(0.001, seconds)))  # zero would mean for ever
+    except RuntimeError:
+        return bool(work.is_completed())
+    return True
+
+
+def _ended_well(work: Any) -> bool:
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _post(circle: Circle, outgoing: list[tuple[int, Tensor]], incoming: list[tuple[int, Tensor]]) -> list[Any]:

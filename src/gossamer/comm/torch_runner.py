@@ -21,7 +21,7 @@ from gossamer.comm.sockets import Connection, connections, cut
 from gossamer.comm.torch_ports import Circle, DevicePort, GlooPort
 from gossamer.comm.torch_store import QuietStore, board_store
 from gossamer.errors import CommunicationError, ConfigurationError, GossamerError
-from gossamer.lanes import StreamLanes, ThreadLanes
+from gossamer.lanes import PromptTicket, StreamLanes, ThreadLanes
 
 T = TypeVar("T")
 
@@ -146,21 +146,29 @@ class TorchRunner(Runner):
 
         return StreamLanes(DevicePort(group, open_group, self._meters[0]), device, self.lanes)
 
-    def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0) -> Ticket[T]:
+    def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
         self._check_usable()
         assert self._control is not None, "agree_on_opening() comes first"
         assert self._data is not None
+        if prompt and isinstance(self._data, ThreadLanes):
+            started: PromptTicket[T] = PromptTicket(self._submitted, label)
+            self._note(started)
+            self._data.begin(started, make_flow, lane)
+            return started
         ticket: Ticket[T] = Ticket(self._submitted, label)
-        self._under_way[self._submitted] = ticket
-        self._submitted += 1
+        self._note(ticket)
         if lane == CONTROL:
             self._control.submit(ticket, make_flow, 0)
         else:
             self._data.submit(ticket, make_flow, lane)
         return ticket
 
+    def _note(self, ticket: Ticket[Any]) -> None:
+        self._under_way[self._submitted] = ticket
+        self._submitted += 1
+
     def wait(self, ticket: Ticket[T]) -> T:
-        if not ticket.done.is_set():
+        if not ticket.wait(0.0):
             self._check_usable()
             self._wait_for(ticket)
         if ticket.error is not None:
@@ -180,7 +188,7 @@ class TorchRunner(Runner):
 
     def _broken(self) -> Ticket[Any] | None:
         """A flow that has failed while another is waited for: the lanes are independent, so that one may never end."""
-        return next((t for t in self._under_way.values() if t.done.is_set() and t.error is not None), None)
+        return next((t for t in self._under_way.values() if t.failed), None)
 
     def _origin(self, ticket: Ticket[Any]) -> Ticket[Any]:
         """The flow in which an error arose that also ended ``ticket``, which was queued behind it."""
@@ -199,6 +207,10 @@ class TorchRunner(Runner):
             return
         self._closed = True
         self._leave()
+        for ticket in self._under_way.values():
+            # What holds a process group that is not at rest must be a lane: its end waits for that of its operations.
+            if isinstance(ticket, PromptTicket) and isinstance(self._data, ThreadLanes) and not ticket.wait(0.0):
+                self._data.take_over(ticket)
         for lanes in (self._control, self._data):
             if lanes is not None:
                 lanes.close()
@@ -224,11 +236,11 @@ class TorchRunner(Runner):
         """Let other ranks have the messages that were promised to them, if that does not take long."""
         end = time.monotonic() + torch_departure.LINGER
         for ticket in list(self._under_way.values()):
-            ticket.done.wait(max(0.0, end - time.monotonic()))
+            ticket.wait(max(0.0, end - time.monotonic()))
 
     def is_stuck(self) -> bool:
         """Whether a lane still waits for the network."""
-        return any(not ticket.done.is_set() for ticket in list(self._under_way.values()))
+        return any(not ticket.wait(0.0) for ticket in list(self._under_way.values()))
 
     def is_needed(self) -> bool:
         """Whether other ranks read the board in a store that ends with this process."""

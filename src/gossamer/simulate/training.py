@@ -22,6 +22,7 @@ from gossamer.simulate.profile import Compute, Link
 from gossamer.state import State
 from gossamer.sync.checks import named_parameters
 from gossamer.sync.module_buffers import Buffers, floating, named_buffers, resolve_buffers
+from gossamer.sync.usage import USAGE, with_usage
 
 META = torch.device("meta")
 
@@ -136,7 +137,10 @@ class Training:
             yield begin + self._compute.ready_at(bucket.layout.names)
             part.launch(bucket, number, self._lanes)
         yield begin + self._compute.backward
-        used = _blank(sum(len(bucket.segments) for bucket in part.buckets))
+        names = [name for bucket in part.buckets for name in bucket.layout.names]
+        if USAGE in names:
+            return
+        used = _blank(len(names))
         part.under_way.append(self._control.submit(lambda: maximum(used, self.wire.world)))
 
     def _conclude(self, part: Part, number: int) -> Process:
@@ -249,7 +253,7 @@ def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffer
         return make_plan(tensors, algorithm, at_once=True)
     in_order = list(reversed(tensors))
     in_order.sort(key=lambda name: compute.ready_at([name]))
-    return make_plan({name: tensors[name] for name in in_order}, algorithm)
+    return make_plan(with_usage({name: tensors[name] for name in in_order}, algorithm), algorithm)
 
 
 def _preludes(model: nn.Module, algorithm: Algorithm, mode: Buffers) -> list[MakeFlow]:

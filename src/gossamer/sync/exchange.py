@@ -29,8 +29,10 @@ _STEP = "step "
 class Exchange:
     """One algorithm over the buckets of a plan."""
 
-    def __init__(self, runner: Runner, algorithm: Algorithm) -> None:
+    def __init__(self, runner: Runner, algorithm: Algorithm, alone: bool = False) -> None:
+        """``alone``: nothing else of this runner uses its data lanes."""
         self.runner, self.algorithm = runner, algorithm
+        self._alone, self._prompt = alone, False
         self.plan = Plan(())
         self.buckets: list[Bucket] = []
         self.handlers: list[Algorithm] = []
@@ -54,6 +56,7 @@ class Exchange:
         for layout in plan.layouts:
             self.step_states.setdefault(layout.label, State(torch.zeros(())))
         self.handlers = [self.algorithm.of(layout.label) for layout in plan.layouts]
+        self._prompt = self._alone and all(handler.prompt for handler in self.handlers)
         self.load_state_by_name(kept, {key: owned for key, owned in extras.items() if not key.startswith(_BUCKET)})
 
     def context(self, step: int) -> Context:
@@ -74,7 +77,7 @@ class Exchange:
         label = f"bucket {index} ({bucket.layout.names[0]} …) {when}"
         make_flow = partial(self._checked, handler.exchange, bucket, state, ctx)
         lane = 0 if self.algorithm.serial else self._lanes[index]
-        self._tickets.append(self.runner.submit(make_flow, label, lane))
+        self._tickets.append(self.runner.submit(make_flow, label, lane, prompt=self._prompt))
         self.exchanged_bytes += bucket.layout.nbytes
 
     def _checked(self, exchange: Callable[..., Flow[Tensor]], bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:

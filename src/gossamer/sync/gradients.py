@@ -12,28 +12,52 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.buckets import Plan, make_plan, plan_from_names
+from gossamer.buckets import Bucket, Plan, make_plan, plan_from_names
 from gossamer.comm.ops import broadcast, maximum
-from gossamer.comm.runner import CONTROL, Runner
+from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.sync.agreement import agree
 from gossamer.sync.backward import Backward
 from gossamer.sync.exchange import Exchange
 from gossamer.sync.statistics import Statistics
+from gossamer.sync.usage import USAGE, with_usage
 
 
 class Slot:
-    """One parameter's place: its bucket, its view in the bucket's flat tensor, and whether its gradient has come."""
+    """One parameter's place: its bucket, its view in the bucket's flat tensor, and whether its gradient has come.
 
-    __slots__ = ("bucket", "name", "parameter", "ready", "view")
+    ``divisor``: what the gradient is divided by on its way into the bucket, if it is.
+    """
+
+    __slots__ = ("bucket", "divisor", "name", "parameter", "ready", "view")
 
     def __init__(self, name: str, parameter: Parameter) -> None:
         self.name, self.parameter = name, parameter
-        self.bucket, self.view, self.ready = 0, parameter.detach(), False
+        self.bucket, self.view, self.ready, self.divisor = 0, parameter.detach(), False, 1
+
+    def collect(self) -> None:
+        """Lay the gradient into the bucket, and make the bucket's view the gradient."""
+        grad, view = self.parameter.grad, self.view
+        if grad is None:
+            raise UsageError(f"parameter {self.name!r} lost its gradient during backward")
+        if grad.layout is not torch.strided:
+            raise ConfigurationError(f"parameter {self.name!r} has a sparse gradient; use sparse=False in its module")
+        if grad.data_ptr() == view.data_ptr():
+            if self.divisor > 1:
+                view.div_(self.divisor)
+            return
+        if self.divisor > 1:
+            torch.div(grad.detach(), self.divisor, out=view)
+        else:
+            view.copy_(grad.detach())
+        self.parameter.grad = view
 
 
 class GradientSync:
-    """Exchanges gradients bucket by bucket. ``step`` counts synchronised backward passes."""
+    """Exchanges gradients bucket by bucket. ``step`` counts synchronised backward passes.
+
+    ``alone``: neither weights nor optimizers are exchanged as well.
+    """
 
     def __init__(
         self,
@@ -41,6 +65,7 @@ class GradientSync:
         algorithm: Algorithm,
         parameters: Mapping[str, Parameter],
         statistics: Statistics,
+        alone: bool = False,
     ) -> None:
         self.step = 0
         self.learned = False
@@ -48,9 +73,11 @@ class GradientSync:
         self._slots = {name: Slot(name, parameter) for name, parameter in parameters.items()}
         self._arrived: list[str] = []
         self._idle = False
-        self.exchange = Exchange(runner, algorithm)
+        self._usage: tuple[Bucket, int] | None = None
+        """Where the numbers of use are, if they travel in a bucket: the place of their view."""
+        self.exchange = Exchange(runner, algorithm, alone)
         # Until the first step has shown the order, assume that gradients come in the reverse order of definition.
-        self.adopt_plan(make_plan(dict(reversed(list(parameters.items()))), algorithm))
+        self.adopt_plan(self._make_plan(dict(reversed(list(parameters.items())))))
 
     def hook(self, backward: Backward) -> list[Any]:
         """Install one hook per parameter; returns the handles."""
@@ -59,13 +86,22 @@ class GradientSync:
             for slot in self._slots.values()
         ]
 
+    def _make_plan(self, parameters: Mapping[str, Tensor]) -> Plan:
+        return make_plan(with_usage(parameters, self._algorithm), self._algorithm)
+
     def adopt_plan(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
         self.exchange.adopt(plan)
-        for bucket in self.exchange.buckets:
-            for segment, view in zip(bucket.segments, bucket.views, strict=True):
-                slot = self._slots[segment.name]
-                slot.bucket, slot.view = bucket.index, view
+        self._usage = None
+        for bucket, handler in zip(self.exchange.buckets, self.exchange.handlers, strict=True):
+            bucket.holds_shares = handler.takes_shares
+            for number, segment in enumerate(bucket.segments):
+                if segment.name == USAGE:
+                    self._usage = bucket, number
+                else:
+                    slot = self._slots[segment.name]
+                    slot.bucket, slot.view = bucket.index, bucket.views[number]
+                    slot.divisor = self._runner.world if handler.takes_shares else 1
         self._reset()
 
     def begin(self) -> None:
@@ -83,25 +119,13 @@ class GradientSync:
         """The hot path: runs once per parameter and backward pass."""
         if not backward.reached() or self._idle:
             return
-        self._collect(slot, parameter)
+        slot.collect()
         if not self.learned:
             self._arrived.append(slot.name)
         slot.ready = True
         self._missing[slot.bucket] -= 1
         if self._missing[slot.bucket] == 0:
             self._launch_ready()
-
-    @staticmethod
-    def _collect(slot: Slot, parameter: Parameter) -> None:
-        """Copy the gradient into its bucket, and make the bucket's view the gradient."""
-        grad, view = parameter.grad, slot.view
-        if grad is None:
-            raise UsageError(f"parameter {slot.name!r} lost its gradient during backward")
-        if grad.layout is not torch.strided:
-            raise ConfigurationError(f"parameter {slot.name!r} has a sparse gradient; use sparse=False in its module")
-        if grad.data_ptr() != view.data_ptr():
-            view.copy_(grad.detach())
-            parameter.grad = view
 
     def _launch_ready(self) -> None:
         """Launch, in the plan's order, every bucket that is complete and has no incomplete one before it."""
@@ -118,60 +142,85 @@ class GradientSync:
             self._learn()
 
     def _end(self) -> None:
-        used = self._flush()
-        usage = self._runner.submit(
-            lambda: maximum(used, self._runner.world), f"use of parameters at step {self.step}", CONTROL
-        )
+        unused = self._flush()
+        asked = None if self._usage is not None else self._ask_for_usage(unused)
         with self._statistics.exposed():
             results = self.exchange.collect()
-            self._place(results, self._runner.wait(usage))
+            self._place(results, unused, asked)
             self.exchange.finish(self.step)
         self.exchange.settle([bucket.flat for bucket in self.exchange.buckets])
 
-    def _flush(self) -> Tensor:
+    def _flush(self) -> set[str]:
         """Complete the buckets: a parameter that backward did not reach sends the gradient it has, or zeros.
 
-        Returns which parameters have a gradient here (uint8, in the order of the parameters).
+        Returns which parameters have no gradient here.
         """
+        unused = set()
         for slot in self._slots.values():
             if not slot.ready and slot.parameter.grad is not None:
-                self._collect(slot, slot.parameter)
+                slot.collect()
             elif not slot.ready:
                 slot.view.zero_()
-        used = [slot.parameter.grad is not None for slot in self._slots.values()]
+                unused.add(slot.name)
+        if self._usage is not None:
+            bucket, number = self._usage
+            bucket.views[number].copy_(self._numbers_of_use(unused))
         self._missing = [0] * len(self.exchange.buckets)
         self._launch_ready()
-        return torch.tensor(used, dtype=torch.uint8)
+        return unused
 
-    def _place(self, results: list[Tensor], used: Tensor) -> None:
+    def _numbers_of_use(self, unused: set[str]) -> Tensor:
+        return torch.tensor([name not in unused for name in self._slots], dtype=torch.uint8)
+
+    def _ask_for_usage(self, unused: set[str]) -> Ticket[Tensor]:
+        used, world = self._numbers_of_use(unused), self._runner.world
+        return self._runner.submit(lambda: maximum(used, world), f"use of parameters at step {self.step}", CONTROL)
+
+    def _place(self, results: list[Tensor], unused: set[str], asked: Ticket[Tensor] | None) -> None:
         """Make the results the content of the buckets, and the buckets' views the gradients."""
-        anywhere = dict(zip(self._slots, used.tolist(), strict=True))
-        for bucket, result in zip(self.exchange.buckets, results, strict=True):
-            bucket.adopt(result)
+        moved = [bucket.adopt(result) for bucket, result in zip(self.exchange.buckets, results, strict=True)]
+        # Unused on every rank: the gradient stays None, because a zero would move the parameter under AdamW.
+        nowhere = self._nowhere(unused, asked)
+        for bucket in self.exchange.buckets:
+            if not moved[bucket.index] and not unused:
+                continue
             for segment, view in zip(bucket.segments, bucket.views, strict=True):
-                slot = self._slots[segment.name]
-                slot.view = view
-                # Unused on every rank: the gradient stays None, because a zero would move the parameter under AdamW.
-                if anywhere[segment.name]:
-                    slot.parameter.grad = view
+                if segment.name != USAGE:
+                    slot = self._slots[segment.name]
+                    slot.view = view
+                    if segment.name not in nowhere:
+                        slot.parameter.grad = view
+
+    def _nowhere(self, unused: set[str], asked: Ticket[Tensor] | None) -> set[str]:
+        """Which of the parameters that have no gradient here have none on any rank."""
+        if asked is not None:
+            used = self._runner.wait(asked)
+        elif unused:
+            bucket, number = self._usage  # type: ignore[misc]
+            used = bucket.views[number]
+        else:
+            return set()
+        return {name for name, anywhere in zip(self._slots, used.tolist(), strict=True) if not anywhere}
 
     def _learn(self) -> None:
         """Lay the buckets out in the order in which gradients really came, as rank 0 saw it."""
         self.learned = True
         names = list(self._slots)
-        seen = dict.fromkeys((*self._arrived, *self.exchange.plan.names))
+        seen = dict.fromkeys((*self._arrived, *(name for name in self.exchange.plan.names if name != USAGE)))
         order = torch.tensor([names.index(name) for name in seen], dtype=torch.int64)
         if self._runner.world > 1:
             order = self._runner.run(lambda: broadcast(order), "the order of gradients")
         tensors = {names[i]: self._slots[names[i]].parameter for i in order.tolist()}
-        plan = make_plan(tensors, self._algorithm)
+        plan = self._make_plan(tensors)
         agree(self._runner, {"the plan of buckets": plan.digest()})
         if plan.names != self.exchange.plan.names:
             self.adopt_plan(plan)
 
     def load_plan(self, buckets: list[list[str]], learned: bool) -> None:
         """Restore a saved plan."""
-        known = {name: slot.parameter for name, slot in self._slots.items()}
+        known: dict[str, Tensor] = {name: slot.parameter for name, slot in self._slots.items()}
+        if USAGE in (name for bucket in buckets for name in bucket):
+            known = with_usage(known, self._algorithm)
         if sorted(name for bucket in buckets for name in bucket) != sorted(known):
             raise ConfigurationError("the saved plan names other parameters than this model has")
         self.adopt_plan(plan_from_names(buckets, known, self._algorithm))

@@ -1,0 +1,73 @@
+"""Which parameters are used anywhere: the numbers travel in the last bucket that is averaged exactly."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gossamer
+from gossamer import AllReduce, ScatterReduce, loopback
+from gossamer.algorithms import Algorithm, after
+from gossamer.buckets import make_plan
+from gossamer.sync.usage import USAGE, with_usage
+
+
+def tensors(*numels: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {str(index): torch.empty(numel, dtype=dtype, device="meta") for index, numel in enumerate(numels)}
+
+
+def test_they_travel_before_the_last_tensor() -> None:
+    held = with_usage(tensors(5, 6, 7), AllReduce())
+    assert list(held) == ["0", "1", USAGE, "2"]
+    assert (held[USAGE].shape, held[USAGE].dtype) == ((3,), torch.float32)
+
+
+def test_they_share_the_dtype_of_the_last_tensor() -> None:
+    mixed = tensors(5) | {"half": torch.empty(4, dtype=torch.bfloat16, device="meta")}
+    assert with_usage(mixed, AllReduce())[USAGE].dtype == torch.bfloat16
+
+
+def test_they_travel_with_the_exact_buckets_of_a_lossy_algorithm() -> None:
+    model = {"a": torch.empty(3, 3), "b": torch.empty(3), "c": torch.empty(3, 3)}
+    assert list(with_usage(model, ScatterReduce())) == ["a", USAGE, "b", "c"]
+    plan = make_plan(with_usage(model, ScatterReduce()), ScatterReduce())
+    assert sorted(layout.names for layout in plan.layouts) == [("(use of parameters)", "b"), ("a", "c")]
+
+
+@pytest.mark.parametrize("algorithm", [ScatterReduce(exact_vectors=False), after(5, ScatterReduce())], ids=repr)
+def test_they_travel_alone_if_nothing_is_always_exact(algorithm: Algorithm) -> None:
+    assert USAGE not in with_usage(tensors(5, 6), algorithm)
+
+
+class Branches(nn.Module):
+    """Every rank uses the branch of its number; nobody uses the last one."""
+
+    def __init__(self, world: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(2, 2, dtype=dtype) for _ in range(world + 1))
+        self.dtype = dtype
+
+    def forward(self, number: int) -> Tensor:
+        out: Tensor = self.branches[number](torch.ones(1, 2, dtype=self.dtype))
+        return out
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [AllReduce(bucket_bytes=1), AllReduce(), AllReduce(wire="fp16"), ScatterReduce(), after(2, AllReduce())],
+    ids=repr,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_has_a_gradient_if_any_rank_uses_it(algorithm: Algorithm, dtype: torch.dtype) -> None:
+    world = 3
+
+    def body(rank: int) -> list[bool]:
+        model = Branches(world, dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gossamer.replicate(model, optimizer, algorithm)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(rank).sum().backward()
+            optimizer.step()
+        return [branch.weight.grad is not None for branch in model.branches]  # type: ignore[union-attr]
+
+    assert loopback(body, world) == [[True, True, True, False]] * world
