@@ -56,7 +56,7 @@ def test_the_signature() -> None:
 
 def test_the_handle() -> None:
     public = {name for name in dir(gossamer.Replica) if not name.startswith("_")}
-    assert public == {"close", "consensus", "join", "load_state_dict", "metrics", "no_sync", "state_dict"}
+    assert public == {"close", "consensus", "consensus_distance", "join", "load_state_dict", "metrics", "no_sync", "state_dict"}
 
 
 # -- a world of one -------------------------------------------------------------------------------------------------

@@ -83,8 +83,8 @@ class PromptTicket(Ticket[T]):
 
     @property
     def failed(self) -> bool:
-        if not self.done.is_set() and not self._left:
-            return bool(self._port.broke(self._begun.handle))
+        if not self._left and not self.done.is_set() and self._port.broke(self._begun.handle):
+            self._do(lambda: self._begun.go_on(self._port.wait(self._begun.handle)))  # which raises
         return super().failed
 
     def _do(self, work: Callable[[], None]) -> None:

@@ -1,7 +1,9 @@
 """Replica: the handle on a replicated model; it drives the flows from the hooks of the training loop."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.lossy import wide
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.optim.communicating import Communicating
@@ -18,6 +21,7 @@ from gossamer.sync.backward import Backward, alarming
 from gossamer.sync.checks import Watch, held_by, named_parameters
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.gradients import GradientSync
+from gossamer.sync.history import history
 from gossamer.sync.join import Event, Join
 from gossamer.sync.module_buffers import (
     Buffers,
@@ -118,6 +122,26 @@ class Replica:
             with torch.no_grad():
                 torch._foreach_copy_([tensor.detach() for tensor in tensors], own)
 
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """How far the replicas are apart now: the root mean square over workers of ‖w − w̄‖ / ‖w̄‖, w̄ the mean of the weights.
+
+        Zero for gradient algorithms. Collective, and costs an all-reduce of the weights: for now and then.
+        """
+        if not self._weights or self._runner.world == 1:
+            return 0.0
+        for sync in self._weights:
+            sync.arrive()
+        own = [wide(parameter.detach()) for parameter in self._parameters.values()]
+        means = [tensor.clone() for tensor in own]
+        average(self._runner, means)
+        squares = torch.zeros(1, dtype=torch.float64, device=own[0].device)
+        for mine, mean in zip(own, means, strict=True):
+            squares += torch.linalg.vector_norm(mine - mean, dtype=torch.float64).square()
+        average(self._runner, [squares])
+        whole = sum(float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2 for mean in means)
+        return math.sqrt(float(squares) / whole) if whole else 0.0
+
     def metrics(self) -> dict[str, float]:
         """Counters of this rank since the start: ``bytes_sent``, ``messages_sent`` (payload handed to the transport),
         ``compression_ratio`` (bytes of an exact all-reduce of the same tensors, divided by ``bytes_sent``),
@@ -182,7 +206,9 @@ class Replica:
             tensors = {name: exact(optimizer, p) for name, p in self._trainable.items() if id(p) in held}
             if self._buffers == "average" and not self._weights:
                 tensors |= averaged(self._model)
-            self._weights.append(WeightSync(self._runner, of_weights, tensors, self._statistics))
+            own = {name: p for name, p in self._trainable.items() if id(p) in held}
+            remembered = partial(history, optimizer, own) if of_weights.exchanges_history else None
+            self._weights.append(WeightSync(self._runner, of_weights, tensors, self._statistics, remembered))
 
     def _hook(self) -> list[Any]:
         handles: list[Any] = []
@@ -219,7 +245,7 @@ class Replica:
                 # A closure (LBFGS) runs backward inside the step. The first argument is the optimizer itself.
                 if len(args) == 1 and kwargs.get("closure") is None:
                     self._require_backward(index)
-            if self._weights:
+            if self._weights and not self.algorithm.lands_late:
                 self._land(index)
 
         return before_step
@@ -228,6 +254,8 @@ class Replica:
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._seen[index] = self._passes()
             if self._weights:
+                if self.algorithm.lands_late:
+                    self._land(index)
                 self._join.announce(Event.WEIGHTS, index)
                 self._weights[index].launch(self.step)
 

@@ -23,7 +23,7 @@ def run(gradients: list[list[dict[str, torch.Tensor]]], rank_of: int) -> list[tu
                 view.copy_(value)
             ctx = Context(step, runner.rank, runner.members)
             results.append(runner.run(lambda ctx=ctx: PowerSGD(rank=rank_of).exchange(bucket, state, ctx), f"step {step}"))
-            settle(state, results[-1])
+            settle(PowerSGD(), state, results[-1])
         return results, state, bucket
 
     return loopback(body, len(gradients[0]))

@@ -18,6 +18,7 @@ from gossamer.algorithms import (
     ChunkSparse,
     Gossip,
     Hierarchical,
+    LowPrecisionDecentralized,
     ScatterReduce,
     after,
     by_size,
@@ -73,6 +74,8 @@ def combined() -> list[Algorithm]:
         ChunkSparse(chunk=16, density=0.3, codec=Quantize(), warmup=1, ramp=2, bucket_bytes=200),
         after(2, four_bits),
         by_size(100, small=AllReduce(wire="bf16"), large=four_bits),
+        LowPrecisionDecentralized(codec=Quantize(bits=4)),
+        LowPrecisionDecentralized(codec=Quantize(bits=2, rounding="stochastic"), rate=0.5),
         Hierarchical(AllReduce(), ranks_per_node=2),
         Hierarchical(ChunkSparse(chunk=16, bucket_bytes=200), ranks_per_node=3),
     ]
@@ -162,16 +165,18 @@ def exchange(algorithm: Algorithm, inputs: Sequence[Sequence[Tensor]], abort_aft
             bucket.flat.copy_(tensors[rank])
             result = runner.run(lambda: flow_of(algorithm, bucket, outcome.state, runner, step), f"step {step}")
             outcome.results.append(result.clone())
-            settle(outcome.state, result)
+            settle(algorithm, outcome.state, result)
             assert not any(shares_memory(result, outcome.state[key]) for key in outcome.state), "the result is given away"
         return outcome
 
     return loopback(body, len(inputs[0]))
 
 
-def settle(state: State, result: Tensor) -> None:
-    """What a replica does at the end of a step: an exchange that brought something non-finite leaves no trace."""
-    if all(tensor.isfinite().all() for tensor in (result, *state.drafts()) if tensor.is_floating_point()):
+def settle(algorithm: Algorithm, state: State, result: Tensor) -> None:
+    """What a replica does at the end of a step: gradients that brought something non-finite leave no trace."""
+    if algorithm.subject == "weights" or all(
+        tensor.isfinite().all() for tensor in (result, *state.drafts()) if tensor.is_floating_point()
+    ):
         state.commit()
     else:
         state.rollback()

@@ -1,5 +1,6 @@
 """Weights leave after a step; what comes is added before the next one."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -99,3 +100,28 @@ def test_consensus_leaves_everything_as_it_was() -> None:
         assert step(model, optimizer, 0.0) in (0.5, 1.0, 1.5), "the mean of two"
 
     loopback(body, 3)
+
+
+def test_the_consensus_distance() -> None:
+    """Weights of 0, 1 and 2: their mean is 1, and the root mean square of the distance from it is √(2/3)."""
+
+    def body(rank: int) -> tuple[float, float]:
+        model, optimizer, replica = make(rank)
+        apart = replica.consensus_distance()
+        for _ in range(12):
+            step(model, optimizer, 0.0)
+        assert model.weight.item() == pytest.approx(1, abs=0.1)
+        return apart, replica.consensus_distance()
+
+    for before, later in loopback(body, 3):
+        assert before == pytest.approx((2 / 3) ** 0.5)
+        assert 0 < later < 0.01 * before
+
+
+def test_gradient_algorithms_have_no_consensus_distance() -> None:
+    def body(rank: int) -> float:
+        model = nn.Linear(2, 2)
+        replica = gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return replica.consensus_distance()
+
+    assert loopback(body, 2) == [0.0, 0.0]

@@ -14,10 +14,13 @@ from gossamer.algorithms.chunk_sparse import ChunkSparse  # noqa: E402
 from gossamer.algorithms.ddp_hook import DDPHook  # noqa: E402
 from gossamer.algorithms.decentralized_sgd import DecentralizedSGD  # noqa: E402
 from gossamer.algorithms.gossip import Gossip  # noqa: E402
+from gossamer.algorithms.gossip_grad import GossipGraD  # noqa: E402
 from gossamer.algorithms.gossip_pga import GossipPGA  # noqa: E402
 from gossamer.algorithms.hierarchical import Hierarchical  # noqa: E402
+from gossamer.algorithms.low_precision_decentralized import LowPrecisionDecentralized  # noqa: E402
 from gossamer.algorithms.power_sgd import PowerSGD  # noqa: E402
 from gossamer.algorithms.qsgd import QSGD  # noqa: E402
+from gossamer.algorithms.quantized_gossip import QuantizedGossip  # noqa: E402
 from gossamer.algorithms.scatter_reduce import ScatterReduce  # noqa: E402
 from gossamer.algorithms.schedule import after, by_size  # noqa: E402
 
@@ -30,9 +33,12 @@ __all__ = [
     "DDPHook",
     "DecentralizedSGD",
     "Gossip",
+    "GossipGraD",
     "GossipPGA",
     "Hierarchical",
+    "LowPrecisionDecentralized",
     "PowerSGD",
+    "QuantizedGossip",
     "ScatterReduce",
     "after",
     "by_size",

@@ -98,6 +98,16 @@ class Algorithm(ABC):
         """
         return None
 
+    @property
+    def exchanges_history(self) -> bool:
+        """Whether what the optimizer remembers of each weight travels with the weights."""
+        return False
+
+    @property
+    def lands_late(self) -> bool:
+        """Whether what an exchange of weights brings is added after the next update, and not before it."""
+        return False
+
     def check(self, world: int) -> None:  # noqa: B027  (most run in any world)
         """Raise ConfigurationError if this cannot run among ``world`` workers."""
 

@@ -52,10 +52,7 @@ class Gossip(Algorithm):
         check_steps("every", self.every)
 
     def check(self, world: int) -> None:
-        try:
-            check_connected(self.topology, world)
-        except ValueError as error:
-            raise ConfigurationError(f"{type(self).__name__}: {error}") from error
+        check_topology(self, self.topology, world)
 
     def due(self, step: int) -> bool:
         return step % self.every == 0
@@ -85,6 +82,14 @@ def check_steps(name: str, value: object) -> None:
     """Raise ConfigurationError unless ``value`` is a number of steps."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{name} must be a number of steps, at least 1; got {value!r}")
+
+
+def check_topology(algorithm: Algorithm, topology: Topology, world: int) -> None:
+    """Raise ConfigurationError unless ``topology`` serves ``world`` workers and connects them."""
+    try:
+        check_connected(topology, world)
+    except ValueError as error:
+        raise ConfigurationError(f"{type(algorithm).__name__}: {error}") from error
 
 
 PIECE_BYTES = 2**20

@@ -59,6 +59,14 @@ class Hierarchical(Algorithm, register=False):
         """As the stricter part."""
         return self.outer.serial or self.inner.serial
 
+    @property
+    def exchanges_history(self) -> bool:
+        return self.outer.exchanges_history
+
+    @property
+    def lands_late(self) -> bool:
+        return self.outer.lands_late
+
     def part(self, subject: Subject) -> Algorithm | None:
         outer = self.outer.part(subject)
         if outer is not None:

@@ -51,6 +51,14 @@ class Switch(Algorithm, register=False):
         """As the stricter part."""
         return any(a is not None and a.serial for a in (self.before, self.then))
 
+    @property
+    def exchanges_history(self) -> bool:
+        return any(a is not None and a.exchanges_history for a in (self.before, self.then))
+
+    @property
+    def lands_late(self) -> bool:
+        return any(a is not None and a.lands_late for a in (self.before, self.then))
+
     def at(self, step: int) -> Algorithm | None:
         """The part whose time it is."""
         return self.before if step < self.steps else self.then

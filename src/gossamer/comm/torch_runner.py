@@ -231,6 +231,8 @@ class TorchRunner(Runner):
         elif self._failure is None:
             self._finish_what_is_under_way()
             self._leave()
+            if any(isinstance(ticket, PromptTicket) and not ticket.wait(0.0) for ticket in self._under_way.values()):
+                cut(self._connections)  # the end of their process groups would wait for them
 
     def _finish_what_is_under_way(self) -> None:
         """Let other ranks have the messages that were promised to them, if that does not take long."""

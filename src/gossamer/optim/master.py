@@ -131,6 +131,11 @@ class MasterWeights(Optimizer):
         """The float32 copy of a parameter, or itself if it has none."""
         return self._masters.get(parameter, parameter)
 
+    def exact_state(self, parameter: Tensor) -> dict[str, Any]:
+        """What the inner optimizer remembers of a parameter: the tensors themselves."""
+        entry: dict[str, Any] = self._inner.state.get(self._masters.get(parameter, parameter), {})
+        return entry
+
     @contextmanager
     def exact_weights_change(self) -> Iterator[None]:
         """Inside, the copies may be changed in place; they agree with the model at first, and the model follows them."""

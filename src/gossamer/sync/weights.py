@@ -5,7 +5,7 @@ update (and not after it) keeps the learning rate's meaning: the gradient that i
 weights that were sent. Threads and ownership: see the note in ``gossamer.lanes``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from torch import Tensor
 from gossamer.algorithms.base import Algorithm
 from gossamer.buckets import make_plan
 from gossamer.comm.runner import Runner
+from gossamer.sync.agreement import agree
 from gossamer.sync.exchange import Exchange, Kept
+from gossamer.sync.history import keep_squares_valid
 from gossamer.sync.statistics import Statistics
 
 PENDING = "(pending)"
@@ -21,10 +23,21 @@ PENDING = "(pending)"
 
 
 class WeightSync:
-    """Exchanges the weights that one optimizer updates (and the floating-point buffers given to it)."""
+    """Exchanges the weights that one optimizer updates (and the floating-point buffers given to it).
 
-    def __init__(self, runner: Runner, algorithm: Algorithm, tensors: Mapping[str, Tensor], statistics: Statistics) -> None:
-        self._algorithm, self._statistics = algorithm, statistics
+    ``history``: what else belongs to the weights, once the optimizer has made it; see ``gossamer.sync.history``.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        algorithm: Algorithm,
+        tensors: Mapping[str, Tensor],
+        statistics: Statistics,
+        history: Callable[[], dict[str, Tensor]] | None = None,
+    ) -> None:
+        self._runner, self._algorithm, self._statistics = runner, algorithm, statistics
+        self._history, self._extended = history, False
         self._tensors = dict(tensors)
         self.exchange = Exchange(runner, algorithm)
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
@@ -43,6 +56,20 @@ class WeightSync:
             self._tensors |= replaced
             self._gather_members()
 
+    def _follow_history(self) -> None:
+        """The optimizer makes its history in its first step, and other tensors when it is loaded."""
+        if self._history is None:
+            return
+        tensors = self._history()
+        if self._extended:
+            self.follow(tensors)
+            return
+        agree(self._runner, {"what the optimizer remembers": ", ".join(tensors) or "nothing"})
+        self._extended = True
+        self._tensors |= tensors
+        self.exchange.adopt(make_plan(self._tensors, self._algorithm, at_once=True))
+        self._gather_members()
+
     @torch.no_grad()
     def launch(self, step: int) -> None:
         """Send the weights as they are now, if the algorithm wants to at this step."""
@@ -50,6 +77,7 @@ class WeightSync:
         if not self._algorithm.due(step):
             return
         self._step = step
+        self._follow_history()
         with self.exchange.transaction():
             for bucket, members in zip(self.exchange.buckets, self._members, strict=True):
                 torch._foreach_copy_(bucket.views, members)
@@ -72,9 +100,13 @@ class WeightSync:
     def land(self) -> None:
         """Add what the last exchange brought."""
         self.arrive()
+        if self._deltas and self._extended and self._history is not None:
+            self.follow(self._history())
         for bucket, members, delta in zip(self.exchange.buckets, self._members, self._deltas, strict=False):
             torch._foreach_add_(members, bucket.split(delta))
             bucket.recycle(delta)
+        if self._deltas and self._extended:
+            keep_squares_valid(self._tensors)
         self._deltas = []
 
     def state_by_name(self) -> Kept:
@@ -88,6 +120,9 @@ class WeightSync:
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` returned."""
         self.arrive()
+        self._deltas = []
+        if self._history is not None and self._history():  # otherwise it comes with the first step
+            self._follow_history()
         self.exchange.load_state_by_name({key: tensors for key, tensors in kept.items() if key != PENDING}, extras)
         deltas = [bucket.gather(kept.get(PENDING, {})) for bucket in self.exchange.buckets]
         self._deltas = [delta for delta in deltas if delta is not None]

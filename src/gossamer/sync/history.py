@@ -1,0 +1,35 @@
+"""History: what an optimizer remembers of each weight, where that is exchanged together with the weights."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_OF = " of "
+
+_COUNTERS = ("step",)
+
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
+"""What torch's optimizers call sums and means of squares."""
+
+
+def history(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The floating-point tensors in the optimizer's state that have one value per weight: ``"exp_avg of 0.weight"`` ….
+
+    Empty before the first step. An optimizer that keeps its state elsewhere offers ``exact_state(parameter)``.
+    """
+    state = getattr(optimizer, "exact_state", None) or (lambda parameter: optimizer.state.get(parameter, {}))
+    return {
+        f"{key}{_OF}{name}": value
+        for name, parameter in parameters.items()
+        for key, value in sorted(state(parameter).items())
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape and key not in _COUNTERS
+    }
+
+
+def keep_squares_valid(tensors: Mapping[str, Tensor]) -> None:
+    """Raise what has become negative among means of squares to zero: their root is taken."""
+    squares = [tensor for name, tensor in tensors.items() if name.split(_OF)[0] in _SQUARES]
+    if squares:
+        torch._foreach_clamp_min_(squares, 0.0)
