@@ -70,7 +70,7 @@ class PromptTicket(Ticket[T]):
     def conclude(self) -> None:
         """Wait, however long that takes. For lanes."""
         while not self.done.is_set():
-            self._do(lambda: self._begun.go_on(self._port.wait(self._begun.handle)))
+            self._go_on()
 
     @torch.no_grad()
     def wait(self, seconds: float) -> bool:
@@ -78,14 +78,17 @@ class PromptTicket(Ticket[T]):
         while not self._left and not self.done.is_set():
             if not self._port.arrives(self._begun.handle, max(0.0, end - time.monotonic())):
                 return False
-            self._do(lambda: self._begun.go_on(self._port.wait(self._begun.handle)))
+            self._go_on()
         return self.done.wait(max(0.0, end - time.monotonic()))
 
     @property
     def failed(self) -> bool:
         if not self._left and not self.done.is_set() and self._port.broke(self._begun.handle):
-            self._do(lambda: self._begun.go_on(self._port.wait(self._begun.handle)))  # which raises
+            self._go_on()  # which raises
         return super().failed
+
+    def _go_on(self) -> None:
+        self._do(lambda: self._begun.go_on(self._port.wait(self._begun.handle)))
 
     def _do(self, work: Callable[[], None]) -> None:
         """Carry the flow on; at its end, or at an error, it is done."""

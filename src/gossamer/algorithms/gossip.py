@@ -16,8 +16,35 @@ from gossamer.errors import ConfigurationError
 from gossamer.state import State
 
 
+class Meeting(Algorithm, register=False):
+    """What algorithms over weights whose workers meet as a ``topology`` says, ``every`` so many steps, have in common.
+
+    Not a dataclass: those below it declare the fields, each with its own defaults.
+    """
+
+    subject: ClassVar[Literal["gradients", "weights"]] = "weights"
+
+    topology: Topology
+    every: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.topology, Topology):
+            raise ConfigurationError(f"topology must be one of gossamer.comm.topology, such as Ring(); got {self.topology!r}")
+        check_steps("every", self.every)
+
+    def check(self, world: int) -> None:
+        try:
+            check_connected(self.topology, world)
+        except ValueError as error:
+            raise ConfigurationError(f"{type(self).__name__}: {error}") from error
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0
+
+
 @dataclass(frozen=True, kw_only=True)
-class Gossip(Algorithm):
+class Gossip(Meeting):
     """Each worker moves towards the weights of those that it meets: with ``topology=Dissemination()`` half-way towards one
     partner, which changes every step.
 
@@ -38,8 +65,6 @@ class Gossip(Algorithm):
     Source: Daily et al. 2018 (arXiv 1803.05880); the mean-preserving form is ours.
     """
 
-    subject: ClassVar[Literal["gradients", "weights"]] = "weights"
-
     wire: Wire = "bf16"
     topology: Topology = field(default_factory=Dissemination)
     every: int = 1
@@ -47,15 +72,6 @@ class Gossip(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire("wire", self.wire)
-        if not isinstance(self.topology, Topology):
-            raise ConfigurationError(f"topology must be one of gossamer.comm.topology, such as Ring(); got {self.topology!r}")
-        check_steps("every", self.every)
-
-    def check(self, world: int) -> None:
-        check_topology(self, self.topology, world)
-
-    def due(self, step: int) -> bool:
-        return step % self.every == 0
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         partners = self.topology.at(ctx.step // self.every, ctx.world).permutations
@@ -82,14 +98,6 @@ def check_steps(name: str, value: object) -> None:
     """Raise ConfigurationError unless ``value`` is a number of steps."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{name} must be a number of steps, at least 1; got {value!r}")
-
-
-def check_topology(algorithm: Algorithm, topology: Topology, world: int) -> None:
-    """Raise ConfigurationError unless ``topology`` serves ``world`` workers and connects them."""
-    try:
-        check_connected(topology, world)
-    except ValueError as error:
-        raise ConfigurationError(f"{type(algorithm).__name__}: {error}") from error
 
 
 PIECE_BYTES = 2**20

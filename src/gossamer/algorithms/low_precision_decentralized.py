@@ -1,13 +1,12 @@
 """LowPrecisionDecentralized: gossip on a fixed graph, in compressed differences to what the neighbours know already."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.gossip import check_steps, check_topology
+from gossamer.algorithms.base import Context
+from gossamer.algorithms.gossip import Meeting
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
@@ -20,7 +19,7 @@ from gossamer.state import State
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowPrecisionDecentralized(Algorithm):
+class LowPrecisionDecentralized(Meeting):
     """BAGUA's D_LP_S: every worker keeps a replica of what each neighbour has told, and of what it has told itself;
     what travels is Q(w − own replica), the compressed difference, from which all of them follow:
     ``ŵ ← ŵ + Q(w − ŵ)``, then ``w ← w + rate · Σ_j share·(ŵ_j − ŵ)`` over the neighbours j.
@@ -39,8 +38,6 @@ class LowPrecisionDecentralized(Algorithm):
     the mean, Koloskova et al. 2019 (arXiv 1902.00340), CHOCO.
     """
 
-    subject: ClassVar[Literal["gradients", "weights"]] = "weights"
-
     codec: Codec = field(default_factory=Quantize)
     topology: Topology = field(default_factory=Ring)
     rate: float = 1.0
@@ -52,22 +49,16 @@ class LowPrecisionDecentralized(Algorithm):
             raise ConfigurationError(
                 f"codec must be a codec without error feedback, such as Quantize(bits=8); got {self.codec!r}"
             )
-        if not isinstance(self.topology, Topology):
-            raise ConfigurationError(f"topology must be one of gossamer.comm.topology, such as Ring(); got {self.topology!r}")
         if not isinstance(self.rate, int | float) or not 0 < self.rate <= 1:
             raise ConfigurationError(f"rate must be a number above 0 and at most 1; got {self.rate!r}")
-        check_steps("every", self.every)
 
     def check(self, world: int) -> None:
-        check_topology(self, self.topology, world)
+        super().check(world)
         if self.topology.cycle(world) > 1:
             raise ConfigurationError(
                 f"{type(self).__name__} keeps replicas of its neighbours, who must be the same in every step; "
                 f"{self.topology} changes them: take Ring() or Complete(), or Gossip"
             )
-
-    def due(self, step: int) -> bool:
-        return step % self.every == 0
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         weights, partners = wide(bucket.flat), self.topology.at(0, ctx.world).permutations

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.gossip import check_steps, check_topology
+from gossamer.algorithms.base import Context
+from gossamer.algorithms.gossip import Meeting
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, Permute, decide, maximum, start, wait
@@ -20,7 +20,7 @@ Bits = Literal[8, 4]
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizedGossip(Algorithm):
+class QuantizedGossip(Meeting):
     """As :class:`Gossip`, but only the last ``bits`` bits of each weight's place on a fine grid travel.
 
     Workers that meet hold nearly the same weights, so the receiver knows the leading bits: of all places with these last
@@ -40,8 +40,6 @@ class QuantizedGossip(Algorithm):
     Source: modulo quantization, Lu and De Sa 2020 (arXiv 2002.11787), Moniqua; the measured grid is ours.
     """
 
-    subject: ClassVar[Literal["gradients", "weights"]] = "weights"
-
     bits: Bits = 4
     topology: Topology = field(default_factory=Dissemination)
     every: int = 1
@@ -50,15 +48,6 @@ class QuantizedGossip(Algorithm):
         super().__post_init__()
         if self.bits not in get_args(Bits) or isinstance(self.bits, bool):
             raise ConfigurationError(f"bits must be one of {', '.join(map(str, get_args(Bits)))}; got {self.bits!r}")
-        if not isinstance(self.topology, Topology):
-            raise ConfigurationError(f"topology must be one of gossamer.comm.topology, such as Ring(); got {self.topology!r}")
-        check_steps("every", self.every)
-
-    def check(self, world: int) -> None:
-        check_topology(self, self.topology, world)
-
-    def due(self, step: int) -> bool:
-        return step % self.every == 0
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         weights = wide(bucket.flat)

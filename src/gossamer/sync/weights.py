@@ -41,10 +41,13 @@ class WeightSync:
         self._tensors = dict(tensors)
         self.exchange = Exchange(runner, algorithm)
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
-        self.exchange.adopt(make_plan(self._tensors, algorithm, at_once=True))
-        self._gather_members()
+        self._lay_out()
         self._step = 0
         self._deltas: list[Tensor] = []
+
+    def _lay_out(self) -> None:
+        self.exchange.adopt(make_plan(self._tensors, self._algorithm, at_once=True))
+        self._gather_members()
 
     def _gather_members(self) -> None:
         self._members = [[self._tensors[s.name] for s in bucket.segments] for bucket in self.exchange.buckets]
@@ -67,8 +70,7 @@ class WeightSync:
         agree(self._runner, {"what the optimizer remembers": ", ".join(tensors) or "nothing"})
         self._extended = True
         self._tensors |= tensors
-        self.exchange.adopt(make_plan(self._tensors, self._algorithm, at_once=True))
-        self._gather_members()
+        self._lay_out()
 
     @torch.no_grad()
     def launch(self, step: int) -> None:
