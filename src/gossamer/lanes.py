@@ -22,6 +22,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -51,12 +52,11 @@ class PromptTicket(Ticket[T]):
         self._port, self._meter = port, meter
         self.begun, self.doing = True, "the computation"
         port.ticket = self
+        self._do(partial(self._start, make_flow))
 
-        def body() -> None:
-            self._begun = Begun(make_flow(), port)
-            self._begun.may_start = False
-
-        self._do(body)
+    def _start(self, make_flow: Callable[[], Flow[T]]) -> None:
+        self._begun = Begun(make_flow(), self._port)
+        self._begun.may_start = False
 
     @property
     def patient(self) -> bool:
@@ -67,7 +67,7 @@ class PromptTicket(Ticket[T]):
         """From now on a lane waits for it, not the main thread."""
         self._left = True
 
-    def conclude(self) -> None:
+    def carry_on(self) -> None:
         """Wait, however long that takes. For lanes."""
         while not self.done.is_set():
             self._go_on()
@@ -88,7 +88,10 @@ class PromptTicket(Ticket[T]):
         return super().failed
 
     def _go_on(self) -> None:
-        self._do(lambda: self._begun.go_on(self._port.wait(self._begun.handle)))
+        self._do(self._receive)
+
+    def _receive(self) -> None:
+        self._begun.go_on(self._port.wait(self._begun.handle))
 
     def _do(self, work: Callable[[], None]) -> None:
         """Carry the flow on; at its end, or at an error, it is done."""
@@ -103,7 +106,7 @@ class PromptTicket(Ticket[T]):
         if self.error is not None or self._begun.ended:
             # The port knows its ticket: without this, only the garbage collector would end a closed replica's groups.
             self._begun = self._port = None
-            self.done.set()
+            self.conclude()
 
 
 class ThreadLanes:
@@ -141,7 +144,7 @@ class ThreadLanes:
     def take_over(self, ticket: PromptTicket[Any], lane: int = 0) -> None:
         """Wait for a prompt flow on a lane, so that the main thread need not."""
         ticket.leave()
-        self._queues[lane].put(ticket.conclude)
+        self._queues[lane].put(ticket.carry_on)
 
     def close(self) -> None:
         """End the threads once their queues are empty."""

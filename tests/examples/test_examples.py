@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gossamer.algorithms import registry
-from gossamer.bench.workload import load_workload
+from gossamer.bench.catalogue import load_workload
 from gossamer.lab import LabSpec, run_lab
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

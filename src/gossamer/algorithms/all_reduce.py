@@ -38,10 +38,10 @@ class AllReduce(Algorithm):
         wire_codec(self.wire)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        share = bucket.flat if bucket.holds_shares else bucket.flat.div_(ctx.world)
+        share = bucket.flat if bucket.holds_shares else bucket.flat.mul_(1 / ctx.world)
         # A narrow wire needs a copy; full precision does not.
         sent = share.to(wire_codec(self.wire).wire_dtype(share.dtype))
-        if ctx.world > 1 and (ctx.world - 1) * bucket.layout.nbytes <= SMALL:
+        if ctx.world > 1 and (ctx.world - 1) * share.nbytes <= SMALL:
             everyone = yield from all_gather(sent)
             return torch.sum(everyone, 0, dtype=share.dtype, out=share)
         mean = yield from all_reduce(sent)

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from gossamer.bench.catalogue import find_workload
 from gossamer.bench.sides import join, parse_side
-from gossamer.bench.workload import Workload, load_workload
+from gossamer.bench.workload import Workload
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError
 
@@ -114,7 +115,7 @@ def interval(differences: Sequence[float]) -> str:
 def main() -> None:
     """Train what is not there yet, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--workload", required=True, help="a Python file, or an emulated model such as 'ResNet50(2.0)'")
     parser.add_argument("--sides", nargs="+", default=list(SIDES))
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--steps", type=int, required=True)
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("--save-to", type=Path, default=Path("out/convergence"))
     options = parser.parse_args()
     log = options.save_to / "convergence.jsonl"
-    rows = run_all(load_workload(options.workload), options.sides, options.workers, options.steps, range(options.seeds), log)
+    rows = run_all(find_workload(options.workload), options.sides, options.workers, options.steps, range(options.seeds), log)
     (options.save_to / "convergence.md").write_text("\n".join(table(rows)) + "\n")
     console.log(f"wrote {options.save_to / 'convergence.md'}")
 

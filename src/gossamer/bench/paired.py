@@ -15,23 +15,40 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gossamer.bench.catalogue import find_workload
+from gossamer.bench.counters import Counters
 from gossamer.bench.sides import join, parse_side
-from gossamer.bench.workload import Workload, load_workload
+from gossamer.bench.workload import Workload
+from gossamer.replica import Replica
 
-Step = Callable[[], None]
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A few steps of one side: seconds per step, and what else they cost this rank."""
+
+    seconds: float
+    counted: Counters
 
 
-def make_side(workload: Workload, side: str, rank: int) -> Step:
-    """One training step of a fresh model that communicates as ``side`` says."""
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One side: its training step, and its replica if it has one."""
+
+    step: Callable[[], None]
+    replica: Replica | None
+
+
+def make_side(workload: Workload, side: str, rank: int) -> Trained:
+    """A fresh model that communicates as ``side`` says."""
     torch.manual_seed(0)
     model, generator = workload.build_model(), torch.Generator().manual_seed(rank)
-    trained, optimizer, _ = join(parse_side(side), model, workload.build_optimizer(model))
+    trained, optimizer, replica = join(parse_side(side), model, workload.build_optimizer(model))
 
     def step() -> None:
         inputs, targets = workload.random_batch(generator)
@@ -39,32 +56,34 @@ def make_side(workload: Workload, side: str, rank: int) -> Step:
         workload.loss(trained(inputs), targets).backward()
         optimizer.step()
 
-    return step
+    return Trained(step, replica)
 
 
-def take_turns(sides: dict[str, Step], rounds: int, steps: int, warmup: int) -> dict[str, list[float]]:
-    """Seconds per step of every side in every round."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for step in sides.values():
+def take_turns(sides: dict[str, Trained], rounds: int, steps: int, warmup: int) -> dict[str, list[Round]]:
+    """Every side's rounds: seconds per step, and what else the steps cost."""
+    results: dict[str, list[Round]] = {name: [] for name in sides}
+    for side in sides.values():
         for _ in range(warmup):
-            step()
+            side.step()
     names = list(sides)
     for index in range(rounds):
         turn = index // 2 % len(names)
         order = names[turn:] + names[:turn]
         for name in order if index % 2 == 0 else reversed(order):
-            seconds[name].append(_time(sides[name], steps))
-    return seconds
+            results[name].append(_time(sides[name], steps))
+    return results
 
 
-def _time(step: Step, steps: int) -> float:
-    step()  # what the side before left in caches and token buckets is not this side's
+def _time(side: Trained, steps: int) -> Round:
+    side.step()  # what the side before left in caches and token buckets is not this side's
+    before = Counters.read(side.replica)
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(steps):
-        step()
+        side.step()
     dist.barrier()
-    return (time.perf_counter() - begin) / steps
+    seconds = (time.perf_counter() - begin) / steps
+    return Round(seconds, Counters.read(side.replica).per_step(before, steps))
 
 
 def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
@@ -85,35 +104,43 @@ def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, f
     }
 
 
-def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
+def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmup: int = 4) -> dict[str, Any]:
     """Time all ``sides``; the first one is the reference of the ratios."""
     rank = dist.get_rank()
     made = {name: make_side(workload, name, rank) for name in sides}
-    seconds = take_turns(made, rounds, steps, warmup=4)
+    results = take_turns(made, rounds, steps, warmup)
+    seconds = {name: [each.seconds for each in results[name]] for name in sides}
     reference = seconds[sides[0]]
     return {
         "workload": workload.name,
         "world": dist.get_world_size(),
         "rate": os.environ.get("GOSSAMER_LAB_RATE", "unshaped"),
+        "latency": float(os.environ.get("GOSSAMER_LAB_LATENCY_S", "0")),
         "rounds": rounds,
         "steps_per_round": steps,
-        "sides": {name: compare(values, reference) for name, values in seconds.items()},
+        "sides": {name: compare(values, reference) | _counted(results[name]) for name, values in seconds.items()},
         "seconds": seconds,
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
     }
 
 
+def _counted(rounds: Sequence[Round]) -> dict[str, float]:
+    """The medians of what was counted, of this rank and per step."""
+    return {each.name: statistics.median(getattr(row.counted, each.name) for row in rounds) for each in fields(Counters)}
+
+
 def main() -> None:
     """Take the turns and print from rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--workload", required=True, help="a Python file, or an emulated model such as 'ResNet50(2.0)'")
     parser.add_argument("--sides", nargs="+", default=["ddp", "ddp-again", "AllReduce()", "Gossip(wire='bf16')"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=4)
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    result = run(load_workload(options.workload), options.sides, options.rounds, options.steps)
+    result = run(find_workload(options.workload), options.sides, options.rounds, options.steps, options.warmup)
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(result) + "\n")
     dist.barrier()

@@ -1,6 +1,5 @@
 """Side: one way to train in a comparison, spelled as in a script: ``ddp`` or ``ScatterReduce(codec=Quantize(bits=4))``."""
 
-import ast
 from functools import partial
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch.optim import Optimizer
 
 from gossamer import codecs, optim
 from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, registry
+from gossamer.bench.spelled import value_of
 from gossamer.comm import topology
 from gossamer.comm.topology import Topology
 from gossamer.errors import ConfigurationError
@@ -39,22 +39,12 @@ def parse_side(text: str) -> Side:
         return text
     names = known_names()
     try:
-        made = _value(ast.parse(text, mode="eval").body, names)
+        made = value_of(text, names)
     except (SyntaxError, TypeError, KeyError) as error:
         raise ConfigurationError(f"unknown side {text!r} ({error}); known: {', '.join([*PLAIN, *sorted(names)])}") from error
     if not isinstance(made, Algorithm | partial):
         raise ConfigurationError(f"{text!r} is not an algorithm; write for example AllReduce() or Gossip(wire='bf16')")
     return made
-
-
-def _value(node: ast.expr, names: dict[str, Any]) -> Any:
-    """Calls of known names, with constants; nothing else."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        keywords = {str(keyword.arg): _value(keyword.value, names) for keyword in node.keywords}
-        return names[node.func.id](*(_value(each, names) for each in node.args), **keywords)
-    if isinstance(node, ast.Constant):
-        return node.value
-    raise TypeError("only calls with constants are understood")
 
 
 def join(side: Side, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer, Replica | None]:

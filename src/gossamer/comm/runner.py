@@ -51,8 +51,9 @@ class Ticket(Generic[T]):
         self.sequence = sequence
         self.label = label
         self.begun = False
-        self.doing = "nothing yet"
-        self.peers = ""
+        # Objects, and not yet texts: these are seldom read, and to write them costs more than to start an operation.
+        self.doing: object = "nothing yet"
+        self.peers: object = ""
         self.done = threading.Event()
         self.result: T | None = None
         self.error: BaseException | None = None
@@ -64,6 +65,11 @@ class Ticket(Generic[T]):
             self.result = drive(make_flow(), port)
         except BaseException as error:
             self.error = error
+        self.conclude()
+
+    def conclude(self) -> None:
+        """It is done, with its result or its error. The operation that it named is let go, with the memory of its tensor."""
+        self.doing, self.peers = ("the end", "") if self.error is None else (str(self.doing), str(self.peers))
         self.done.set()
 
     def wait(self, seconds: float) -> bool:
@@ -76,7 +82,8 @@ class Ticket(Generic[T]):
         return self.done.is_set() and self.error is not None
 
     def __str__(self) -> str:
-        return f"{self.doing} of {self.label}" + (f", waiting for {self.peers}" if self.peers else "")
+        peers = str(self.peers)
+        return f"{self.doing} of {self.label}" + (f", waiting for {peers}" if peers else "")
 
 
 def lane_for(tensor: Tensor) -> int:

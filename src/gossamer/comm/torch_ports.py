@@ -25,7 +25,7 @@ class Pending:
     op: Op
     works: Sequence[Any]
     result: Tensor
-    peers: str = ""
+    peers: object = ""
     due: float = 0.0
     ticket: Ticket[Any] | None = None
     collective: bool = False
@@ -51,10 +51,17 @@ class Circle:
         """How many they are."""
         return len(self.names)
 
-    def peers(self, op: Op) -> str:
-        """The ranks that an operation waits for, in words."""
-        within = "" if self.names == tuple(range(self.world)) else f", counted among ranks {list(self.names)}"
-        return op.peers(self.rank, self.world) + within
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks that an operation waits for; as a text, in words."""
+
+    op: Op
+    circle: Circle
+
+    def __str__(self) -> str:
+        rank, world, names = self.circle.rank, self.circle.world, self.circle.names
+        return self.op.peers(rank, world) + ("" if names == tuple(range(world)) else f", counted among ranks {list(names)}")
 
 
 PIECE = 2**20
@@ -91,7 +98,7 @@ class GlooPort:
         if circle.world == 1:
             return Pending(op, [], alone(op))
         pending = self._issue(op, circle)
-        pending.peers, pending.ticket = circle.peers(op), self.ticket
+        pending.peers, pending.ticket = Peers(op, circle), self.ticket
         if self._shaper is not None:
             pending.due = self._shaper.due(op.traffic(circle.world), time.perf_counter())
         return pending
@@ -160,14 +167,16 @@ class GlooPort:
 
 def _describe(handle: Pending) -> None:
     if handle.ticket is not None:
-        handle.ticket.doing, handle.ticket.peers = str(handle.op), handle.peers
+        handle.ticket.doing, handle.ticket.peers = handle.op, handle.peers
 
 
 def _ends(work: Any, seconds: float) -> bool:
     if work.is_completed():
         return True
+    if seconds < 0.001:  # the shortest wait that torch knows; zero would mean for ever
+        return False
     try:
-        work.wait(timedelta(seconds=max(0.001, seconds)))  # zero would mean for ever
+        work.wait(timedelta(seconds=seconds))
     except RuntimeError:
         return bool(work.is_completed())
     return True

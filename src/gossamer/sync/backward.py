@@ -9,7 +9,8 @@ import torch
 from gossamer.comm.runner import Runner
 from gossamer.errors import CommunicationError, GossamerError, UsageError
 
-_current_task: Callable[[], int] = torch._C._current_graph_task_id
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that is under way."""
 
 
 @contextmanager
@@ -36,13 +37,14 @@ class Backward:
         self.passes = 0
         self.synchronised_passes = 0
         self._runner, self._on_begin, self._on_end = runner, on_begin, on_end
-        self._task: int | None = None
+        self.task: int | None = None
+        """The number of the synchronised backward pass that is under way."""
         self._unsynchronised_task = -1
 
     def reached(self) -> bool:
         """Called by every gradient hook; whether this gradient is to be communicated."""
-        task = _current_task()
-        if task == self._task:
+        task = current_task()
+        if task == self.task:
             return True
         if not self.synchronise:
             self._note_unsynchronised(task)
@@ -62,19 +64,19 @@ class Backward:
                 f"rank {self._runner.rank}: reentrant activation checkpointing runs a backward inside a backward, so "
                 "gradients come twice and ends come early; use torch.utils.checkpoint.checkpoint(…, use_reentrant=False)"
             )
-        if self._task is not None:
+        if self.task is not None:
             raise UsageError(
                 f"rank {self._runner.rank}: the previous backward pass has not ended: it raised an error half-way through its "
                 "exchange, or this one runs inside it; the ranks can no longer be matched, so this run cannot go on"
             )
-        self._task = task
+        self.task = task
         self._on_begin()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         with alarming(self._runner):
             self._on_end()
-        self._task = None
+        self.task = None
         self.passes += 1
         self.synchronised_passes += 1
 

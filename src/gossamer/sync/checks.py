@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,6 +99,10 @@ def held_by(optimizer: Optimizer) -> list[Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _ids(places: Sequence[dict[str, Any]]) -> list[int]:
+    return list(map(id, chain.from_iterable(map(dict.values, places))))
+
+
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(map(repr, names[:3]))
     return f"parameter {shown}" if len(names) == 1 else f"{len(names)} parameters ({shown}{', …' if len(names) > 3 else ''})"
@@ -106,14 +111,14 @@ def _some(names: Sequence[str]) -> str:
 class Watch:
     """Notices what would silently not be replicated: parameters added, replaced or unfrozen afterwards.
 
-    The check runs at every optimizer step, so it only compares objects by identity.
+    The check runs at every optimizer step, so it only compares objects by identity, all at once.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:
-        self._places: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        for module in model.modules():
-            for place in (module._parameters, module._modules):
-                self._places.append((place, dict(place)))
+        places: list[dict[str, Any]] = [place for m in model.modules() for place in (m._parameters, m._modules)]
+        self._places = [(place, dict(place)) for place in places]
+        self._empty, self._full = [p for p in places if not p], [p for p in places if p]
+        self._ids = _ids(self._full)
         self._groups = [(optimizer, [id(p) for p in held_by(optimizer)]) for optimizer in optimizers]
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self._dtypes = [(name, p, p.dtype, p.device) for name, p in parameters.items()]
@@ -123,9 +128,9 @@ class Watch:
 
     def check(self) -> None:
         """Raise :class:`UsageError` if the model or an optimizer is not what was replicated."""
-        for place, before in self._places:
-            if len(place) != len(before) or any(place.get(key) is not value for key, value in before.items()):
-                changed = [key for key in {**place, **before} if place.get(key) is not before.get(key)]
+        if any(self._empty) or _ids(self._full) != self._ids:
+            changed = [key for now, before in self._places for key in {**now, **before} if now.get(key) is not before.get(key)]
+            if changed:  # and not only put in another order
                 raise UsageError(f"{_some(changed)} was added, replaced or removed after replicate(); {_again}")
         for optimizer, before_ids in self._groups:
             if [id(p) for p in held_by(optimizer)] != before_ids:

@@ -74,11 +74,11 @@ class Exchange:
         """Start the flow of the next bucket in the plan's order; ``when`` describes the step."""
         index = len(self._tickets)
         bucket, state, ctx, handler = self.buckets[index], self.states[index], self.context(step), self.handlers[index]
-        label = f"bucket {index} ({bucket.layout.names[0]} …) {when}"
+        label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
         make_flow = partial(self._checked, handler.exchange, bucket, state, ctx)
         lane = 0 if self.algorithm.serial else self._lanes[index]
         self._tickets.append(self.runner.submit(make_flow, label, lane, prompt=self._prompt))
-        self.exchanged_bytes += bucket.layout.nbytes
+        self.exchanged_bytes += bucket.flat.nbytes
 
     def _checked(self, exchange: Callable[..., Flow[Tensor]], bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         """The exchange; beside backward, where that does not make the host wait, the search for what is not finite."""
@@ -127,7 +127,9 @@ class Exchange:
         The results are the same on all ranks, so all of them keep it, or none does.
         """
         drafts = self.drafts()
-        unseen = [tensor for tensor in (*drafts, *results) if id(tensor) not in self._seen] if drafts else []
+        if not drafts:
+            return
+        unseen = [tensor for tensor in (*drafts, *results) if id(tensor) not in self._seen]
         if self._poisoned or any_non_finite(unseen).item() > 0:
             self.rollback()
         else:

@@ -3,8 +3,7 @@
 Threads and ownership: see the note in ``gossamer.lanes``.
 """
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from gossamer.comm.ops import broadcast, maximum
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.sync.agreement import agree
-from gossamer.sync.backward import Backward
+from gossamer.sync.backward import Backward, current_task
 from gossamer.sync.exchange import Exchange
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.usage import USAGE, with_usage
@@ -26,30 +25,33 @@ from gossamer.sync.usage import USAGE, with_usage
 class Slot:
     """One parameter's place: its bucket, its view in the bucket's flat tensor, and whether its gradient has come.
 
-    ``divisor``: what the gradient is divided by on its way into the bucket, if it is.
+    ``share``: what the gradient is multiplied by on its way into the bucket, if it is.
     """
 
-    __slots__ = ("bucket", "divisor", "name", "parameter", "ready", "view")
+    __slots__ = ("bucket", "name", "parameter", "ready", "share", "view")
 
     def __init__(self, name: str, parameter: Parameter) -> None:
         self.name, self.parameter = name, parameter
-        self.bucket, self.view, self.ready, self.divisor = 0, parameter.detach(), False, 1
+        self.bucket, self.view, self.ready = 0, parameter.detach(), False
+        self.share: Tensor | None = None
 
     def collect(self) -> None:
         """Lay the gradient into the bucket, and make the bucket's view the gradient."""
-        grad, view = self.parameter.grad, self.view
+        grad, view, share = self.parameter.grad, self.view, self.share
         if grad is None:
             raise UsageError(f"parameter {self.name!r} lost its gradient during backward")
         if grad.layout is not torch.strided:
             raise ConfigurationError(f"parameter {self.name!r} has a sparse gradient; use sparse=False in its module")
         if grad.data_ptr() == view.data_ptr():
-            if self.divisor > 1:
-                view.div_(self.divisor)
+            if share is not None:
+                view.mul_(share)
             return
-        if self.divisor > 1:
-            torch.div(grad.detach(), self.divisor, out=view)
+        if grad.requires_grad:  # create_graph=True
+            grad = grad.detach()
+        if share is not None:
+            torch.mul(grad, share, out=view)
         else:
-            view.copy_(grad.detach())
+            view.copy_(grad)
         self.parameter.grad = view
 
 
@@ -81,10 +83,7 @@ class GradientSync:
 
     def hook(self, backward: Backward) -> list[Any]:
         """Install one hook per parameter; returns the handles."""
-        return [
-            slot.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, backward, slot))
-            for slot in self._slots.values()
-        ]
+        return [slot.parameter.register_post_accumulate_grad_hook(self._hook(backward, slot)) for slot in self._slots.values()]
 
     def _make_plan(self, parameters: Mapping[str, Tensor]) -> Plan:
         return make_plan(with_usage(parameters, self._algorithm), self._algorithm)
@@ -93,6 +92,8 @@ class GradientSync:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
         self.exchange.adopt(plan)
         self._usage = None
+        # As a tensor: torch takes longer to wrap a number than to scale a small gradient.
+        share = torch.tensor(1 / self._runner.world, dtype=torch.float64)
         for bucket, handler in zip(self.exchange.buckets, self.exchange.handlers, strict=True):
             bucket.holds_shares = handler.takes_shares
             for number, segment in enumerate(bucket.segments):
@@ -101,7 +102,7 @@ class GradientSync:
                 else:
                     slot = self._slots[segment.name]
                     slot.bucket, slot.view = bucket.index, bucket.views[number]
-                    slot.divisor = self._runner.world if handler.takes_shares else 1
+                    slot.share = share if handler.takes_shares else None
         self._reset()
 
     def begin(self) -> None:
@@ -115,17 +116,21 @@ class GradientSync:
         for slot in self._slots.values():
             slot.ready = False
 
-    def _on_gradient(self, backward: Backward, slot: Slot, parameter: Parameter) -> None:
-        """The hot path: runs once per parameter and backward pass."""
-        if not backward.reached() or self._idle:
-            return
-        slot.collect()
-        if not self.learned:
-            self._arrived.append(slot.name)
-        slot.ready = True
-        self._missing[slot.bucket] -= 1
-        if self._missing[slot.bucket] == 0:
-            self._launch_ready()
+    def _hook(self, backward: Backward, slot: Slot) -> Callable[[Tensor], None]:
+        def on_gradient(parameter: Tensor) -> None:
+            """The hot path: runs once per parameter and backward pass, amid kernels that evict it from every cache."""
+            if (backward.task != current_task() and not backward.reached()) or self._idle:
+                return
+            slot.collect()
+            if not self.learned:
+                self._arrived.append(slot.name)
+            slot.ready = True
+            missing = self._missing
+            missing[slot.bucket] -= 1
+            if not missing[slot.bucket]:
+                self._launch_ready()
+
+        return on_gradient
 
     def _launch_ready(self) -> None:
         """Launch, in the plan's order, every bucket that is complete and has no incomplete one before it."""
@@ -156,7 +161,8 @@ class GradientSync:
         Returns which parameters have no gradient here.
         """
         unused = set()
-        for slot in self._slots.values():
+        came_all = sum(self._missing) == (self._usage is not None)
+        for slot in () if came_all else self._slots.values():
             if not slot.ready and slot.parameter.grad is not None:
                 slot.collect()
             elif not slot.ready:
@@ -164,7 +170,10 @@ class GradientSync:
                 unused.add(slot.name)
         if self._usage is not None:
             bucket, number = self._usage
-            bucket.views[number].copy_(self._numbers_of_use(unused))
+            if unused:
+                bucket.views[number].copy_(self._numbers_of_use(unused))
+            else:
+                bucket.views[number].fill_(1)
         self._missing = [0] * len(self.exchange.buckets)
         self._launch_ready()
         return unused

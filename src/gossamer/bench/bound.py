@@ -1,0 +1,68 @@
+"""Bound: the least time that a step can take, from measured compute and a measured line. No simulator is involved."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gossamer.bench.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """When gradients come in a step without communication: seconds from its start, and each one's share of all bytes."""
+
+    seconds: tuple[float, ...]
+    shares: tuple[float, ...]
+
+
+def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
+    """Watch the gradients of a fresh model come; medians over ``repeats`` steps after one that is not counted."""
+    torch.manual_seed(0)
+    model, generator = workload.build_model(), torch.Generator().manual_seed(seed)
+    optimizer = workload.build_optimizer(model)
+    came: dict[int, list[float]] = {}
+    begin = 0.0
+
+    def note(parameter: torch.Tensor) -> None:
+        came.setdefault(id(parameter), []).append(time.perf_counter() - begin)
+
+    parameters = {id(p): p for p in model.parameters() if p.requires_grad}
+    handles: list[Any] = [p.register_post_accumulate_grad_hook(note) for p in parameters.values()]
+    for _ in range(repeats + 1):
+        inputs, targets = workload.random_batch(generator)
+        optimizer.zero_grad()
+        begin = time.perf_counter()
+        workload.loss(model(inputs), targets).backward()
+        optimizer.step()
+    for handle in handles:
+        handle.remove()
+    order = sorted((statistics.median(times[1:] or times), parameters[key].nbytes) for key, times in came.items())
+    whole = sum(nbytes for _, nbytes in order)
+    return Ready(tuple(seconds for seconds, _ in order), tuple(nbytes / whole for _, nbytes in order))
+
+
+def overlapped(compute: float, wire: float) -> float:
+    """Seconds of a step if everything that can overlaps: compute and wire side by side."""
+    return max(compute, wire)
+
+
+def joined(compute: float, wire: float, ready: Ready) -> float:
+    """Seconds of a step if the exchange of a gradient begins when it is there, and all end before the next update.
+
+    The largest, over gradients, of when it is ready plus the wire of it and all later ones; or the compute.
+    """
+    ends = [seconds + wire * later for seconds, later in zip(ready.seconds, _later(ready.shares), strict=True)]
+    return max([compute, *ends])
+
+
+def _later(shares: Sequence[float]) -> list[float]:
+    """For each share, itself and all that come later."""
+    total, result = 0.0, []
+    for share in reversed(shares):
+        total += share
+        result.append(total)
+    return result[::-1]

@@ -1,0 +1,45 @@
+"""Catalogue: workloads by what a user writes: a Python file of their own, or an emulated model such as ``ResNet50(2.0)``."""
+
+import importlib.util
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gossamer.bench.emulated import MODELS, emulated
+from gossamer.bench.spelled import value_of
+from gossamer.bench.workload import Workload
+from gossamer.errors import ConfigurationError
+
+_FUNCTIONS = ("build_model", "build_optimizer", "random_batch", "loss")
+
+
+def find_workload(text: str | Path) -> Workload:
+    """The workload of a Python file, or an emulated model with its seconds per step. Raises ConfigurationError."""
+    name = str(text).partition("(")[0]
+    if name not in MODELS:
+        return load_workload(Path(text))
+    try:
+        made: Workload = value_of(str(text), {name: partial(emulated, name)})
+    except (SyntaxError, TypeError) as error:
+        raise ConfigurationError(f"{text!s}: an emulated model takes its seconds per step, as in {name}(2.0)") from error
+    return made
+
+
+def load_workload(path: Path) -> Workload:
+    """The workload that a Python file defines by the four functions. Raises ConfigurationError if one is missing."""
+    if not path.is_file():
+        raise ConfigurationError(f"there is no workload file {path}")
+    spec = importlib.util.spec_from_file_location(f"workload_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # As when Python runs the file itself, what lies beside it can be imported.
+    if str(path.parent.resolve()) not in sys.path:
+        sys.path.insert(0, str(path.parent.resolve()))
+    spec.loader.exec_module(module)
+    missing = [name for name in _FUNCTIONS if not callable(getattr(module, name, None))]
+    if missing:
+        raise ConfigurationError(f"{path} defines no {', '.join(missing)}(); a workload needs {', '.join(_FUNCTIONS)}")
+    optional: dict[str, Any] = {name: getattr(module, name, None) for name in ("training_batches", "quality")}
+    return Workload(path.stem.lstrip("0123456789_"), **{name: getattr(module, name) for name in _FUNCTIONS}, **optional)

@@ -1,0 +1,48 @@
+"""Counters: what steps cost one rank besides time: processor, bytes on the interface, payload, waiting in the open."""
+
+import resource
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from gossamer.replica import Replica
+
+_INTERFACES = Path("/proc/self/net/dev")
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Readings of one moment, or their growth per step. Bytes are those sent.
+
+    ``cpu_seconds``: of all threads of this process. ``interface_bytes``: everything that left the host (in the lab: the
+    emulated one), headers included; 0 where there is no such count. ``payload_bytes`` and ``exposed_seconds`` are
+    gossamer's own; 0 for others.
+    """
+
+    cpu_seconds: float
+    interface_bytes: float
+    payload_bytes: float
+    exposed_seconds: float
+
+    @staticmethod
+    def read(replica: Replica | None) -> "Counters":
+        """The readings of now."""
+        own = replica.metrics() if replica is not None else {}
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return Counters(
+            usage.ru_utime + usage.ru_stime,
+            interface_bytes(),
+            own.get("bytes_sent", 0.0),
+            own.get("exposed_seconds", 0.0),
+        )
+
+    def per_step(self, before: "Counters", steps: int) -> "Counters":
+        """The growth since ``before``, divided by the number of steps."""
+        return Counters(*((now - then) / steps for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+
+def interface_bytes() -> float:
+    """Bytes that this host has sent, over all of its interfaces but the loopback."""
+    if not _INTERFACES.exists():
+        return 0.0
+    rows = (line.split(":", 1) for line in _INTERFACES.read_text().splitlines()[2:])
+    return float(sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo"))
