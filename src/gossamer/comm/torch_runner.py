@@ -1,5 +1,6 @@
 """Torch runner: the real thing, over whatever backend the user's process group has."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -47,6 +48,7 @@ class TorchRunner(Runner):
         self._ranks = _ranks_of(self._group)
         self.rank, self.world = dist.get_rank(self._group), len(self._ranks)
         self._submitted, self._ports = 0, 0
+        self._devices: dict[str, list[Any]] = {}
         self._under_way: dict[int, Ticket[Any]] = {}
         self._connections: frozenset[Connection] = frozenset()
         self._closed, self._alarmed = False, False
@@ -106,15 +108,20 @@ class TorchRunner(Runner):
         if data:
             self._data = self._open_threads(last_resort, self._meters[: self.lanes])
 
-    def _gloo(self, last_resort: timedelta, store: Any, name: str, members: Group) -> Any:
-        """A group of our own over ``members`` (indices of the same ranks).
+    def _gloo(self, last_resort: timedelta, store: Any, name: str, members: Group, way: str) -> Any:
+        """A group of our own over ``members`` (indices of the same ranks) for messages that go one ``way``.
 
         Not ``dist.new_group``: that names a group after how many the process has already, which differs between ranks
         whenever one of them belongs to a group that another does not, and then waits for itself for ever.
         """
         store = dist.PrefixStore(f"gossamer/{self._name}/gloo/{name}", store)  # type: ignore[attr-defined]
         before = connections()
-        group: Any = dist.ProcessGroupGloo(store, members.index(self.rank), len(members), last_resort)
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        # All groups of one way share their devices: each device has a thread that wakes a hundred times a second.
+        if way not in self._devices:
+            self._devices[way] = _gloo_devices()
+        options._timeout, options._devices = last_resort, self._devices[way]
+        group: Any = dist.ProcessGroupGloo(store, members.index(self.rank), len(members), options)
         self._connections |= connections() - before
         group.allreduce([torch.zeros(1)]).wait()  # the first message of a group can involve all ranks
         return group
@@ -131,7 +138,7 @@ class TorchRunner(Runner):
             # Later, lanes open groups side by side; a thread that waits for a key blocks every other call on a connection.
             store = stores.pop() if stores else self._store.origin.clone()
             name = f"{number}/{','.join(map(str, group))}"
-            up, down = (self._gloo(last_resort, store, f"{name}/{way}", group) for way in ("up", "down"))
+            up, down = (self._gloo(last_resort, store, f"{name}/{way}", group, way) for way in ("up", "down"))
             return Circle(up, down, group)
 
         return GlooPort(open_circle(tuple(range(self.world))), open_circle, meter, self._shaper)
@@ -216,6 +223,7 @@ class TorchRunner(Runner):
                 lanes.close()
         # The process groups, with their threads and connections, end with the lanes that hold them.
         self._control = self._data = None
+        self._devices.clear()
 
     def _leave(self) -> None:
         if self.world > 1 and not self._alarmed:
@@ -270,6 +278,13 @@ class TorchRunner(Runner):
         # Gloo has no way to end a wait. Without this the lanes would wait on, and so would the other ranks for a while.
         cut(self._connections)
         return error
+
+
+def _gloo_devices() -> list[Any]:
+    """The network interfaces for a Gloo group, chosen as torch does."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    make = dist.ProcessGroupGloo
+    return [make.create_device(interface=name) for name in names] or [make.create_default_device()]
 
 
 def _open_store() -> QuietStore:
