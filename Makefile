@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
+CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format readme topologies bench-speed bench-kernels bench-convergence clean
+.PHONY: help setup demo test test-slow check format readme topologies bench-speed bench-kernels bench-convergence bench-hosts bench-efficiency clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,9 +48,19 @@ bench-speed: $(READY) ## measure the step time beside DDP and the line rate besi
 	$(RUN) -m gossamer.bench.speed --networks 200mbit --save-to benchmarks/results
 	$(RUN) -m gossamer.bench.speed --networks 1gbit unshaped --rounds 40 --save-to benchmarks/results
 
-bench-convergence: $(READY) ## train every relaxation with 8 workers in one process (hours, resumable)
-	$(RUN) -m gossamer.bench.convergence --workload examples/02_convnet.py --steps 351 --save-to benchmarks/results
-	$(RUN) -m gossamer.bench.convergence --workload examples/01_gpt.py --steps 400 --save-to benchmarks/results
+bench-convergence: $(READY) ## train every relaxation with 8 or 16 workers in one process (hours, resumable)
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351
+	$(CONVERGE) --workload examples/02_convnet.py --steps 176 --workers 16 --family weights
+	$(CONVERGE) --workload examples/01_gpt.py --steps 400
+	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --workers 16 --family weights
+
+bench-hosts: $(READY) ## step time over 2 to 16 emulated hosts, without and with 2 ms per message (about 20 minutes)
+	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 50mbit --network 50mbit+2ms --hosts 2 --hosts 4 --hosts 8 --hosts 16 \
+	  --side 'AllReduce()' --side "Gossip(wire='bf16')" --rounds 5 --steps 3 --warmup 3 --save-to benchmarks/results/hosts
+
+bench-efficiency: $(READY) ## GossipGraD on ResNet-50 with emulated compute, 8 hosts, its message 0.8 of the compute (about 15 minutes)
+	$(VENV)/bin/gossamer bench 'ResNet50(12)' --network 90mbit --hosts 8 --side "GossipGraD(wire='bf16')" \
+	  --rounds 4 --steps 2 --warmup 2 --save-to benchmarks/results/efficiency
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (about a minute)
 	$(RUN) -m gossamer.bench.kernels --save-to benchmarks/results

@@ -13,6 +13,7 @@ PUBLIC = {
     "DDPHook",
     "Hierarchical",
     "PowerSGD",
+    "PushSum",
     "QuantizedGossip",
     "QSGD",
     "ScatterReduce",

@@ -2,6 +2,7 @@
 
 import typer
 
+from gossamer.bench.command import bench
 from gossamer.lab.command import CONTEXT_SETTINGS, lab
 
 app = typer.Typer(
@@ -12,6 +13,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("lab", context_settings=CONTEXT_SETTINGS)(lab)
+app.command("bench")(bench)
 
 
 @app.callback()

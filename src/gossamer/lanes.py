@@ -202,5 +202,10 @@ class StreamLanes:
         if isinstance(ticket.result, torch.Tensor) and ticket.result.is_cuda:
             ticket.result.record_stream(current)
 
+    def pending(self, ticket: Ticket[Any]) -> bool:
+        """Whether the device has not yet done what was issued for ``ticket``."""
+        event = self._events.get(ticket.sequence)
+        return event is not None and not event.query()
+
     def close(self) -> None:
         """Nothing to end: there are no threads."""

@@ -23,6 +23,7 @@ from gossamer.sync.exact import changing, exact
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.history import history
 from gossamer.sync.join import Event, Join
+from gossamer.sync.lagging import catch_up
 from gossamer.sync.module_buffers import (
     Buffers,
     average,
@@ -99,6 +100,8 @@ class Replica:
             raise UsageError(
                 "join() cannot answer for an optimizer that communicates by itself: give all ranks as many batches"
             )
+        if self.algorithm.may_lag:
+            raise UsageError("join() is not needed where exchanges may lag: a rank may have as many batches as it likes")
         with alarming(self._runner), self._join.active(self._conclude_join):
             yield
 
@@ -111,6 +114,7 @@ class Replica:
         if not self._weights or self._runner.world == 1:
             yield self._model
             return
+        self._catch_up()
         tensors = [*self._parameters.values(), *floating(named_buffers(self._model)).values()]
         own = [tensor.detach().clone() for tensor in tensors]
         for sync in self._weights:
@@ -130,6 +134,7 @@ class Replica:
         """
         if not self._weights or self._runner.world == 1:
             return 0.0
+        self._catch_up()
         for sync in self._weights:
             sync.arrive()
         own = [wide(parameter.detach()) for parameter in self._parameters.values()]
@@ -155,6 +160,7 @@ class Replica:
     def state_dict(self) -> dict[str, Any]:
         """Plan, counters and the algorithm's state of this rank, under a key with its rank. Collective, between steps."""
         self._require_open()
+        self._catch_up()
         return checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -164,12 +170,16 @@ class Replica:
         summed and shared out (its mean stays), an exchange of weights begins anew, and a warning says so.
         """
         self._require_open()
+        self._catch_up()
         with alarming(self._runner):
             syncs: list[WeightSync | OptimizerSync] = [*self._weights, *self._links]
             self.step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
 
     def close(self) -> None:
-        """Add what is still under way, remove all hooks and leave. The model stays usable, alone."""
+        """Add what is still under way, remove all hooks and leave. The model stays usable, alone.
+
+        Collective where exchanges may lag (``lag=``).
+        """
         if self._closed:
             return
         self._closed = True
@@ -181,6 +191,7 @@ class Replica:
             handle.remove()
         self._watch.release()
         try:
+            self._catch_up()
             for index in range(len(self._weights)):
                 self._land(index)
         finally:
@@ -266,6 +277,16 @@ class Replica:
             self._weights[0].follow(beside_parameters(self._model))
         with changing(self._optimizers[index]):
             self._weights[index].land()
+
+    def _catch_up(self) -> None:
+        """Where exchanges may lag: let all ranks have taken part in the same ones."""
+        if self.algorithm.may_lag and self._runner.world > 1:
+            with alarming(self._runner):
+                catch_up(self._runner, self._weights, self._exchange_again)
+
+    def _exchange_again(self, index: int) -> None:
+        with changing(self._optimizers[index]):
+            self._weights[index].exchange_again()
 
     def _passes(self) -> int:
         return self._backward.passes if self._weights else self._backward.synchronised_passes

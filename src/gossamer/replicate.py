@@ -64,6 +64,7 @@ def replicate(
         algorithm = algorithm if algorithm is not None else _default(optimizers)
         mode = resolve_buffers(buffers, algorithm.subject)
         algorithm.check(runner.world)
+        _check_lag(algorithm, mode, scaler)
         runner.agree_on_opening()
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler))
         _start_equal(runner, model)
@@ -95,6 +96,13 @@ def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any
     if communicating and len(communicating) < len(optimizers):
         raise ConfigurationError(f"{type(communicating[0]).__name__} communicates by itself: all optimizers must, or none")
     return optimizers
+
+
+def _check_lag(algorithm: Algorithm, buffers: Buffers, scaler: Any) -> None:
+    """Refuse what binds all ranks to the same step beside exchanges that need not be."""
+    if algorithm.may_lag and (scaler is not None or buffers == "broadcast"):
+        what = "buffers='broadcast' moves them in every step" if scaler is None else "scaler= makes them agree in every step"
+        raise ConfigurationError(f"{algorithm!r} lets ranks be at different steps, but {what}; set lag=0, or leave that out")
 
 
 def _default(optimizers: Sequence[Optimizer]) -> Algorithm:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossamer.comm import ops
+from gossamer.comm.digraph import Digraph, RandomPush
 from gossamer.comm.flow import drive
 from gossamer.comm.ops import Traffic, all_gather, all_reduce, all_to_all, broadcast, decide, permute
 from gossamer.comm.runner import LocalPort, Meter, solo_runner
@@ -29,6 +30,7 @@ def test_all_reduce_is_a_ring(world: int, numel: int) -> None:
 def test_messages_that_leave_at_once_are_one_round(world: int, numel: int) -> None:
     assert ops.Permute(fp32(numel), shift(1, world)).traffic(world) == Traffic(4 * numel, 1)
     assert ops.AllGather(fp32(numel)).traffic(world) == Traffic(4 * numel * (world - 1), 1)
+    assert ops.Push(fp32(numel), RandomPush(peers=3).at(0, world)).traffic(world) == Traffic(4 * numel * min(3, world - 1), 1)
     assert ops.AllToAll(fp32(world * numel).view(world, -1)).traffic(world) == Traffic(4 * numel * (world - 1), 1)
 
 
@@ -79,6 +81,8 @@ def test_an_operation_says_what_must_agree() -> None:
     assert str(ops.Permute(x, shift(1, 3))) == "permute(bfloat16[2, 3], to=[2, 0, 1])"
     assert str(ops.Broadcast(x, 1)) == "broadcast(bfloat16[2, 3], source=1)"
     assert ops.Permute(x, shift(1, 3)).peers(0, 3) == "rank 1 (sending to rank 2)"
+    assert str(ops.Push(x, Digraph(((1, 2), (2,), (0,))))) == "push(bfloat16[2, 3], to=[[1, 2], [2], [0]])"
+    assert ops.Push(x, Digraph(((1, 2), (2,), (0,)))).peers(2, 3) == "ranks [0, 1] (sending to [0])"
 
 
 def test_short_forms_are_start_and_wait() -> None:

@@ -1,9 +1,7 @@
 """Scenarios: every way in which a training loop may be written, against DDP where DDP can do it. Three ranks."""
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +17,7 @@ from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.state import State
+from processes.expect import raises
 from processes.twins import (
     Build,
     Run,
@@ -33,18 +32,6 @@ from processes.worker import Here
 from processes.workloads import generator
 
 STEPS = 6
-
-
-@contextmanager
-def raises(kind: type[Exception], match: str = "") -> Iterator[None]:
-    """What ``pytest.raises`` does, without the time that importing pytest takes."""
-    try:
-        yield
-    except kind as error:
-        if not re.search(match, str(error)):
-            raise
-    else:
-        raise AssertionError(f"{kind.__name__} was not raised")
 
 
 def numbers(here: Here, step: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -19,6 +19,7 @@ from gossamer.algorithms.gossip_pga import GossipPGA  # noqa: E402
 from gossamer.algorithms.hierarchical import Hierarchical  # noqa: E402
 from gossamer.algorithms.low_precision_decentralized import LowPrecisionDecentralized  # noqa: E402
 from gossamer.algorithms.power_sgd import PowerSGD  # noqa: E402
+from gossamer.algorithms.push_sum import PushSum  # noqa: E402
 from gossamer.algorithms.qsgd import QSGD  # noqa: E402
 from gossamer.algorithms.quantized_gossip import QuantizedGossip  # noqa: E402
 from gossamer.algorithms.scatter_reduce import ScatterReduce  # noqa: E402
@@ -38,6 +39,7 @@ __all__ = [
     "Hierarchical",
     "LowPrecisionDecentralized",
     "PowerSGD",
+    "PushSum",
     "QuantizedGossip",
     "ScatterReduce",
     "after",

@@ -108,6 +108,16 @@ class Algorithm(ABC):
         """Whether what an exchange of weights brings is added after the next update, and not before it."""
         return False
 
+    @property
+    def may_lag(self) -> int:
+        """How many steps longer than one an exchange of weights may take before it is waited for: then ranks need not
+        be at the same step, and exchanges are numbered by themselves (:meth:`step_of`)."""
+        return 0
+
+    def step_of(self, exchange: int) -> int:
+        """The step of the exchange of this number (0, 1, …), if none takes longer than it should."""
+        return exchange
+
     def check(self, world: int) -> None:  # noqa: B027  (most run in any world)
         """Raise ConfigurationError if this cannot run among ``world`` workers."""
 

@@ -1,7 +1,7 @@
 """Gossip: average the weights with one partner, or a few, per step."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,14 +24,19 @@ class Meeting(Algorithm, register=False):
 
     subject: ClassVar[Literal["gradients", "weights"]] = "weights"
 
-    topology: Topology
+    topology: Any
     every: int
+    lag: int
+
+    topologies: ClassVar[Any] = Topology
+    """What a topology may be."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.topology, Topology):
+        if not isinstance(self.topology, self.topologies):
             raise ConfigurationError(f"topology must be one of gossamer.comm.topology, such as Ring(); got {self.topology!r}")
         check_steps("every", self.every)
+        check_steps("lag", self.lag, least=0)
 
     def check(self, world: int) -> None:
         try:
@@ -41,6 +46,13 @@ class Meeting(Algorithm, register=False):
 
     def due(self, step: int) -> bool:
         return step % self.every == 0
+
+    @property
+    def may_lag(self) -> int:
+        return self.lag
+
+    def step_of(self, exchange: int) -> int:
+        return exchange * self.every
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +67,9 @@ class Gossip(Meeting):
     partners each has the weight 1/(k + 1).
 
     ``topology``: who meets whom (:mod:`gossamer.comm.topology`); ``rotated(…)`` changes the partners of every cycle.
-    ``every``: only after every so many steps.
+    ``every``: only after every so many steps. ``lag``: asynchronous; an exchange may take so many steps longer before anyone
+    waits for it, so that a slow worker or a slow link holds nobody up at once. What it brings is a difference of what was
+    sent, which keeps the mean of the workers however late it is added.
 
     Per exchange one message of the weights' size per partner (half with a 16-bit ``wire``), whatever the number of workers.
 
@@ -68,6 +82,7 @@ class Gossip(Meeting):
     wire: Wire = "bf16"
     topology: Topology = field(default_factory=Dissemination)
     every: int = 1
+    lag: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,10 +109,10 @@ class Gossip(Meeting):
         return delta
 
 
-def check_steps(name: str, value: object) -> None:
+def check_steps(name: str, value: object, least: int = 1) -> None:
     """Raise ConfigurationError unless ``value`` is a number of steps."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigurationError(f"{name} must be a number of steps, at least 1; got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{name} must be a number of steps, at least {least}; got {value!r}")
 
 
 PIECE_BYTES = 2**20

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context, Subject
+from gossamer.algorithms.schedule import refuse_lag
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, Group, broadcast, within
 from gossamer.errors import ConfigurationError
@@ -44,6 +45,7 @@ class Hierarchical(Algorithm, register=False):
                 raise ConfigurationError(f"{name} must be an instance of a gossamer algorithm; got {getattr(self, name)!r}")
         if self.inner.subject != "gradients":
             raise ConfigurationError(f"inner averages gradients; {type(self.inner).__name__} moves {self.inner.subject}")
+        refuse_lag(self.outer, "Hierarchical")
         if isinstance(self.outer, Hierarchical):
             raise ConfigurationError("there are two levels: Hierarchical inside Hierarchical would be a third")
         if self.ranks_per_node is not None and (not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1):

@@ -30,6 +30,7 @@ class LowPrecisionDecentralized(Meeting):
 
     ``codec``: any codec without error feedback (the replica is one). ``rate``: how much of the way is gone at once; 1 suits
     8 and 4 bits, very coarse codecs need less to stay stable. ``topology``: a graph that is the same in every step.
+    ``lag``: asynchronous, as in :class:`Gossip`; the replicas are those of an exchange, whenever it is.
 
     The first exchange is in full precision. Per exchange and neighbour one message of the encoded weights (8 bits: a
     quarter). Memory: one replica per neighbour and one more. Not the choice if that is too much, or for partners that change.
@@ -42,6 +43,7 @@ class LowPrecisionDecentralized(Meeting):
     topology: Topology = field(default_factory=Ring)
     rate: float = 1.0
     every: int = 1
+    lag: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

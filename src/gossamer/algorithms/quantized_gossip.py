@@ -43,6 +43,7 @@ class QuantizedGossip(Meeting):
     bits: Bits = 4
     topology: Topology = field(default_factory=Dissemination)
     every: int = 1
+    lag: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -172,7 +172,15 @@ class BySize(Algorithm, register=False):
         self.large.check(world)
 
 
+def refuse_lag(part: Algorithm, where: str) -> None:
+    """Raise ConfigurationError for an algorithm whose exchanges are not bound to steps, in a combination that needs them."""
+    if part.may_lag:
+        raise ConfigurationError(f"{where}: all ranks must be at the same step, but {part!r} lets them lag; set lag=0")
+
+
 def _check_algorithms(*parts: Algorithm | None) -> None:
     for part in parts:
         if part is not None and not isinstance(part, Algorithm):
             raise ConfigurationError(f"after() and by_size() combine instances of gossamer algorithms; got {part!r}")
+        if part is not None:
+            refuse_lag(part, "after() and by_size()")

@@ -23,7 +23,7 @@ from gossamer.bench.workload import Workload
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError
 
-SIDES = (
+GRADIENTS = (
     "AllReduce()",
     "ScatterReduce()",
     "ScatterReduce(codec=Quantize(bits=4))",
@@ -33,6 +33,21 @@ SIDES = (
     "ChunkSparse()",
     "PowerSGD()",
 )
+WEIGHTS = (
+    "AllReduce()",
+    "Gossip()",
+    "GossipGraD()",
+    "QuantizedGossip(bits=8)",
+    "QuantizedGossip(bits=4)",
+    "DecentralizedSGD()",
+    "LowPrecisionDecentralized()",
+    "LowPrecisionDecentralized(codec=Quantize(bits=4))",
+    "GossipPGA()",
+    "PushSum(topology=RandomPush())",
+)
+SIDES = {"gradients": GRADIENTS, "weights": WEIGHTS}
+"""What is trained beside exact all-reduce: relaxations that move gradients, or weights."""
+
 QUALITIES = {"accuracy": (100.0, "points of accuracy"), "loss": (1.0, "nats of validation loss")}
 
 console = Console(stderr=True)
@@ -116,14 +131,16 @@ def main() -> None:
     """Train what is not there yet, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", required=True, help="a Python file, or an emulated model such as 'ResNet50(2.0)'")
-    parser.add_argument("--sides", nargs="+", default=list(SIDES))
+    parser.add_argument("--family", choices=tuple(SIDES), default="gradients")
+    parser.add_argument("--sides", nargs="+", help="instead of the whole family")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--save-to", type=Path, default=Path("out/convergence"))
     options = parser.parse_args()
     log = options.save_to / "convergence.jsonl"
-    rows = run_all(find_workload(options.workload), options.sides, options.workers, options.steps, range(options.seeds), log)
+    sides = options.sides or SIDES[options.family]
+    rows = run_all(find_workload(options.workload), sides, options.workers, options.steps, range(options.seeds), log)
     (options.save_to / "convergence.md").write_text("\n".join(table(rows)) + "\n")
     console.log(f"wrote {options.save_to / 'convergence.md'}")
 

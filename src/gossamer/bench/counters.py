@@ -14,14 +14,15 @@ class Counters:
     """Readings of one moment, or their growth per step. Bytes are those sent.
 
     ``cpu_seconds``: of all threads of this process. ``interface_bytes``: everything that left the host (in the lab: the
-    emulated one), headers included; 0 where there is no such count. ``payload_bytes`` and ``exposed_seconds`` are
-    gossamer's own; 0 for others.
+    emulated one), headers included; 0 where there is no such count. The others are gossamer's own, 0 without it:
+    ``payload_bytes``, ``exposed_seconds`` (the loop stood still) and ``wire_seconds`` (its lanes waited for the network).
     """
 
     cpu_seconds: float
     interface_bytes: float
     payload_bytes: float
     exposed_seconds: float
+    wire_seconds: float
 
     @staticmethod
     def read(replica: Replica | None) -> "Counters":
@@ -33,6 +34,7 @@ class Counters:
             interface_bytes(),
             own.get("bytes_sent", 0.0),
             own.get("exposed_seconds", 0.0),
+            own.get("wire_seconds", 0.0),
         )
 
     def per_step(self, before: "Counters", steps: int) -> "Counters":

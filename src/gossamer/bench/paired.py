@@ -10,6 +10,7 @@ sides alternating from round to round; what counts is the ratio of two sides wit
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -21,10 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gossamer.algorithms import Algorithm
+from gossamer.bench.bound import Ready, joined, measure_ready, overlapped
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.counters import Counters
+from gossamer.bench.peers import PEERS
 from gossamer.bench.sides import join, parse_side
 from gossamer.bench.workload import Workload
+from gossamer.lab.line_rate import lab_addresses, line_rate
+from gossamer.lab.rates import parse_rate
 from gossamer.replica import Replica
 
 
@@ -38,17 +44,29 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One side: its training step, and its replica if it has one."""
+    """One side: its training step, and its replica if it has one.
+
+    ``payload_bytes``: what a step sends, known beforehand, where nobody counts it.
+    """
 
     step: Callable[[], None]
     replica: Replica | None
+    overlaps: bool
+    """Whether what is exchanged may travel during the next step's compute."""
+    payload_bytes: float | None
 
 
 def make_side(workload: Workload, side: str, rank: int) -> Trained:
     """A fresh model that communicates as ``side`` says."""
     torch.manual_seed(0)
     model, generator = workload.build_model(), torch.Generator().manual_seed(rank)
-    trained, optimizer, replica = join(parse_side(side), model, workload.build_optimizer(model))
+    parsed = parse_side(side)
+    trained, optimizer, replica = join(parsed, model, workload.build_optimizer(model))
+    overlaps = isinstance(parsed, Algorithm) and parsed.part("gradients") is None
+    nbytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    world = dist.get_world_size()
+    share = PEERS[side].payload if side in PEERS else None
+    known = None if share is None else 2 * (world - 1) / world * nbytes * share
 
     def step() -> None:
         inputs, targets = workload.random_batch(generator)
@@ -56,17 +74,20 @@ def make_side(workload: Workload, side: str, rank: int) -> Trained:
         workload.loss(trained(inputs), targets).backward()
         optimizer.step()
 
-    return Trained(step, replica)
+    return Trained(step, replica, overlaps, known)
 
 
-def take_turns(sides: dict[str, Trained], rounds: int, steps: int, warmup: int) -> dict[str, list[Round]]:
-    """Every side's rounds: seconds per step, and what else the steps cost."""
+def take_turns(
+    sides: dict[str, Trained], rounds: int, steps: int, warmup: int, told: Callable[[int], None] = lambda index: None
+) -> dict[str, list[Round]]:
+    """Every side's rounds: seconds per step, and what else the steps cost. ``told`` is called before every round."""
     results: dict[str, list[Round]] = {name: [] for name in sides}
     for side in sides.values():
         for _ in range(warmup):
             side.step()
     names = list(sides)
     for index in range(rounds):
+        told(index)
         turn = index // 2 % len(names)
         order = names[turn:] + names[:turn]
         for name in order if index % 2 == 0 else reversed(order):
@@ -105,12 +126,26 @@ def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, f
 
 
 def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmup: int = 4) -> dict[str, Any]:
-    """Time all ``sides``; the first one is the reference of the ratios."""
+    """Time all ``sides``; the first one is the reference of the ratios.
+
+    In the lab, and with a side ``compute``, every side also gets its bound: see :mod:`gossamer.bench.bound`.
+    """
     rank = dist.get_rank()
     made = {name: make_side(workload, name, rank) for name in sides}
-    results = take_turns(made, rounds, steps, warmup)
+    lines = plain_tcp()
+    ready = measure_ready(workload, rank)
+    results = take_turns(made, rounds, steps, warmup, lambda index: _tell(index, rounds))
+    lines += plain_tcp()
     seconds = {name: [each.seconds for each in results[name]] for name in sides}
-    reference = seconds[sides[0]]
+    figures = {
+        name: compare(seconds[name], seconds[sides[0]]) | _counted(results[name], made[name].payload_bytes) for name in sides
+    }
+    line = statistics.median(lines) if lines else None
+    if line is not None and "compute" in figures:
+        for name, figure in figures.items():
+            if name in PEERS and PEERS[name].payload is None:
+                continue
+            figure["bound_seconds"] = _bound(figure["payload_bytes"], line, figures["compute"], ready, made[name].overlaps)
     return {
         "workload": workload.name,
         "world": dist.get_world_size(),
@@ -118,16 +153,38 @@ def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmu
         "latency": float(os.environ.get("GOSSAMER_LAB_LATENCY_S", "0")),
         "rounds": rounds,
         "steps_per_round": steps,
-        "sides": {name: compare(values, reference) | _counted(results[name]) for name, values in seconds.items()},
+        "sides": figures,
         "seconds": seconds,
+        "tcp_bits_per_second": line,
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
     }
 
 
-def _counted(rounds: Sequence[Round]) -> dict[str, float]:
-    """The medians of what was counted, of this rank and per step."""
-    return {each.name: statistics.median(getattr(row.counted, each.name) for row in rounds) for each in fields(Counters)}
+def plain_tcp() -> list[float]:
+    """Bits per second that plain TCP sockets reach around a ring of the lab's hosts; empty outside of it."""
+    if "GOSSAMER_LAB" not in os.environ or dist.get_world_size() == 1:
+        return []
+    rate = parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped")).bps or math.inf
+    nbytes = round(min(max(rate / 8 * 0.5, 1e6), 16e6))  # half a second
+    return [8 * nbytes / s for s in line_rate(dist.get_rank(), dist.get_world_size(), lab_addresses(), "ring", nbytes, 3)]
+
+
+def _tell(index: int, rounds: int) -> None:
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps({"round": index, "of": rounds}) + "\n")
+        sys.stdout.flush()
+
+
+def _counted(rounds: Sequence[Round], known_payload: float | None) -> dict[str, float]:
+    """The means of what was counted, of this rank and per step: algorithms may send something in some steps only."""
+    means = {each.name: statistics.fmean(getattr(row.counted, each.name) for row in rounds) for each in fields(Counters)}
+    return means if known_payload is None else means | {"payload_bytes": known_payload}
+
+
+def _bound(payload: float, line: float, compute: dict[str, float], ready: Ready, overlaps: bool) -> float:
+    wire = 8 * payload / line
+    return overlapped(compute["step_seconds"], wire) if overlaps else joined(compute["step_seconds"], wire, ready)
 
 
 def main() -> None:

@@ -82,3 +82,42 @@ def _dress(axes: Any, until: float) -> None:
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Step times of several sides over the number of hosts: ``seconds[side][hosts]``."""
+
+    title: str
+    seconds: dict[str, dict[int, float]]
+
+
+def times_over_hosts(path: Path, panels: Sequence[Panel], *, title: str) -> None:
+    """Draw seconds per step over the number of hosts, one panel beside the other, and save them as ``path``."""
+    pyplot = require_matplotlib()
+    width = 4.2 * len(panels) + 1.4
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(width, 4.2), dpi=160, layout="constrained", sharey=True, squeeze=False
+    )
+    for axis, panel in zip(axes[0], panels, strict=True):
+        for index, (side, seconds) in enumerate(panel.seconds.items()):
+            hosts = sorted(seconds)
+            colour = "black" if side == "compute" else COLOURS[index % len(COLOURS)]
+            dashes = "--" if side == "compute" else "-"
+            axis.plot(
+                hosts, [seconds[n] for n in hosts], dashes, color=colour, linewidth=2.0, marker="o", markersize=4, label=side
+            )
+        axis.set_xscale("log", base=2)
+        ticks = sorted({n for seconds in panel.seconds.values() for n in seconds})
+        axis.set_xticks(ticks, [str(n) for n in ticks])
+        axis.set_title(panel.title, loc="left", fontsize=11)
+        axis.set_xlabel("hosts")
+        axis.grid(axis="y", color="#e4e6ea")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("seconds per step")
+    axes[0][0].set_ylim(bottom=0)
+    axes[0][0].legend(frameon=False, fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)

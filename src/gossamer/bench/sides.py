@@ -8,15 +8,16 @@ from torch.optim import Optimizer
 
 from gossamer import codecs, optim
 from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, registry
+from gossamer.bench.peers import PEERS
 from gossamer.bench.spelled import value_of
-from gossamer.comm import topology
-from gossamer.comm.topology import Topology
+from gossamer.comm import digraph, topology
+from gossamer.comm.digraph import AnyTopology
 from gossamer.errors import ConfigurationError
 from gossamer.replica import Replica
 from gossamer.replicate import replicate
 
-PLAIN = ("compute", "ddp", "ddp-again", "ddp-fp16")
-"""Sides without gossamer: no communication, PyTorch's DDP, the same again, DDP with its fp16 hook."""
+PLAIN = tuple(PEERS)
+"""Sides without gossamer."""
 
 Side = Algorithm | partial[Optimizer] | str
 
@@ -28,7 +29,8 @@ def known_names() -> dict[str, Any]:
     made_of: dict[str, Any] = {
         name: getattr(codecs, name) for name in codecs.__all__ if isinstance(getattr(codecs, name), type)
     }
-    made_of |= {name: made for name, made in vars(topology).items() if isinstance(made, type) and issubclass(made, Topology)}
+    patterns = {**vars(topology), **vars(digraph)}.items()
+    made_of |= {name: made for name, made in patterns if isinstance(made, type) and issubclass(made, AnyTopology)}
     made_of |= {"Hierarchical": Hierarchical, "after": after, "by_size": by_size}
     return made_of | dict(registry()) | {name: partial(partial, getattr(optim, name)) for name in _OPTIMIZERS}
 
@@ -57,13 +59,5 @@ def join(side: Side, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module,
     if isinstance(side, partial):
         optimizer = side(model.parameters(), **{"lr": optimizer.param_groups[0]["lr"]} | side.keywords)
         return model, optimizer, replicate(model, optimizer)
-    return (_ddp(model, side) if side != "compute" else model), optimizer, None
-
-
-def _ddp(model: nn.Module, side: str) -> nn.Module:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    if side == "ddp-fp16":
-        wrapped.register_comm_hook(None, fp16_compress_hook)
-    return wrapped
+    trained, optimizer = PEERS[side].join(model, optimizer)
+    return trained, optimizer, None

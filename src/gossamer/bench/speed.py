@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from gossamer.errors import GossamerError
-from gossamer.lab import LabSpec, run_lab
+from gossamer.bench.in_lab import lab_json
+from gossamer.lab import LabSpec
 
 NETWORKS = ("200mbit", "1gbit", "unshaped")
 STEPS = 6
@@ -22,23 +22,6 @@ EXCHANGES = ("--mbytes", "8", "16", "64", "--repeats", "5")
 WORKLOADS = (Path("examples/02_convnet.py"), Path("examples/01_gpt.py"))
 
 console = Console(stderr=True)
-
-
-def lab_json(rate: str, command: Sequence[str], hosts: int) -> list[dict[str, Any]]:
-    """Run a command on emulated hosts and return the JSON objects that it printed. Raises if it failed."""
-    found: list[dict[str, Any]] = []
-    other: list[str] = []
-
-    def keep(rank: int, stream: str, line: str) -> None:
-        try:
-            found.append(json.loads(line)) if line.startswith("{") else other.append(line)
-        except json.JSONDecodeError:
-            other.append(line)
-
-    result = run_lab(LabSpec(hosts=hosts, rate=rate), list(command), on_line=keep)
-    if result.exit_code != 0:
-        raise GossamerError(f"{' '.join(command)} failed on {rate} with code {result.exit_code}:\n" + "\n".join(other[-20:]))
-    return found
 
 
 def steps_table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -86,13 +69,14 @@ def main() -> None:
     options = parser.parse_args()
     steps, exchanges = [], []
     for rate in options.networks:
+        spec = LabSpec(hosts=options.hosts, rate=rate)
         for workload in options.workloads:
             console.log(f"{workload.stem} on {rate}: {options.rounds} rounds")
             command = ["-m", "gossamer.bench.paired", "--workload", str(workload), "--rounds", str(options.rounds)]
-            steps += lab_json(rate, [*command, "--steps", str(STEPS)], options.hosts)
+            steps.append(lab_json(spec, [*command, "--steps", str(STEPS)])[-1])
         if rate != "unshaped" and not options.without_exchanges:
             console.log(f"exchanges on {rate}")
-            exchanges += lab_json(rate, ["-m", "gossamer.bench.primitives", *EXCHANGES], options.hosts)
+            exchanges += lab_json(spec, ["-m", "gossamer.bench.primitives", *EXCHANGES])
     save(options.save_to, steps, exchanges, options.hosts)
 
 

@@ -242,6 +242,10 @@ def carry_out(brought: list[Op]) -> list[Tensor]:
         return [tensor.copy_(origin) for tensor in tensors]
     if isinstance(first, ops.Permute):
         return [tensors[first.permutation.source(rank)].clone() for rank in range(len(tensors))]
+    if isinstance(first, ops.Push):
+        sources = [first.graph.sources(rank) for rank in range(len(tensors))]
+        nothing = first.tensor.new_empty((0, *first.tensor.shape))
+        return [torch.stack([tensors[source] for source in each]) if each else nothing for each in sources]
     if isinstance(first, ops.AllToAll):
         return [torch.stack([tensor[rank] for tensor in tensors]) for rank in range(len(tensors))]
     if isinstance(first, ops.AllGather):

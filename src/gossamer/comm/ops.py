@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from gossamer.comm.digraph import Digraph
 from gossamer.comm.topology import Permutation, shift
 from gossamer.errors import ConfigurationError
 
@@ -92,6 +93,26 @@ class Permute(Op):
 
     def peers(self, rank: int, world: int) -> str:
         return f"rank {self.permutation.source(rank)} (sending to rank {self.permutation.destination(rank)})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Push(Op):
+    """Every rank sends its tensor along its edges of ``graph``; the result stacks what came, in order of the senders:
+    ``(number of senders, *shape)``."""
+
+    name: ClassVar[str] = "push"
+    graph: Digraph
+
+    def traffic(self, world: int) -> Traffic:
+        """Priced at the rank that sends most; all messages at once."""
+        most = max(map(len, self.graph.to))
+        return Traffic(most * self.nbytes, min(1, most))
+
+    def detail(self) -> str:
+        return f", to={[list(targets) for targets in self.graph.to]}"
+
+    def peers(self, rank: int, world: int) -> str:
+        return f"ranks {list(self.graph.sources(rank))} (sending to {list(self.graph.destinations(rank))})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -272,9 +293,11 @@ def foreign(tensor: Tensor, what: str, call: Callable[[], Any]) -> Flow[Tensor]:
     return (yield from perform(Foreign(tensor, what, call)))
 
 
-def result_like(op: Op, world: int) -> Tensor:
-    """An uninitialised tensor of the shape of the result of ``op``, for operations that do not work in place."""
+def result_like(op: Op, world: int, rank: int = 0) -> Tensor:
+    """An uninitialised tensor of the shape of the result of ``op`` on ``rank``, for operations that do not work in place."""
     if isinstance(op, Permute) and op.into is not None:
         return op.into
+    if isinstance(op, Push):
+        return op.tensor.new_empty((len(op.graph.sources(rank)), *op.tensor.shape))
     shape = (world, *op.tensor.shape) if isinstance(op, AllGather) else op.tensor.shape
     return torch.empty(shape, dtype=op.tensor.dtype, device=op.tensor.device)

@@ -1,5 +1,6 @@
 """Runner: carries out flows for one rank, in the order in which they are submitted."""
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -101,6 +102,9 @@ class Runner(ABC):
     world: int
     lanes: int
 
+    timeout: float = math.inf
+    """Seconds after which a wait is an error."""
+
     nodes: tuple[Group, ...] | None = None
     """Which ranks share a machine, if that is known."""
 
@@ -119,6 +123,10 @@ class Runner(ABC):
     @abstractmethod
     def wait(self, ticket: Ticket[T]) -> T:
         """The result of a flow; raises what went wrong, with operation, bucket, peers and step named."""
+
+    def arrived(self, ticket: Ticket[Any]) -> bool:
+        """Whether a flow has ended, well or not: whether :meth:`wait` returns at once."""
+        return ticket.wait(0.0)
 
     def run(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = CONTROL) -> T:
         """Submit a flow and wait for it."""
@@ -157,8 +165,10 @@ class LocalPort:
 
 def alone(op: Op) -> Tensor:
     """What an operation gives in a world of one."""
-    from gossamer.comm.ops import AllGather
+    from gossamer.comm.ops import AllGather, Push, result_like
 
+    if isinstance(op, Push):
+        return result_like(op, 1)
     return op.tensor.unsqueeze(0).clone() if isinstance(op, AllGather) else op.tensor
 
 

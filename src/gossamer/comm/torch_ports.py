@@ -94,7 +94,7 @@ class GlooPort:
         circle = self._everyone if group is None else self._circle(group)
         self._meter.count(op, circle.world)
         if op.tensor.numel() == 0:
-            return Pending(op, [], ops.result_like(op, circle.world))
+            return Pending(op, [], ops.result_like(op, circle.world, circle.rank))
         if circle.world == 1:
             return Pending(op, [], alone(op))
         pending = self._issue(op, circle)
@@ -153,7 +153,10 @@ class GlooPort:
             return Pending(op, [circle.up.allreduce([op.tensor], options)], op.tensor, collective=True)
         if isinstance(op, ops.Broadcast):
             return Pending(op, [dist.broadcast(op.tensor, group=circle.up, group_src=op.source, async_op=True)], op.tensor)
-        result = ops.result_like(op, circle.world)
+        result = ops.result_like(op, circle.world, circle.rank)
+        if isinstance(op, ops.Push):
+            outgoing = [(to, op.tensor) for to in op.graph.destinations(circle.rank)]
+            return Pending(op, _post(circle, outgoing, list(zip(op.graph.sources(circle.rank), result, strict=True))), result)
         if isinstance(op, ops.Permute):
             there, back = op.permutation.destination(circle.rank), op.permutation.source(circle.rank)
             return Pending(op, _post(circle, [(there, op.tensor)], [(back, result)]), result)
@@ -237,7 +240,7 @@ class DevicePort:
         chosen = self._everyone if group is None else self._groups[group]
         self._meter.count(op, chosen.size())
         if op.tensor.numel() == 0:
-            return Pending(op, [], ops.result_like(op, chosen.size()))
+            return Pending(op, [], ops.result_like(op, chosen.size(), chosen.rank()))
         if chosen.size() == 1:
             return Pending(op, [], alone(op))
         return self._issue(op, chosen)
@@ -257,9 +260,11 @@ class DevicePort:
             return Pending(op, [dist.all_reduce(op.tensor, _REDUCE[op.reduce], group=group, async_op=True)], op.tensor)
         if isinstance(op, ops.Broadcast):
             return Pending(op, [dist.broadcast(op.tensor, group=group, group_src=op.source, async_op=True)], op.tensor)
-        result = ops.result_like(op, group.size())
+        result = ops.result_like(op, group.size(), group.rank())
         if isinstance(op, ops.Permute):
             return Pending(op, self._permute(op, result, group), result)
+        if isinstance(op, ops.Push):
+            return Pending(op, self._push(op, result, group), result)
         if isinstance(op, ops.AllToAll):
             return Pending(op, [dist.all_to_all_single(result, op.tensor, group=group, async_op=True)], result)
         if isinstance(op, ops.AllGather):
@@ -276,4 +281,13 @@ class DevicePort:
         send = dist.P2POp(dist.isend, op.tensor, group=group, group_peer=there)
         receive = dist.P2POp(dist.irecv, result, group=group, group_peer=back)
         works: list[Any] = dist.batch_isend_irecv([send, receive])
+        return works
+
+    @staticmethod
+    def _push(op: ops.Push, result: Tensor, group: Any) -> list[Any]:
+        me = group.rank()
+        sends = [dist.P2POp(dist.isend, op.tensor, group=group, group_peer=to) for to in op.graph.destinations(me)]
+        sources = zip(op.graph.sources(me), result, strict=True)
+        receives = [dist.P2POp(dist.irecv, row, group=group, group_peer=source) for source, row in sources]
+        works: list[Any] = dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
         return works

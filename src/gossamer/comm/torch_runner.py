@@ -66,6 +66,7 @@ class TorchRunner(Runner):
         except ConfigurationError as error:
             self.alarm(f"rank {self.rank}: {error}")
             raise
+        self.timeout = seconds
         self._patience = Patience(self._board, self.rank, seconds)
 
     @property
@@ -184,6 +185,9 @@ class TorchRunner(Runner):
         if isinstance(self._data, StreamLanes):
             self._data.order(ticket)
         return ticket.result  # type: ignore[return-value]
+
+    def arrived(self, ticket: Ticket[Any]) -> bool:
+        return ticket.wait(0.0) and not (isinstance(self._data, StreamLanes) and self._data.pending(ticket))
 
     def _wait_for(self, ticket: Ticket[Any]) -> None:
         try:

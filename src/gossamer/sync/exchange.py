@@ -70,6 +70,11 @@ class Exchange:
         """How many buckets are under way."""
         return len(self._tickets)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether nothing is under way that has to be waited for."""
+        return all(self.runner.arrived(ticket) for ticket in self._tickets)
+
     def launch(self, step: int, when: str) -> None:
         """Start the flow of the next bucket in the plan's order; ``when`` describes the step."""
         index = len(self._tickets)

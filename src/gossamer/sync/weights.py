@@ -2,7 +2,9 @@
 
 Between the two the message travels while forward and backward go on. Adding the average just before the next local
 update (and not after it) keeps the learning rate's meaning: the gradient that is then applied was computed on the
-weights that were sent. Threads and ownership: see the note in ``gossamer.lanes``.
+weights that were sent. Where an exchange may lag, it is added before the first update at which it is there; the next one
+begins then, so that ranks at different steps meet in the exchange of the same number. Threads and ownership: see the
+note in ``gossamer.lanes``.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +22,10 @@ from gossamer.sync.statistics import Statistics
 
 PENDING = "(pending)"
 """The name under which the delta that is not yet added is saved, beside the algorithm's own names."""
+
+
+EXCHANGES = "(exchanges)"
+"""The name under which their number is saved, where ranks may lag."""
 
 
 class WeightSync:
@@ -44,6 +50,9 @@ class WeightSync:
         self._lay_out()
         self._step = 0
         self._deltas: list[Tensor] = []
+        self._lag, self._late = algorithm.may_lag, 0
+        self.exchanges = 0
+        """How many were begun; the same on all ranks, unless they may lag."""
 
     def _lay_out(self) -> None:
         self.exchange.adopt(make_plan(self._tensors, self._algorithm, at_once=True))
@@ -74,11 +83,28 @@ class WeightSync:
 
     @torch.no_grad()
     def launch(self, step: int) -> None:
-        """Send the weights as they are now, if the algorithm wants to at this step."""
+        """Send the weights as they are now, if the algorithm wants to at this step, and nothing is under way."""
         self.land()
-        if not self._algorithm.due(step):
-            return
-        self._step = step
+        if self.exchange.launched:
+            self._late += 1
+        elif self._algorithm.due(step):
+            self._begin(self._algorithm.step_of(self.exchanges) if self._lag else step)
+
+    @torch.no_grad()
+    def exchange_again(self) -> None:
+        """Take part in one more exchange, because others do, whatever step this rank is at."""
+        self._late = self._lag
+        self.land()
+        self._begin(self._algorithm.step_of(self.exchanges))
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether one more exchange could begin at once. The first one waits for what the optimizer will remember."""
+        return self.exchange.arrived and (self._extended or self._history is None)
+
+    def _begin(self, step: int) -> None:
+        self._step, self._late = step, 0
+        self.exchanges += 1
         self._follow_history()
         with self.exchange.transaction():
             for bucket, members in zip(self.exchange.buckets, self._members, strict=True):
@@ -100,7 +126,9 @@ class WeightSync:
 
     @torch.no_grad()
     def land(self) -> None:
-        """Add what the last exchange brought."""
+        """Add what the last exchange brought; one that may lag is left alone until it has ended, or must."""
+        if self._late < self._lag and not self.exchange.arrived:
+            return
         self.arrive()
         if self._deltas and self._extended and self._history is not None:
             self.follow(self._history())
@@ -117,14 +145,18 @@ class WeightSync:
         kept = self.exchange.state_by_name()
         for bucket, delta in zip(self.exchange.buckets, self._deltas, strict=False):
             kept.setdefault(PENDING, {}).update(zip(bucket.layout.names, bucket.split(delta), strict=True))
+        if self._lag:
+            kept[EXCHANGES] = {next(iter(self._tensors)): torch.tensor(self.exchanges)}
         return kept
 
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` returned."""
         self.arrive()
         self._deltas = []
+        self.exchanges = max((int(number) for number in kept.get(EXCHANGES, {}).values()), default=0)
         if self._history is not None and self._history():  # otherwise it comes with the first step
             self._follow_history()
-        self.exchange.load_state_by_name({key: tensors for key, tensors in kept.items() if key != PENDING}, extras)
+        own = {key: tensors for key, tensors in kept.items() if key not in (PENDING, EXCHANGES)}
+        self.exchange.load_state_by_name(own, extras)
         deltas = [bucket.gather(kept.get(PENDING, {})) for bucket in self.exchange.buckets]
         self._deltas = [delta for delta in deltas if delta is not None]

@@ -1,0 +1,78 @@
+"""PushSum: gossip on directed graphs, on which ranks send to and receive from different numbers of others."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gossamer.algorithms.base import Context
+from gossamer.algorithms.gossip import Meeting
+from gossamer.algorithms.lossy import wide
+from gossamer.buckets import Bucket
+from gossamer.codecs.cast import Wire, check_wire, wire_codec
+from gossamer.comm.digraph import AnyTopology, DirectedTopology, digraph
+from gossamer.comm.ops import Flow, Push, start, wait
+from gossamer.comm.topology import OnePeerExponential, Topology
+from gossamer.state import State
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushSum(Meeting):
+    """Stochastic gradient push: every worker keeps a sum x and a weight a, both of which it divides into equal parts, one
+    for each of those that it sends to and one for itself; the model is their ratio ``x / a``.
+
+    On a graph where some receive more than they send, plain averages would drift towards those who are heard most. Here
+    Σx and Σa over the workers stay what they are, so that all ratios tend to the same ``Σx / Σa``, with every update in
+    it in full. Where everyone sends and receives as much, all weights stay 1, and this is :class:`Gossip`.
+
+    ``topology``: any of :mod:`gossamer.comm.topology`, and the directed ones of :mod:`gossamer.comm.digraph`, such as
+    ``RandomPush()`` or ``OutNeighbours(…)`` (a worker behind a slow uplink sends to fewer). ``wire``: what a message rounds
+    off stays with its sender. ``every`` and ``lag``: as in :class:`Gossip`.
+
+    Per exchange one message of the weights' size for each edge, and one number. Memory: one copy of the weights.
+    Not the choice where partners send as much as they receive: :class:`Gossip` needs no copy.
+
+    Source: Kempe et al. 2003 (FOCS), push-sum; Assran et al. 2019 (arXiv 1811.10792), stochastic gradient push.
+    """
+
+    topologies: ClassVar[Any] = Topology | DirectedTopology
+
+    wire: Wire = "fp32"
+    topology: AnyTopology = field(default_factory=OnePeerExponential)
+    every: int = 1
+    lag: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_wire("wire", self.wire)
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        graph = digraph(self.topology.at(ctx.step // self.every, ctx.world))
+        targets = len(graph.destinations(ctx.rank))
+        total, weight = self._with_the_update(wide(bucket.flat), state)
+        message = bucket.scratch("sent", wire_codec(self.wire).wire_dtype(total.dtype))
+        message.copy_(total / (targets + 1))
+        share = torch.full((1,), weight / (targets + 1), dtype=torch.float64)
+        sums = yield start(Push(message, graph))
+        shares = yield start(Push(share, graph))
+        total.sub_(message.to(total.dtype), alpha=targets)
+        weight -= targets * share.item()
+        for part in (yield wait(sums)):
+            total.add_(part.to(total.dtype))
+        weight += float((yield wait(shares)).sum())
+        state[SUM] = total
+        state.set_extra(WEIGHT, torch.tensor([weight], dtype=torch.float64))
+        return (total / weight - wide(bucket.flat)).to(bucket.flat.dtype)
+
+    @staticmethod
+    def _with_the_update(weights: Tensor, state: State) -> tuple[Tensor, float]:
+        """The sum and the weight, with what the optimizer has done to the model since the last exchange."""
+        kept = state.extra(WEIGHT)
+        if kept is None or SUM not in state:
+            return weights.clone(), 1.0
+        weight = float(kept)
+        return weights + (state[SUM] - state[SUM] / weight), weight
+
+
+SUM, WEIGHT = "push-sum", "push-sum weight"

@@ -1,0 +1,167 @@
+"""Matrix: workloads × networks × numbers of hosts × ways to communicate, each case in the lab; kept as they are measured.
+
+Every case times its sides in one run, taking turns (:mod:`gossamer.bench.paired`). What a results file has already is
+not measured again, so a stopped run goes on where it was, and a new side is added beside the reference.
+"""
+
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gossamer.bench.catalogue import find_workload
+from gossamer.bench.in_lab import Record, lab_json
+from gossamer.bench.peers import PEERS
+from gossamer.bench.plots import Panel, times_over_hosts
+from gossamer.bench.sides import parse_side
+from gossamer.errors import ConfigurationError
+from gossamer.lab import LabSpec
+
+ALWAYS = ("ddp", "compute")
+"""Sides of every case: the reference of the ratios, and what no communication at all would take."""
+
+NOISY = 0.05
+"""Half-width of a ratio's interval from which a row is called noisy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One workload on one network. ``network``: a rate of the lab, and a latency after a plus: ``50mbit+2ms``."""
+
+    workload: str
+    network: str
+    hosts: int
+
+    def spec(self) -> LabSpec:
+        """The emulated hosts. Raises ConfigurationError for a network that cannot be made."""
+        rate, _, latency = self.network.partition("+")
+        try:
+            return LabSpec(hosts=self.hosts, rate=rate, latency=latency or "0")
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+
+    def __str__(self) -> str:
+        name = Path(self.workload).stem if self.workload.endswith(".py") else self.workload
+        return f"{name} on {self.network}, {self.hosts} hosts"
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How long a case is measured: rounds of a few steps of each side, after warm-up steps."""
+
+    rounds: int = 20
+    steps: int = 5
+    warmup: int = 4
+
+
+class Results:
+    """Rows of a file of JSON lines: one per case and side."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rows: list[Record] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def lacking(self, case: Case, sides: Iterable[str]) -> list[str]:
+        """Those of ``sides`` that have not been measured in this case."""
+        there = {row["side"] for row in self.rows if asdict(case).items() <= row.items()}
+        return [side for side in sides if side not in there]
+
+    def add(self, rows: Sequence[Record]) -> None:
+        """Keep rows, in place of older ones of the same case and side, and write them down."""
+        fresh = {_key(row) for row in rows}
+        self.rows = [row for row in self.rows if _key(row) not in fresh] + list(rows)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        whole = self._path.with_suffix(".new")
+        whole.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        whole.replace(self._path)
+
+
+def _key(row: Record) -> tuple[Any, ...]:
+    return row["workload"], row["network"], row["hosts"], row["side"]
+
+
+def cases(workloads: Sequence[str], networks: Sequence[str], hosts: Sequence[int]) -> list[Case]:
+    """All combinations. Raises ConfigurationError before anything is measured if one of them cannot be."""
+    for workload in workloads:
+        find_workload(workload)
+    result = [Case(*each) for each in itertools.product(workloads, networks, hosts)]
+    for case in result:
+        case.spec()
+    return result
+
+
+def portions(sides: Sequence[str], at_once: int) -> Iterator[list[str]]:
+    """``sides`` in portions that fit into memory together, each with the sides of every case before it."""
+    for side in sides:
+        parse_side(side)
+    others = [side for side in sides if side not in ALWAYS]
+    for start in range(0, len(others), at_once) or (0,):
+        yield [*ALWAYS, *others[start : start + at_once]]
+
+
+def measure(case: Case, sides: Sequence[str], turns: Turns, on_record: Callable[[Record], None] | None = None) -> list[Record]:
+    """Rows of one case: figures of every side, and what they were measured with."""
+    command = ["-m", "gossamer.bench.paired", "--workload", case.workload, "--sides", *sides]
+    numbers = {"--rounds": turns.rounds, "--steps": turns.steps, "--warmup": turns.warmup}
+    command += [str(part) for pair in numbers.items() for part in pair]
+    found = lab_json(case.spec(), command, on_record)[-1]
+    kept = ("rounds", "steps_per_round", "tcp_bits_per_second", "load", "torch")
+    shared = {"when": round(time.time()), "name": found["workload"]} | {name: found[name] for name in kept}
+    return [asdict(case) | {"side": side} | figures | shared for side, figures in found["sides"].items()]
+
+
+def table(rows: Sequence[Record]) -> list[str]:
+    """Markdown: every row, grouped by case."""
+    head = (
+        "workload", "network", "hosts", "side", "ms per step", "relative to DDP (95 % interval)", "bound, ms", "step / bound",
+        "payload, MB", "on the wire, MB", "exposed, ms", "CPU, ms",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    order = {key: place for place, key in enumerate(dict.fromkeys(_key(row)[:3] for row in rows))}
+    for row in sorted(rows, key=lambda row: order[_key(row)[:3]]):
+        lines.append(f"| {' | '.join(_cells(row))} |")
+    return lines
+
+
+def _cells(row: Record) -> list[str]:
+    noisy = " (noisy)" if row["ratio_high"] - row["ratio_low"] > 2 * NOISY * row["ratio"] else ""
+    ratio = f"{row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f}){noisy}"
+    bound = row.get("bound_seconds")
+    counted = row["side"] not in PEERS or PEERS[row["side"]].payload is not None
+    return [
+        row["name"],
+        row["network"],
+        str(row["hosts"]),
+        f"`{row['side']}`",
+        f"{1e3 * row['step_seconds']:.1f}",
+        "1" if row["side"] == "ddp" else ratio,
+        f"{1e3 * bound:.1f}" if bound else "",
+        f"{row['step_seconds'] / bound:.3f}" if bound else "",
+        f"{row['payload_bytes'] / 1e6:.2f}" if counted else "",
+        f"{row['interface_bytes'] / 1e6:.2f}",
+        f"{1e3 * row['exposed_seconds']:.1f}",
+        f"{1e3 * row['cpu_seconds']:.1f}",
+    ]
+
+
+def draw(rows: Sequence[Record], folder: Path) -> list[Path]:
+    """A picture of step times over the number of hosts, for every workload that was measured with several."""
+    made = []
+    for workload in dict.fromkeys(row["workload"] for row in rows):
+        panels = []
+        for network in dict.fromkeys(row["network"] for row in rows if row["workload"] == workload):
+            seconds: dict[str, dict[int, float]] = {}
+            for row in rows:
+                if (row["workload"], row["network"]) == (workload, network):
+                    seconds.setdefault(row["side"], {})[row["hosts"]] = row["step_seconds"]
+            if max(map(len, seconds.values())) > 1:
+                panels.append(Panel(network, seconds))
+        if panels:
+            name = next(row["name"] for row in rows if row["workload"] == workload)
+            made.append(folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', workload).strip('-').lower()}-hosts.png")
+            times_over_hosts(made[-1], panels, title=f"{name}: step time over the number of hosts")
+    return made

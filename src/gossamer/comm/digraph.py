@@ -1,0 +1,111 @@
+"""Digraph: directed patterns in which ranks may send to, and receive from, different numbers of others.
+
+Averaging along them does not keep the mean over the ranks; push-sum does, which also carries how much weight came along.
+Pure data, as :mod:`gossamer.comm.topology`.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from gossamer.comm.topology import Exchange, Topology, rounds, shuffled
+
+
+@dataclass(frozen=True, slots=True)
+class Digraph:
+    """One step: rank ``i`` sends to each of ``to[i]``, in ascending order, never to itself."""
+
+    to: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        world = len(self.to)
+        for rank, targets in enumerate(self.to):
+            if sorted(set(targets) - {rank}) != list(targets) or not set(targets) <= set(range(world)):
+                raise ValueError(f"rank {rank} sends to {list(targets)}: other ranks below {world}, each once, in order")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.to)
+
+    def destinations(self, rank: int) -> tuple[int, ...]:
+        """The ranks that ``rank`` sends to."""
+        return self.to[rank]
+
+    def sources(self, rank: int) -> tuple[int, ...]:
+        """The ranks that ``rank`` receives from, in ascending order."""
+        return tuple(source for source, targets in enumerate(self.to) if rank in targets)
+
+
+class DirectedTopology(ABC):
+    """A directed pattern: who sends to whom in every step. Equal on all ranks; see :class:`Topology`."""
+
+    @abstractmethod
+    def at(self, step: int, world: int) -> Digraph:
+        """The edges of ``step`` (0, 1, …) among ``world`` ranks. Raises ValueError for a world it cannot serve."""
+
+    def cycle(self, world: int) -> int:
+        """After how many steps it begins anew (patterns drawn at random: how many belong together)."""
+        return rounds(world)
+
+
+@dataclass(frozen=True)
+class RandomPush(DirectedTopology):
+    """Every rank sends to ``peers`` others, drawn anew in every step: some receive from several, some from none.
+
+    Source: the push-sum protocol of Kempe et al. 2003 (FOCS), which sends to one.
+    """
+
+    peers: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.peers, int) or isinstance(self.peers, bool) or self.peers < 1:
+            raise ValueError(f"peers must be a number of ranks, at least 1; got {self.peers!r}")
+
+    def at(self, step: int, world: int) -> Digraph:
+        drawn = []
+        for rank in range(world):
+            order = shuffled(world, self.seed, step * world + rank)
+            drawn.append(tuple(sorted([other for other in order if other != rank][: self.peers])))
+        return Digraph(tuple(drawn))
+
+
+@dataclass(frozen=True)
+class OutNeighbours(DirectedTopology):
+    """The same edges in every step: rank ``i`` sends to each of ``to[i]``. For one world, that of its length."""
+
+    to: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        Digraph(self.to)
+
+    def at(self, step: int, world: int) -> Digraph:
+        if world != len(self.to):
+            raise ValueError(f"{self} is for {len(self.to)} ranks; there are {world}")
+        return Digraph(self.to)
+
+    def cycle(self, world: int) -> int:
+        return 1
+
+
+def digraph(pattern: Exchange | Digraph) -> Digraph:
+    """The edges of one step of any pattern."""
+    if isinstance(pattern, Digraph):
+        return pattern
+    return Digraph(tuple(tuple(sorted(set(pattern.destinations(rank)))) for rank in range(pattern.world)))
+
+
+def push_matrix(pattern: Exchange | Digraph) -> list[list[float]]:
+    """Row ``i`` holds what rank ``i`` gets of each rank's sum: a sender of k messages keeps 1/(k + 1), as much as each gets.
+
+    Columns sum to 1: nothing is lost. Rows sum to 1 only where as much comes in as goes out.
+    """
+    graph = digraph(pattern)
+    matrix = [[0.0] * graph.world for _ in range(graph.world)]
+    for sender, targets in enumerate(graph.to):
+        for receiver in (sender, *targets):
+            matrix[receiver][sender] = 1 / (len(targets) + 1)
+    return matrix
+
+
+AnyTopology = Topology | DirectedTopology

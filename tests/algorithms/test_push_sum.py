@@ -1,0 +1,130 @@
+"""Push-sum: sums stay, ratios agree, on graphs where averages would drift."""
+
+import copy
+
+import pytest
+import torch
+
+import gossamer
+from gossamer import Gossip, PushSum
+from gossamer.comm.digraph import OutNeighbours, RandomPush
+from gossamer.comm.topology import Complete, Dissemination, Ring
+from gossamer.errors import ConfigurationError
+
+from ..contracts.cases import exchange, gossip, noise, stacked
+
+UNEVEN = OutNeighbours(((1, 2, 3), (2,), (0,), (0, 2)))
+
+
+@pytest.mark.parametrize("topology", [UNEVEN, RandomPush(), RandomPush(peers=2, seed=1)], ids=str)
+def test_all_workers_tend_to_the_mean_on_an_uneven_graph(topology):
+    tensors = noise(4, 50, torch.float64)
+    together = torch.stack(gossip(PushSum(topology=topology), tensors, 80))
+    assert torch.allclose(together, torch.stack(tensors).mean(0).expand(4, -1), rtol=0, atol=1e-9)
+
+
+def test_plain_averages_would_not():
+    """The law above can fail: with the weights left out, those who are heard most decide."""
+    from gossamer.comm.digraph import push_matrix
+
+    values = torch.stack(noise(4, 50, torch.float64))
+    rows = torch.tensor(push_matrix(UNEVEN.at(0, 4)), dtype=torch.float64)
+    mixed = torch.linalg.matrix_power(rows / rows.sum(1, keepdim=True), 80) @ values
+    assert (mixed - values.mean(0)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("topology", [UNEVEN, RandomPush(seed=2), Ring(), Complete()], ids=str)
+@pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16"])
+def test_sums_and_weights_are_conserved_on_every_wire(topology, wire):
+    tensors = noise(4, 60)
+    outcomes = exchange(PushSum(topology=topology, wire=wire), [tensors])
+    sums = torch.stack([outcome.state["push-sum"] for outcome in outcomes])
+    weights = torch.stack([outcome.state.extra("push-sum weight") for outcome in outcomes])
+    assert weights.sum().item() == pytest.approx(4.0, abs=1e-12)
+    assert torch.allclose(sums.double().sum(0), torch.stack(tensors).double().sum(0), rtol=0, atol=2e-6)
+    for outcome, tensor, weight, total in zip(outcomes, tensors, weights, sums, strict=True):
+        assert torch.allclose(tensor + outcome.results[0], total / weight.item(), atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_where_everyone_sends_as_much_as_comes_it_is_gossip(world):
+    tensors = noise(world, 40, torch.float64)
+    mine = exchange(PushSum(topology=Dissemination()), [tensors])
+    theirs = exchange(Gossip(wire="fp32", topology=Dissemination()), [tensors])
+    assert torch.allclose(stacked(mine), stacked(theirs), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("topology", [UNEVEN, RandomPush()], ids=str)
+def test_the_mean_moves_by_the_whole_of_a_constant_update(topology, wire):
+    steps, update = 200, 1e-4
+
+    def body(rank):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(20, 20)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with torch.no_grad():
+            model.weight.add_(0.1 * torch.randn(20, 20, generator=torch.Generator().manual_seed(rank)))
+        start = model.weight.detach().clone()
+        replica = gossamer.replicate(model, optimizer, PushSum(topology=topology, wire=wire))
+        start = model.weight.detach().clone()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (-update * sum(p.sum() for p in model.parameters())).backward()
+            optimizer.step()
+        with replica.consensus():
+            end = model.weight.detach().clone()
+        replica.close()
+        return (end - start).mean().item()
+
+    for moved in gossamer.loopback(body, 4):
+        assert moved == pytest.approx(steps * update, rel=0.01)
+
+
+def test_a_resumed_run_goes_on_bit_by_bit():
+    def train(steps, resume=None):
+        def body(rank):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(6, 6)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            replica = gossamer.replicate(model, optimizer, PushSum(topology=UNEVEN))
+            begin = 0
+            if resume is not None:
+                saved = resume[rank]
+                model.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+                replica.load_state_dict(saved["replica"])
+                begin = 5
+            for step in range(begin, steps):
+                data = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+                optimizer.zero_grad()
+                model(data).square().sum().backward()
+                optimizer.step()
+            saved = {
+                "replica": replica.state_dict(),
+                "model": copy.deepcopy(model.state_dict()),
+                "optimizer": copy.deepcopy(optimizer.state_dict()),
+            }
+            replica.close()
+            return saved
+
+        return gossamer.loopback(body, 4)
+
+    whole, resumed = train(9), train(9, resume=train(5))
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PushSum(topology="ring"), "topology must be one of gossamer.comm"),
+        (lambda: PushSum(wire="fp8"), "wire must be one of"),
+        (lambda: PushSum(every=0), "every must be a number of steps"),
+        (lambda: PushSum(topology=OutNeighbours(((1,), ()))).check(2), "never reaches rank 0"),
+        (lambda: PushSum(topology=UNEVEN).check(5), "is for 4 ranks; there are 5"),
+    ],
+)
+def test_bad_fields(make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make()

@@ -1,0 +1,40 @@
+"""Bounds: from compute, wire and when gradients come."""
+
+import pytest
+import torch
+
+from gossamer.bench.bound import Ready, joined, measure_ready, overlapped
+from gossamer.bench.catalogue import find_workload
+
+
+def test_side_by_side_the_longer_one_counts():
+    assert overlapped(2.0, 1.0) == 2.0
+    assert overlapped(1.0, 3.0) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("wire", "bound"),
+    [
+        (0.0, 10.0),  # nothing to send: the compute
+        (4.0, 10.0),  # all of it travels while the step goes on
+        (8.0, 12.0),  # what comes at 4 has to wait for nothing, and everything follows it: 4 + 8
+        (40.0, 44.0),
+    ],
+)
+def test_a_join_begins_with_the_first_gradient_and_ends_with_the_wire_of_the_last(wire, bound):
+    assert joined(10.0, wire, Ready((4.0, 8.0), (0.5, 0.5))) == bound
+
+
+def test_a_large_gradient_that_comes_last_hides_nothing():
+    assert joined(10.0, 10.0, Ready((4.0, 9.0), (0.1, 0.9))) == pytest.approx(18.0)
+
+
+def test_gradients_of_an_emulated_model_are_ready_in_its_backward():
+    ready = measure_ready(find_workload("Convnet(0.2)"), repeats=2)
+    assert len(ready.seconds) == 8
+    assert list(ready.seconds) == sorted(ready.seconds)
+    assert 0.2 / 3 < ready.seconds[0] < ready.seconds[-1] < 0.5
+    assert sum(ready.shares) == pytest.approx(1.0)
+    assert max(ready.shares) > 0.9  # one layer has nearly all parameters
+    assert ready.shares[0] < 0.01
+    assert torch.is_grad_enabled()

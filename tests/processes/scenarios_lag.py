@@ -1,0 +1,145 @@
+"""Scenarios: asynchronous gossip, where ranks are at different steps. Three ranks, the last of them slow."""
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import gossamer
+from gossamer import DecentralizedSGD, Gossip, GossipGraD, LowPrecisionDecentralized, PushSum, QuantizedGossip
+from gossamer.algorithms.base import Algorithm
+from gossamer.codecs import Quantize
+from gossamer.comm.digraph import RandomPush
+from processes.expect import raises
+from processes.worker import Here
+
+UPDATE = 1e-3
+
+
+def model_of(rank: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 5))
+
+
+def train(here: Here, algorithm: Algorithm, steps: int, pause: float, momentum: float = 0.0) -> dict[str, Any]:
+    """Constant updates; every step takes ``pause`` seconds. How long it took, and the whole model's mean before and after."""
+    model = model_of(here.rank)
+    optimizer = SGD(model.parameters(), lr=1.0, momentum=momentum)
+    replica = here.replicate(model, optimizer, algorithm)
+    before = mean_of(model)
+    begin = time.monotonic()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (UPDATE * sum(p.sum() for p in model.parameters())).backward()
+        time.sleep(pause)
+        optimizer.step()
+    seconds = time.monotonic() - begin
+    distance = replica.consensus_distance()
+    with replica.consensus():
+        after = mean_of(model)
+    exchanges = replica._weights[0].exchanges
+    replica.close()
+    return {"seconds": seconds, "moved": before - after, "distance": distance, "exchanges": exchanges, "model": model}
+
+
+def mean_of(model: nn.Module) -> float:
+    with torch.no_grad():
+        return float(torch.cat([p.reshape(-1).double() for p in model.parameters()]).mean())
+
+
+def pause_of(here: Here, slow: float = 0.08) -> float:
+    return slow if here.rank == here.world - 1 else 0.004
+
+
+def a_slow_rank_holds_nobody_up_at_once(here: Here) -> dict[str, float]:
+    alike = train(here, Gossip(wire="fp32"), 20, pause_of(here))
+    assert alike["seconds"] > 19 * 0.08, "without lag everyone takes as long as the slowest"
+    free = train(here, Gossip(wire="fp32", lag=1000), 20, pause_of(here))
+    if here.rank < here.world - 1:
+        assert free["seconds"] < 0.5 * alike["seconds"], (free["seconds"], alike["seconds"])
+    assert abs(free["moved"] - 20 * UPDATE) < 0.01 * 20 * UPDATE
+    return {"lag": free["seconds"], "no lag": alike["seconds"]}
+
+
+def nobody_lags_further_than_allowed(here: Here) -> float:
+    bounded = train(here, Gossip(lag=1), 20, pause_of(here))
+    # An exchange takes a slow step, and at most 1 + 1 fast ones: ten slow steps at least for twenty fast ones.
+    assert bounded["seconds"] > 8 * 0.08, bounded["seconds"]
+    return bounded["seconds"]
+
+
+def every_update_counts_whatever_is_sent(here: Here) -> dict[str, float]:
+    distances = {}
+    for algorithm in (
+        Gossip(lag=3),
+        DecentralizedSGD(lag=2),
+        QuantizedGossip(lag=4),
+        QuantizedGossip(bits=8, lag=4),
+        LowPrecisionDecentralized(lag=4),
+        LowPrecisionDecentralized(codec=Quantize(bits=4), lag=4),
+        PushSum(topology=RandomPush(), lag=3),
+        Gossip(every=2, lag=3),
+    ):
+        found = train(here, algorithm, 25, pause_of(here, 0.02))
+        assert abs(found["moved"] - 25 * UPDATE) < 0.01 * 25 * UPDATE, (algorithm, found["moved"])
+        assert found["exchanges"] >= 3, algorithm
+        distances[repr(algorithm)] = found["distance"]
+    assert all(distance < 0.3 for distance in distances.values()), distances
+    return distances
+
+
+def history_may_lag_too(here: Here) -> None:
+    found = train(here, GossipGraD(lag=3, wire="fp32"), 25, pause_of(here, 0.02), momentum=0.5)
+    whole = sum((1 - 0.5 ** (step + 1)) / 0.5 for step in range(25)) * UPDATE
+    assert abs(found["moved"] - whole) < 0.02 * whole, (found["moved"], whole)
+
+
+def a_rank_may_have_fewer_steps(here: Here) -> None:
+    steps = 30 if here.rank == 0 else 6
+    found = train(here, Gossip(lag=2, wire="fp32"), steps, 0.02)
+    total = sum(float(t) for t in here.gathered(torch.tensor([steps * UPDATE], dtype=torch.float64))) / here.world
+    assert abs(found["moved"] - total) < 0.01 * total, (found["moved"], total)
+
+
+def a_checkpoint_brings_all_ranks_together(here: Here) -> None:
+    algorithm = LowPrecisionDecentralized(lag=4)
+    model = model_of(here.rank)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    replica = here.replicate(model, optimizer, algorithm)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            (UPDATE * (here.rank + 1) * sum(p.sum() for p in model.parameters())).backward()
+            time.sleep(pause_of(here, 0.02))
+            optimizer.step()
+
+    steps(10)
+    state, weights = replica.state_dict(), copy.deepcopy(model.state_dict())
+    numbers = here.gathered(torch.tensor([replica._weights[0].exchanges]))
+    assert len({int(number) for number in numbers}) == 1, numbers
+    steps(10)
+    replica.load_state_dict(state)
+    model.load_state_dict(weights)
+    assert replica._weights[0].exchanges == int(numbers[0])
+    before = here.gathered(torch.tensor([mean_of(model)], dtype=torch.float64))
+    steps(10)
+    with replica.consensus():
+        after = mean_of(model)
+    moved = sum(map(float, before)) / here.world - after
+    expected = 10 * UPDATE * (here.world + 1) / 2
+    assert abs(moved - expected) < 0.02 * expected, (moved, expected)
+
+
+def what_needs_all_ranks_at_one_step_is_refused(here: Here) -> None:
+    model = model_of(0)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    for options, match in (({"scaler": torch.amp.GradScaler("cpu")}, "scaler="), ({"buffers": "broadcast"}, "buffers=")):
+        with raises(gossamer.ConfigurationError, match):
+            gossamer.replicate(model, optimizer, Gossip(lag=1), timeout=30.0, **options)
+    replica = here.replicate(model, optimizer, Gossip(lag=1))
+    with raises(gossamer.UsageError, "not needed"), replica.join():
+        pass
