@@ -37,7 +37,7 @@ class ConvNet(nn.Module):
         return self.classes(self.features(images))
 
 
-# The benchmarks (gossamer.bench) take these six from any script.
+# The benchmarks (gossamer.bench) take these seven from any script.
 
 
 def build_model() -> nn.Module:
@@ -65,6 +65,11 @@ def training_batches(rank: int, world: int, seed: int) -> Iterator[tuple[Tensor,
     images, labels = fashion_mnist()[0]
     sampler = DistributedSampler(labels, num_replicas=world, rank=rank, seed=seed)
     return epochs(DataLoader(TensorDataset(images, labels), BATCH, sampler=sampler, drop_last=True), sampler, 10**6)
+
+
+def training_samples() -> tuple[Tensor, Tensor]:
+    """All training images and their labels."""
+    return fashion_mnist()[0]
 
 
 @torch.no_grad()

@@ -1,17 +1,14 @@
 """Replica: the handle on a replicated model; it drives the flows from the hooks of the training loop."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.algorithms.lossy import wide
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.optim.communicating import Communicating
@@ -19,6 +16,7 @@ from gossamer.sync import checkpoint, scaling
 from gossamer.sync.agreement import same_from_rank
 from gossamer.sync.backward import Backward, alarming
 from gossamer.sync.checks import Watch, held_by, named_parameters
+from gossamer.sync.consensus import at_average, distance
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.history import history
@@ -26,7 +24,6 @@ from gossamer.sync.join import Event, Join
 from gossamer.sync.lagging import catch_up
 from gossamer.sync.module_buffers import (
     Buffers,
-    average,
     averaged,
     beside_parameters,
     floating,
@@ -114,19 +111,11 @@ class Replica:
         if not self._weights or self._runner.world == 1:
             yield self._model
             return
-        self._catch_up()
+        self._arrive()
         tensors = [*self._parameters.values(), *floating(named_buffers(self._model)).values()]
-        own = [tensor.detach().clone() for tensor in tensors]
-        for sync in self._weights:
-            sync.arrive()
-        try:
-            average(self._runner, [tensor.detach() for tensor in tensors])
+        with at_average(self._runner, tensors):
             yield self._model
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_([tensor.detach() for tensor in tensors], own)
 
-    @torch.no_grad()
     def consensus_distance(self) -> float:
         """How far the replicas are apart now: the root mean square over workers of ‖w − w̄‖ / ‖w̄‖, w̄ the mean of the weights.
 
@@ -134,18 +123,8 @@ class Replica:
         """
         if not self._weights or self._runner.world == 1:
             return 0.0
-        self._catch_up()
-        for sync in self._weights:
-            sync.arrive()
-        own = [wide(parameter.detach()) for parameter in self._parameters.values()]
-        means = [tensor.clone() for tensor in own]
-        average(self._runner, means)
-        squares = torch.zeros(1, dtype=torch.float64, device=own[0].device)
-        for mine, mean in zip(own, means, strict=True):
-            squares += torch.linalg.vector_norm(mine - mean, dtype=torch.float64).square()
-        average(self._runner, [squares])
-        whole = sum(float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2 for mean in means)
-        return math.sqrt(float(squares) / whole) if whole else 0.0
+        self._arrive()
+        return distance(self._runner, self._parameters.values())
 
     def metrics(self) -> dict[str, float]:
         """Counters of this rank since the start: ``bytes_sent``, ``messages_sent`` (payload handed to the transport),
@@ -283,6 +262,12 @@ class Replica:
         if self.algorithm.may_lag and self._runner.world > 1:
             with alarming(self._runner):
                 catch_up(self._runner, self._weights, self._exchange_again)
+
+    def _arrive(self) -> None:
+        """Wait for every exchange that is under way."""
+        self._catch_up()
+        for sync in self._weights:
+            sync.arrive()
 
     def _exchange_again(self, index: int) -> None:
         with changing(self._optimizers[index]):

@@ -763,6 +763,19 @@ def closing_and_replicating_again(here: Here) -> int:
     return tasks[-1]
 
 
+def all_lanes_share_two_network_threads(here: Here) -> None:
+    """One for each direction: every such thread wakes a hundred times a second."""
+    from pathlib import Path
+
+    def network_threads() -> int:
+        return sum(name.read_text().startswith("gloo") for name in Path("/proc/self/task").glob("*/comm"))
+
+    before = network_threads()
+    model = mlp()
+    here.replicate(model, AdamW(model.parameters(), lr=1e-2))
+    assert network_threads() == before + 2
+
+
 def subgroups(here: Here) -> None:
     """Ranks 0 and 2 train together; rank 1 is no member, and trains with nobody."""
     import torch.distributed as dist

@@ -11,6 +11,7 @@ from gossamer.bench.spelled import value_of
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError
 
+_OPTIONAL = ("training_batches", "quality", "training_samples")
 _FUNCTIONS = ("build_model", "build_optimizer", "random_batch", "loss")
 
 
@@ -41,5 +42,5 @@ def load_workload(path: Path) -> Workload:
     missing = [name for name in _FUNCTIONS if not callable(getattr(module, name, None))]
     if missing:
         raise ConfigurationError(f"{path} defines no {', '.join(missing)}(); a workload needs {', '.join(_FUNCTIONS)}")
-    optional: dict[str, Any] = {name: getattr(module, name, None) for name in ("training_batches", "quality")}
+    optional: dict[str, Any] = {name: getattr(module, name, None) for name in _OPTIONAL}
     return Workload(path.stem.lstrip("0123456789_"), **{name: getattr(module, name) for name in _FUNCTIONS}, **optional)

@@ -9,13 +9,14 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.sides import join, parse_side
@@ -53,20 +54,32 @@ QUALITIES = {"accuracy": (100.0, "points of accuracy"), "loss": (1.0, "nats of v
 console = Console(stderr=True)
 
 
-def train(workload: Workload, side: str, workers: int, steps: int, seed: int) -> dict[str, float]:
-    """The quality of the averaged model after ``steps`` of ``workers`` ranks in loopback."""
-    if workload.training_batches is None or workload.quality is None:
+Batches = Callable[[int, int, int], Iterator[tuple[Tensor, Tensor]]]
+"""``batches(rank, world, seed)``: those of one worker, without end."""
+
+Train = Callable[[Workload, str, int, int, int], dict[str, float]]
+"""``train(workload, side, workers, steps, seed)``: the quality that it ends with."""
+
+
+def train(
+    workload: Workload, side: str, workers: int, steps: int, seed: int, batches: Batches | None = None
+) -> dict[str, float]:
+    """The quality of the averaged model after ``steps`` of ``workers`` ranks in loopback, on the workload's own batches."""
+    batches, quality = batches or workload.training_batches, workload.quality
+    if batches is None or quality is None:
         raise ConfigurationError(f"the workload {workload.name} defines no training_batches() and quality()")
-    batches, quality = workload.training_batches, workload.quality
 
     def body(rank: int) -> dict[str, float]:
         torch.manual_seed(seed)
         model = workload.build_model()
         trained, optimizer, replica = join(parse_side(side), model, workload.build_optimizer(model))
-        for inputs, targets in islice(batches(rank, workers, seed), steps):
+        source = batches(rank, workers, seed)
+        for inputs, targets in islice(source, steps):
             optimizer.zero_grad()
             workload.loss(trained(inputs), targets).backward()
             optimizer.step()
+        if isinstance(source, Generator):  # all ranks together, and not when its memory is freed
+            source.close()
         assert replica is not None
         with replica.consensus():
             result = quality(model) if rank == 0 else {}
@@ -77,7 +90,13 @@ def train(workload: Workload, side: str, workers: int, steps: int, seed: int) ->
 
 
 def run_all(
-    workload: Workload, sides: Sequence[str], workers: int, steps: int, seeds: Sequence[int], log: Path
+    workload: Workload,
+    sides: Sequence[str],
+    workers: int,
+    steps: int,
+    seeds: Sequence[int],
+    log: Path,
+    train: Train = train,
 ) -> list[dict[str, Any]]:
     """Every side with every seed; those that ``log`` has are taken from there."""
     log.parent.mkdir(parents=True, exist_ok=True)

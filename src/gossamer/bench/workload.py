@@ -15,7 +15,7 @@ class Workload:
     ``build_model()`` gives the module; ``build_optimizer(model)`` its optimizer; ``random_batch(generator)`` inputs and
     targets of one worker's batch; ``loss(outputs, targets)`` a scalar. For convergence, optionally:
     ``training_batches(rank, world, seed)`` yields a worker's batches without end; ``quality(model)`` gives an
-    ``"accuracy"`` or a ``"loss"`` on held-out data.
+    ``"accuracy"`` or a ``"loss"`` on held-out data; ``training_samples()`` all inputs and labels.
     """
 
     name: str
@@ -25,3 +25,4 @@ class Workload:
     loss: Callable[[Tensor, Tensor], Tensor]
     training_batches: Callable[[int, int, int], Iterator[tuple[Tensor, Tensor]]] | None = None
     quality: Callable[[nn.Module], dict[str, float]] | None = None
+    training_samples: Callable[[], tuple[Tensor, Tensor]] | None = None

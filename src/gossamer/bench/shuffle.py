@@ -1,0 +1,95 @@
+"""Shuffle: gossip on shards sorted by label, without and with samples that travel, beside globally shuffled data.
+
+python -m gossamer.bench.shuffle --save-to benchmarks/results
+
+Every run is written down when it ends, and not done again.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from gossamer.bench.catalogue import find_workload
+from gossamer.bench.convergence import run_all, table, train
+from gossamer.bench.workload import Workload
+from gossamer.data import RingShuffle
+from gossamer.errors import ConfigurationError
+
+SHUFFLED = "shuffled globally"
+SORTED = "sorted by label"
+TRAVELLING = "sorted by label, RingShuffle"
+MIXED = "sorted by label, RingShuffle, mix=True"
+ARMS = (SHUFFLED, SORTED, TRAVELLING, MIXED)
+
+Shard = tuple[Tensor, Tensor]
+
+console = Console(stderr=True)
+
+
+def shard(inputs: Tensor, labels: Tensor, rank: int, world: int) -> Shard:
+    """One worker's share of samples sorted by label: of ten labels, eight workers have one or two each."""
+    chosen = torch.argsort(labels, stable=True).tensor_split(world)[rank]
+    return inputs[chosen], labels[chosen]
+
+
+def staying(own: Shard, batch: int, rank: int, seed: int) -> Iterator[Shard]:
+    """Batches of a share that stays where it is, without end, in another order in each local epoch."""
+    inputs, labels = own
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    while True:
+        for chosen in torch.randperm(len(labels), generator=generator).split(batch):
+            if len(chosen) == batch:
+                yield inputs[chosen], labels[chosen]
+
+
+def travelling(own: Shard, batch: int, rank: int, seed: int, mix: bool) -> Iterator[Shard]:
+    """Batches of a share that wanders around the ring, without end; shuffled once, before anything leaves."""
+    order = torch.randperm(len(own[1]), generator=torch.Generator().manual_seed(1000 * seed + rank))
+    with RingShuffle((own[0][order], own[1][order]), batch, seed=seed, mix=mix) as shuffle:
+        while True:
+            yield from shuffle
+
+
+def train_on(workload: Workload, arm: str, workers: int, steps: int, seed: int, algorithm: str, batch: int) -> dict[str, float]:
+    """What gossip ends with on one arm's batches."""
+    if workload.training_samples is None:
+        raise ConfigurationError(f"the workload {workload.name} defines no training_samples()")
+    inputs, labels = workload.training_samples()
+
+    def batches(rank: int, world: int, seed: int) -> Iterator[Shard]:
+        own = shard(inputs, labels, rank, world)
+        if arm == SORTED:
+            return staying(own, batch, rank, seed)
+        return travelling(own, batch, rank, seed, mix=arm == MIXED)
+
+    return train(workload, algorithm, workers, steps, seed, None if arm == SHUFFLED else batches)
+
+
+def main() -> None:
+    """Train what is not there yet, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", default="examples/02_convnet.py", help="a Python file that defines training_samples()")
+    parser.add_argument("--algorithm", default="Gossip()")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=64, help="samples per worker and step")
+    parser.add_argument("--steps", type=int, default=936, help="the default is a whole turn of all samples, 8 local epochs")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--save-to", type=Path, default=Path("out/shuffle"))
+    options = parser.parse_args()
+
+    def train_arm(workload: Workload, arm: str, workers: int, steps: int, seed: int) -> dict[str, float]:
+        return train_on(workload, arm, workers, steps, seed, options.algorithm, options.batch)
+
+    log = options.save_to / "shuffle.jsonl"
+    workload = find_workload(options.workload)
+    rows = run_all(workload, ARMS, options.workers, options.steps, range(options.seeds), log, train_arm)
+    (options.save_to / "shuffle.md").write_text("\n".join(table(rows)) + "\n")
+    console.log(f"wrote {options.save_to / 'shuffle.md'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Shards sorted by label, and batches of them that stay or travel."""
+
+from itertools import islice
+
+import pytest
+import torch
+
+import gossamer
+from gossamer.bench.convergence import run_all
+from gossamer.bench.shuffle import ARMS, MIXED, SHUFFLED, shard, staying, train_on, travelling
+from gossamer.bench.workload import Workload
+from gossamer.errors import ConfigurationError
+
+LABELS = torch.arange(80) % 4
+INPUTS = torch.arange(80.0).reshape(80, 1)
+
+
+def test_shards_are_sorted_and_hold_everything_once():
+    shards = [shard(INPUTS, LABELS, rank, 4) for rank in range(4)]
+    assert [labels.unique().tolist() for _, labels in shards] == [[0], [1], [2], [3]]
+    assert torch.cat([inputs for inputs, _ in shards]).sort(0).values.equal(INPUTS)
+
+
+def test_what_stays_shows_a_worker_its_own_label_only():
+    batches = list(islice(staying(shard(INPUTS, LABELS, 2, 4), 5, 2, 0), 12))
+    assert {int(label) for _, labels in batches for label in labels} == {2}
+    assert sorted(torch.cat([inputs for inputs, _ in batches[:4]]).flatten().tolist()) == INPUTS[LABELS == 2].flatten().tolist()
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_what_travels_shows_every_worker_everything_in_one_turn(mix):
+    def body(rank):
+        source = travelling(shard(INPUTS, LABELS, rank, 4), 5, rank, 0, mix)
+        seen = [inputs for inputs, _ in islice(source, 4 * 4)]
+        source.close()
+        return torch.cat(seen).flatten().sort().values
+
+    for seen in gossamer.loopback(body, 4):
+        assert seen.tolist() == INPUTS.flatten().tolist()
+
+
+def a_workload(**more):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(160, 4, generator=generator)
+    labels = (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
+
+    def shuffled(rank, world, seed):
+        order = torch.randperm(160, generator=torch.Generator().manual_seed(seed))[rank::world]
+        while True:
+            for chosen in order.split(10):
+                yield inputs[chosen], labels[chosen]
+
+    def quality(model):
+        return {"accuracy": float((model(inputs).argmax(1) == labels).float().mean())}
+
+    return Workload(
+        "small",
+        build_model=lambda: torch.nn.Linear(4, 4),
+        build_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5),
+        random_batch=lambda generator: (inputs[:10], labels[:10]),
+        loss=torch.nn.functional.cross_entropy,
+        training_batches=shuffled,
+        quality=quality,
+        **{"training_samples": lambda: (inputs, labels)} | more,
+    )
+
+
+def test_every_arm_trains_and_is_kept(tmp_path):
+    def train(workload, arm, workers, steps, seed):
+        return train_on(workload, arm, workers, steps, seed, "Gossip()", 10)
+
+    rows = run_all(a_workload(), ARMS, 4, 32, [0], tmp_path / "shuffle.jsonl", train)
+    found = {row["side"]: row["quality"]["accuracy"] for row in rows}
+    assert list(found) == list(ARMS)
+    assert found[SHUFFLED] > 0.8
+    assert found[MIXED] > 0.6
+    again = run_all(a_workload(), ARMS, 4, 32, [0], tmp_path / "shuffle.jsonl", None)
+    assert {row["side"]: row["quality"]["accuracy"] for row in again} == found
+
+
+def test_a_workload_without_samples_is_refused():
+    with pytest.raises(ConfigurationError, match="training_samples"):
+        train_on(a_workload(training_samples=None), MIXED, 4, 1, 0, "Gossip()", 10)
