@@ -11,16 +11,15 @@ _INTERFACES = Path("/proc/self/net/dev")
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Readings of one moment, or their growth per step. Bytes are those sent.
+    """Readings of one moment, or their growth per step.
 
     ``cpu_seconds``: of all threads of this process. ``interface_bytes``: everything that left the host (in the lab: the
     emulated one), headers included; 0 where there is no such count. The others are gossamer's own, 0 without it:
-    ``payload_bytes``, ``exposed_seconds`` (the loop stood still) and ``wire_seconds`` (its lanes waited for the network).
+    ``exposed_seconds`` (the loop stood still) and ``wire_seconds`` (its lanes waited for the network).
     """
 
     cpu_seconds: float
     interface_bytes: float
-    payload_bytes: float
     exposed_seconds: float
     wire_seconds: float
 
@@ -32,7 +31,6 @@ class Counters:
         return Counters(
             usage.ru_utime + usage.ru_stime,
             interface_bytes(),
-            own.get("bytes_sent", 0.0),
             own.get("exposed_seconds", 0.0),
             own.get("wire_seconds", 0.0),
         )

@@ -78,13 +78,10 @@ def make_side(workload: Workload, side: str, rank: int) -> Trained:
 
 
 def take_turns(
-    sides: dict[str, Trained], rounds: int, steps: int, warmup: int, told: Callable[[int], None] = lambda index: None
+    sides: dict[str, Trained], rounds: int, steps: int, told: Callable[[int], None] = lambda index: None
 ) -> dict[str, list[Round]]:
     """Every side's rounds: seconds per step, and what else the steps cost. ``told`` is called before every round."""
     results: dict[str, list[Round]] = {name: [] for name in sides}
-    for side in sides.values():
-        for _ in range(warmup):
-            side.step()
     names = list(sides)
     for index in range(rounds):
         told(index)
@@ -119,6 +116,7 @@ def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, f
         low, high = float(interval.low), float(interval.high)
     return {
         "step_seconds": statistics.median(seconds),
+        "reference_seconds": statistics.median(reference),
         "ratio": float(np.median(ratios)),
         "ratio_low": low,
         "ratio_high": high,
@@ -134,12 +132,18 @@ def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmu
     made = {name: make_side(workload, name, rank) for name in sides}
     lines = plain_tcp()
     ready = measure_ready(workload, rank)
-    results = take_turns(made, rounds, steps, warmup, lambda index: _tell(index, rounds))
+    for side in made.values():
+        for _ in range(warmup):
+            side.step()
+    before = _payloads(made)
+    results = take_turns(made, rounds, steps, lambda index: _tell(index, rounds))
+    # Over all rounds, because what a round's last step sends is counted when a lane begins with it.
+    sent = {name: (total - before[name]) / (rounds * (steps + 1)) for name, total in _payloads(made).items()}
+    sent |= {name: side.payload_bytes for name, side in made.items() if side.payload_bytes is not None}
     lines += plain_tcp()
     seconds = {name: [each.seconds for each in results[name]] for name in sides}
-    figures = {
-        name: compare(seconds[name], seconds[sides[0]]) | _counted(results[name], made[name].payload_bytes) for name in sides
-    }
+    compared = {name: compare(seconds[name], seconds[sides[0]]) for name in sides}
+    figures = {name: compared[name] | _counted(results[name]) | {"payload_bytes": sent[name]} for name in sides}
     line = statistics.median(lines) if lines else None
     if line is not None and "compute" in figures:
         for name, figure in figures.items():
@@ -176,10 +180,16 @@ def _tell(index: int, rounds: int) -> None:
         sys.stdout.flush()
 
 
-def _counted(rounds: Sequence[Round], known_payload: float | None) -> dict[str, float]:
-    """The means of what was counted, of this rank and per step: algorithms may send something in some steps only."""
-    means = {each.name: statistics.fmean(getattr(row.counted, each.name) for row in rounds) for each in fields(Counters)}
-    return means if known_payload is None else means | {"payload_bytes": known_payload}
+def _payloads(sides: dict[str, Trained]) -> dict[str, float]:
+    """Bytes that this rank's replicas have sent so far, each when its lanes have begun with everything."""
+    dist.barrier()
+    time.sleep(0.1)
+    return {name: 0.0 if side.replica is None else side.replica.metrics()["bytes_sent"] for name, side in sides.items()}
+
+
+def _counted(rounds: Sequence[Round]) -> dict[str, float]:
+    """The means of what was counted, of this rank and per step."""
+    return {each.name: statistics.fmean(getattr(row.counted, each.name) for row in rounds) for each in fields(Counters)}
 
 
 def _bound(payload: float, line: float, compute: dict[str, float], ready: Ready, overlaps: bool) -> float:
