@@ -63,7 +63,7 @@ bench-hosts: $(READY) ## step time over 2 to 16 emulated hosts, without and with
 
 bench-efficiency: $(READY) ## GossipGraD on ResNet-50 with emulated compute, 8 hosts, its message 0.8 of the compute (about 15 minutes)
 	$(VENV)/bin/gossamer bench 'ResNet50(12)' --network 90mbit --hosts 8 --side "GossipGraD(wire='bf16')" \
-	  --rounds 4 --steps 2 --warmup 2 --save-to benchmarks/results/efficiency
+	  --rounds 3 --steps 2 --warmup 2 --save-to benchmarks/results/efficiency
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (about a minute)
 	$(RUN) -m gossamer.bench.kernels --save-to benchmarks/results

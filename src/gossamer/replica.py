@@ -1,5 +1,6 @@
 """Replica: the handle on a replicated model; it drives the flows from the hooks of the training loop."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -126,6 +127,16 @@ class Replica:
         self._arrive()
         return distance(self._runner, self._parameters.values())
 
+    def catch_up(self) -> None:
+        """Where exchanges may lag (``lag=``): wait until every rank is here and all have taken part in the same ones.
+
+        Collective. Call it before the ranks wait for each other in any other way (a barrier, a mean of losses): one that
+        waits there does not answer those that still train. The methods of a replica call it by themselves.
+        """
+        if self.algorithm.may_lag and self._runner.world > 1:
+            with alarming(self._runner):
+                catch_up(self._runner, self._weights[0], self._exchange_again)
+
     def metrics(self) -> dict[str, float]:
         """Counters of this rank since the start: ``bytes_sent``, ``messages_sent`` (payload handed to the transport),
         ``compression_ratio`` (bytes of an exact all-reduce of the same tensors, divided by ``bytes_sent``),
@@ -139,7 +150,7 @@ class Replica:
     def state_dict(self) -> dict[str, Any]:
         """Plan, counters and the algorithm's state of this rank, under a key with its rank. Collective, between steps."""
         self._require_open()
-        self._catch_up()
+        self.catch_up()
         return checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -149,7 +160,7 @@ class Replica:
         summed and shared out (its mean stays), an exchange of weights begins anew, and a warning says so.
         """
         self._require_open()
-        self._catch_up()
+        self.catch_up()
         with alarming(self._runner):
             syncs: list[WeightSync | OptimizerSync] = [*self._weights, *self._links]
             self.step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
@@ -170,7 +181,8 @@ class Replica:
             handle.remove()
         self._watch.release()
         try:
-            self._catch_up()
+            if sys.exc_info()[0] is None:  # else the others should hear of that error, and not be answered
+                self._arrive()
             for index in range(len(self._weights)):
                 self._land(index)
         finally:
@@ -252,26 +264,24 @@ class Replica:
         return after_step
 
     def _land(self, index: int) -> None:
-        if index == 0 and self._buffers == "average":
-            self._weights[0].follow(beside_parameters(self._model))
+        self._follow(index)
         with changing(self._optimizers[index]):
             self._weights[index].land()
 
-    def _catch_up(self) -> None:
-        """Where exchanges may lag: let all ranks have taken part in the same ones."""
-        if self.algorithm.may_lag and self._runner.world > 1:
-            with alarming(self._runner):
-                catch_up(self._runner, self._weights, self._exchange_again)
-
     def _arrive(self) -> None:
         """Wait for every exchange that is under way."""
-        self._catch_up()
+        self.catch_up()
         for sync in self._weights:
             sync.arrive()
 
-    def _exchange_again(self, index: int) -> None:
-        with changing(self._optimizers[index]):
-            self._weights[index].exchange_again()
+    def _exchange_again(self) -> None:
+        self._follow(0)
+        with changing(self._optimizers[0]):
+            self._weights[0].exchange_again()
+
+    def _follow(self, index: int) -> None:
+        if index == 0 and self._buffers == "average":
+            self._weights[0].follow(beside_parameters(self._model))
 
     def _passes(self) -> int:
         return self._backward.passes if self._weights else self._backward.synchronised_passes

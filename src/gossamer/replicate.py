@@ -20,7 +20,7 @@ from gossamer.optim.communicating import Communicating
 from gossamer.replica import Replica
 from gossamer.sync.agreement import agree, checksum, same_from_rank
 from gossamer.sync.checks import check_held, check_model, check_optimizers, held_by, named_parameters
-from gossamer.sync.module_buffers import Buffers, named_buffers, resolve_buffers
+from gossamer.sync.module_buffers import Buffers, floating, named_buffers, resolve_buffers
 
 logger = logging.getLogger("gossamer")
 
@@ -64,7 +64,8 @@ def replicate(
         algorithm = algorithm if algorithm is not None else _default(optimizers)
         mode = resolve_buffers(buffers, algorithm.subject)
         algorithm.check(runner.world)
-        _check_lag(algorithm, mode, scaler)
+        _check_lag(algorithm, optimizers, mode, scaler)
+        _check_buffers(algorithm, model, mode)
         runner.agree_on_opening()
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler))
         _start_equal(runner, model)
@@ -98,11 +99,26 @@ def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any
     return optimizers
 
 
-def _check_lag(algorithm: Algorithm, buffers: Buffers, scaler: Any) -> None:
-    """Refuse what binds all ranks to the same step beside exchanges that need not be."""
-    if algorithm.may_lag and (scaler is not None or buffers == "broadcast"):
-        what = "buffers='broadcast' moves them in every step" if scaler is None else "scaler= makes them agree in every step"
-        raise ConfigurationError(f"{algorithm!r} lets ranks be at different steps, but {what}; set lag=0, or leave that out")
+def _check_lag(algorithm: Algorithm, optimizers: Sequence[Optimizer], buffers: Buffers, scaler: Any) -> None:
+    """Refuse what binds all ranks to the same step, or to one order of several exchanges, where they may lag."""
+    if not algorithm.may_lag:
+        return
+    reasons = {
+        "scaler= makes them agree in every step": scaler is not None,
+        "buffers='broadcast' moves those in every step": buffers == "broadcast",
+        "the weights of several optimizers would be exchanged in another order on each": len(optimizers) > 1,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigurationError(f"{algorithm!r} lets ranks be at different steps, but {reason}; set lag=0, or change that")
+
+
+def _check_buffers(algorithm: Algorithm, model: nn.Module, buffers: Buffers) -> None:
+    if buffers == "average" and not algorithm.averages_buffers and floating(named_buffers(model)):
+        raise ConfigurationError(
+            f"{type(algorithm).__name__} magnifies updates where little weight is, which would make running variances "
+            "negative: give replicate() buffers='broadcast' or 'local'"
+        )
 
 
 def _default(optimizers: Sequence[Optimizer]) -> Algorithm:

@@ -94,6 +94,12 @@ def test_local_steps_pass_between_two_exchanges() -> None:
     assert met == [Dissemination().at(number, 8) for number in range(4)], "no partner of the cycle is left out"
 
 
+def test_what_travels_repeats_itself_with_the_period() -> None:
+    assert Gossip().traffic_period == 1
+    assert Gossip(every=3).traffic_period == 3
+    assert GossipPGA(every=2, period=5).traffic_period == 10
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_the_global_average_is_exact(world: int) -> None:
     tensors = noise(world, 60)

@@ -81,6 +81,31 @@ def test_the_mean_moves_by_the_whole_of_a_constant_update(topology, wire):
         assert moved == pytest.approx(steps * update, rel=0.01)
 
 
+def test_running_statistics_do_not_travel_in_sums():
+    def body(rank):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), PushSum())
+
+    with pytest.raises(ConfigurationError, match="negative: give replicate"):
+        gossamer.loopback(body, 2)
+
+
+def test_every_rank_counts_what_it_sends_itself():
+    star = OutNeighbours(((1, 2, 3), (0,), (0,), (0,)))
+
+    def body(rank):
+        model = torch.nn.Linear(10, 10, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, PushSum(topology=star))
+        model(torch.ones(1, 10)).sum().backward()
+        before = replica.metrics()["bytes_sent"]
+        optimizer.step()
+        replica.close()
+        return replica.metrics()["bytes_sent"] - before
+
+    assert gossamer.loopback(body, 4) == [3 * 408, 408, 408, 408]
+
+
 def test_a_resumed_run_goes_on_bit_by_bit():
     def train(steps, resume=None):
         def body(rank):

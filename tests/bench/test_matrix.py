@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from gossamer.bench.matrix import ALWAYS, Case, Results, cases, draw, portions, table
+from gossamer.bench.matrix import ALWAYS, Case, Results, Turns, cases, draw, portions, table
 from gossamer.cli import app
 from gossamer.errors import ConfigurationError
 
@@ -14,7 +14,7 @@ CASE = Case("Convnet(0.05)", "200mbit+2ms", 4)
 
 def a_row(side, **more):
     figures = {"step_seconds": 0.5, "ratio": 0.5, "ratio_low": 0.49, "ratio_high": 0.51, "payload_bytes": 2e6}
-    counted = {"interface_bytes": 3e6, "exposed_seconds": 0.1, "cpu_seconds": 0.2, "wire_seconds": 0.3}
+    counted = {"interface_bytes": 3e6, "exposed_seconds": 0.1, "cpu_seconds": 0.2, "wire_seconds": 0.3, "rounds": 2}
     case = {"workload": CASE.workload, "network": CASE.network, "hosts": CASE.hosts}
     return case | {"side": side, "name": "Convnet"} | figures | counted | more
 
@@ -48,12 +48,13 @@ def test_sides_come_in_portions_with_the_reference():
 
 def test_results_are_kept_and_not_measured_again(tmp_path):
     results = Results(tmp_path / "deep" / "results.jsonl")
-    assert results.lacking(CASE, ["ddp", "AllReduce()"]) == ["ddp", "AllReduce()"]
+    assert results.lacking(CASE, ["ddp", "AllReduce()"], Turns(2)) == ["ddp", "AllReduce()"]
     results.add([a_row("ddp"), a_row("AllReduce()")])
     results.add([a_row("ddp", step_seconds=0.7)])
     again = Results(tmp_path / "deep" / "results.jsonl")
-    assert again.lacking(CASE, ["ddp", "AllReduce()", "Gossip()"]) == ["Gossip()"]
-    assert again.lacking(Case(CASE.workload, CASE.network, 8), ["ddp"]) == ["ddp"]
+    assert again.lacking(CASE, ["ddp", "AllReduce()", "Gossip()"], Turns(2)) == ["Gossip()"]
+    assert again.lacking(CASE, ["ddp"], Turns(3)) == ["ddp"], "so few rounds are not enough"
+    assert again.lacking(Case(CASE.workload, CASE.network, 8), ["ddp"], Turns(2)) == ["ddp"]
     assert [row["step_seconds"] for row in again.rows if row["side"] == "ddp"] == [0.7]
 
 

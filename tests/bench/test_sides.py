@@ -5,9 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from gossamer import AllReduce, Gossip, Hierarchical, ScatterReduce, after
+from gossamer import AllReduce, Gossip, Hierarchical, PushSum, ScatterReduce, after
 from gossamer.bench.sides import PLAIN, join, parse_side
 from gossamer.codecs import Quantize
+from gossamer.comm.digraph import OutNeighbours
 from gossamer.errors import ConfigurationError
 from gossamer.optim import OneBitAdam
 
@@ -21,6 +22,7 @@ from gossamer.optim import OneBitAdam
         ("ScatterReduce(codec=Quantize(bits=4))", ScatterReduce(codec=Quantize(bits=4))),
         ("Hierarchical(Gossip(), ranks_per_node=2)", Hierarchical(Gossip(), ranks_per_node=2)),
         ("after(3, Gossip())", after(3, Gossip())),
+        ("PushSum(topology=OutNeighbours(((1,), (0,))))", PushSum(topology=OutNeighbours(((1,), (0,))))),
     ],
 )
 def test_sides_are_understood(text: str, side: object) -> None:
@@ -28,7 +30,17 @@ def test_sides_are_understood(text: str, side: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["ddq", "AllReduce", "Nothing()", "AllReduce(", "AllReduce(wires='fp16')", "Quantize()", "print(1)"]
+    "text",
+    [
+        "ddq",
+        "AllReduce",
+        "Nothing()",
+        "AllReduce(",
+        "AllReduce(wires='fp16')",
+        "Quantize()",
+        "print(1)",
+        "PushSum(topology=RandomPush(peers=0))",
+    ],
 )
 def test_others_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"known:|is not an algorithm"):

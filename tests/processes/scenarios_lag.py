@@ -104,6 +104,73 @@ def a_rank_may_have_fewer_steps(here: Here) -> None:
     assert abs(found["moved"] - total) < 0.01 * total, (found["moved"], total)
 
 
+def closing_loses_nothing(here: Here) -> None:
+    """What the last exchange brings is added on all ranks, or the mean would not be kept."""
+    model = model_of(here.rank)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    replica = here.replicate(model, optimizer, Gossip(lag=50, wire="fp32"))
+    before = mean_of(model)
+    for _ in range(12):
+        optimizer.zero_grad()
+        (UPDATE * (here.rank + 1) * sum(p.sum() for p in model.parameters())).backward()
+        time.sleep(pause_of(here, 0.02))
+        optimizer.step()
+    replica.close()
+    moved = before - sum(map(float, here.gathered(torch.tensor([mean_of(model)], dtype=torch.float64)))) / here.world
+    expected = 12 * UPDATE * (here.world + 1) / 2
+    assert abs(moved - expected) < 1e-3 * expected, (moved, expected)
+
+
+def other_waits_need_to_catch_up_first(here: Here) -> None:
+    import torch.distributed as dist
+
+    model = model_of(here.rank)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    replica = here.replicate(model, optimizer, Gossip(lag=1))
+    for step in range(20):
+        optimizer.zero_grad()
+        model[0].weight.sum().backward()
+        time.sleep(pause_of(here, 0.02))
+        optimizer.step()
+        if step % 5 == 4:
+            replica.catch_up()
+            dist.barrier()
+
+
+def ranks_at_different_steps_load_what_they_saved(here: Here) -> None:
+    model = model_of(here.rank)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    replica = here.replicate(model, optimizer, Gossip(lag=2))
+    for _ in range(4 + 3 * here.rank):
+        optimizer.zero_grad()
+        model[0].weight.sum().backward()
+        optimizer.step()
+    state = replica.state_dict()
+    replica.load_state_dict(state)
+    assert replica.step == 4 + 3 * here.rank
+
+
+def a_rank_that_fails_is_heard_by_those_that_wait(here: Here) -> None:
+    model = model_of(here.rank)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    replica = here.replicate(model, optimizer, Gossip(lag=2))
+    begin = time.monotonic()
+    try:
+        for step in range(6 if here.rank < 2 else 20):
+            optimizer.zero_grad()
+            model[0].weight.sum().backward()
+            if here.rank == 2 and step == 10:
+                replica._runner.alarm("rank 2: the data are broken")
+                raise ValueError("the data are broken")
+            optimizer.step()
+            time.sleep(0.02)
+        with raises(gossamer.GossamerError, "the data are broken"):
+            replica.close()
+    except ValueError:
+        replica.close()
+    assert time.monotonic() - begin < 10
+
+
 def a_checkpoint_brings_all_ranks_together(here: Here) -> None:
     algorithm = LowPrecisionDecentralized(lag=4)
     model = model_of(here.rank)
@@ -140,6 +207,9 @@ def what_needs_all_ranks_at_one_step_is_refused(here: Here) -> None:
     for options, match in (({"scaler": torch.amp.GradScaler("cpu")}, "scaler="), ({"buffers": "broadcast"}, "buffers=")):
         with raises(gossamer.ConfigurationError, match):
             gossamer.replicate(model, optimizer, Gossip(lag=1), timeout=30.0, **options)
+    halves = [SGD(layer.parameters(), lr=1.0) for layer in model]
+    with raises(gossamer.ConfigurationError, "several optimizers"):
+        gossamer.replicate(model, halves, Gossip(lag=1), timeout=30.0)
     replica = here.replicate(model, optimizer, Gossip(lag=1))
     with raises(gossamer.UsageError, "not needed"), replica.join():
         pass

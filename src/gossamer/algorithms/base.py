@@ -67,6 +67,8 @@ class Algorithm(ABC):
     prompt: ClassVar[bool] = False
     """Whether an exchange starts all of its operations before it waits for any, and computes next to nothing: then no
     thread of its own has to run it."""
+    averages_buffers: ClassVar[bool] = True
+    """Whether buffers may travel with the weights (``buffers="average"``)."""
     serial: ClassVar[bool] = False
     """Whether flows must run one after the other, on one lane."""
 
@@ -117,6 +119,11 @@ class Algorithm(ABC):
     def step_of(self, exchange: int) -> int:
         """The step of the exchange of this number (0, 1, …), if none takes longer than it should."""
         return exchange
+
+    @property
+    def traffic_period(self) -> int:
+        """After how many steps what travels repeats itself, as far as bytes and messages go."""
+        return 1
 
     def check(self, world: int) -> None:  # noqa: B027  (most run in any world)
         """Raise ConfigurationError if this cannot run among ``world`` workers."""

@@ -48,6 +48,10 @@ class Meeting(Algorithm, register=False):
         return step % self.every == 0
 
     @property
+    def traffic_period(self) -> int:
+        return self.every
+
+    @property
     def may_lag(self) -> int:
         return self.lag
 

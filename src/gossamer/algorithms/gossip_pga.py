@@ -31,6 +31,10 @@ class GossipPGA(Gossip):
         super().__post_init__()
         check_steps("period", self.period)
 
+    @property
+    def traffic_period(self) -> int:
+        return self.every * self.period
+
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.step // self.every % self.period:
             return (yield from super().exchange(bucket, state, ctx))

@@ -62,6 +62,10 @@ class Hierarchical(Algorithm, register=False):
         return self.outer.serial or self.inner.serial
 
     @property
+    def traffic_period(self) -> int:
+        return self.outer.traffic_period
+
+    @property
     def exchanges_history(self) -> bool:
         return self.outer.exchanges_history
 

@@ -26,6 +26,9 @@ class PushSum(Meeting):
     Σx and Σa over the workers stay what they are, so that all ratios tend to the same ``Σx / Σa``, with every update in
     it in full. Where everyone sends and receives as much, all weights stay 1, and this is :class:`Gossip`.
 
+    An update enters the sum as it is, so where little weight is at the moment it moves the model further. Running statistics
+    cannot stand that: models with buffers need ``buffers="broadcast"`` or ``"local"``.
+
     ``topology``: any of :mod:`gossamer.comm.topology`, and the directed ones of :mod:`gossamer.comm.digraph`, such as
     ``RandomPush()`` or ``OutNeighbours(…)`` (a worker behind a slow uplink sends to fewer). ``wire``: what a message rounds
     off stays with its sender. ``every`` and ``lag``: as in :class:`Gossip`.
@@ -37,6 +40,7 @@ class PushSum(Meeting):
     """
 
     topologies: ClassVar[Any] = Topology | DirectedTopology
+    averages_buffers: ClassVar[bool] = False
 
     wire: Wire = "fp32"
     topology: AnyTopology = field(default_factory=OnePeerExponential)
@@ -53,25 +57,25 @@ class PushSum(Meeting):
         total, weight = self._with_the_update(wide(bucket.flat), state)
         message = bucket.scratch("sent", wire_codec(self.wire).wire_dtype(total.dtype))
         message.copy_(total / (targets + 1))
-        share = torch.full((1,), weight / (targets + 1), dtype=torch.float64)
+        share = (weight / (targets + 1)).reshape(1)
         sums = yield start(Push(message, graph))
         shares = yield start(Push(share, graph))
         total.sub_(message.to(total.dtype), alpha=targets)
-        weight -= targets * share.item()
+        weight = weight / (targets + 1)
         for part in (yield wait(sums)):
             total.add_(part.to(total.dtype))
-        weight += float((yield wait(shares)).sum())
+        weight = weight + (yield wait(shares)).sum()
         state[SUM] = total
-        state.set_extra(WEIGHT, torch.tensor([weight], dtype=torch.float64))
-        return (total / weight - wide(bucket.flat)).to(bucket.flat.dtype)
+        state.set_extra(WEIGHT, weight)
+        delta: Tensor = total / weight - wide(bucket.flat)
+        return delta.to(bucket.flat.dtype)
 
     @staticmethod
-    def _with_the_update(weights: Tensor, state: State) -> tuple[Tensor, float]:
-        """The sum and the weight, with what the optimizer has done to the model since the last exchange."""
-        kept = state.extra(WEIGHT)
-        if kept is None or SUM not in state:
-            return weights.clone(), 1.0
-        weight = float(kept)
+    def _with_the_update(weights: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """The sum and the weight (one number), with what the optimizer has done to the model since the last exchange."""
+        weight = state.extra(WEIGHT)
+        if weight is None or SUM not in state:
+            return weights.clone(), torch.ones((), dtype=torch.float64, device=weights.device)
         return weights + (state[SUM] - state[SUM] / weight), weight
 
 

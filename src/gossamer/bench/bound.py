@@ -13,10 +13,16 @@ from gossamer.bench.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """When gradients come in a step without communication: seconds from its start, and each one's share of all bytes."""
+    """When gradients come in a step of ``step`` seconds without communication: seconds from its start, and each one's
+    share of all bytes."""
 
     seconds: tuple[float, ...]
     shares: tuple[float, ...]
+    step: float
+
+    def within(self, step: float) -> "Ready":
+        """The same in a step of that many seconds."""
+        return Ready(tuple(seconds * step / self.step for seconds in self.seconds), self.shares, step)
 
 
 def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
@@ -25,7 +31,7 @@ def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
     model, generator = workload.build_model(), torch.Generator().manual_seed(seed)
     optimizer = workload.build_optimizer(model)
     came: dict[int, list[float]] = {}
-    begin = 0.0
+    begin, steps = 0.0, []
 
     def note(parameter: torch.Tensor) -> None:
         came.setdefault(id(parameter), []).append(time.perf_counter() - begin)
@@ -38,11 +44,13 @@ def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
         begin = time.perf_counter()
         workload.loss(model(inputs), targets).backward()
         optimizer.step()
+        steps.append(time.perf_counter() - begin)
     for handle in handles:
         handle.remove()
     order = sorted((statistics.median(times[1:] or times), parameters[key].nbytes) for key, times in came.items())
     whole = sum(nbytes for _, nbytes in order)
-    return Ready(tuple(seconds for seconds, _ in order), tuple(nbytes / whole for _, nbytes in order))
+    step = statistics.median(steps[1:])
+    return Ready(tuple(seconds for seconds, _ in order), tuple(nbytes / whole for _, nbytes in order), step)
 
 
 def overlapped(compute: float, wire: float) -> float:
@@ -53,7 +61,8 @@ def overlapped(compute: float, wire: float) -> float:
 def joined(compute: float, wire: float, ready: Ready) -> float:
     """Seconds of a step if the exchange of a gradient begins when it is there, and all end before the next update.
 
-    The largest, over gradients, of when it is ready plus the wire of it and all later ones; or the compute.
+    The largest, over gradients, of when it is ready plus the wire of it and all later ones; or the compute. What is sent is
+    taken to be spread over the gradients by their size.
     """
     ends = [seconds + wire * later for seconds, later in zip(ready.seconds, _later(ready.shares), strict=True)]
     return max([compute, *ends])

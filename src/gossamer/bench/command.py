@@ -22,10 +22,10 @@ def bench(
     side: Annotated[
         list[str] | None, typer.Option(help="A way to train, beside DDP: AllReduce(), Gossip(wire='bf16').")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Turns of every side.")] = 20,
-    steps: Annotated[int, typer.Option(help="Steps of a side in its turn.")] = 5,
-    warmup: Annotated[int, typer.Option(help="Steps of every side before the first turn.")] = 4,
-    at_once: Annotated[int, typer.Option(help="How many sides, beside DDP and compute only, share a run and its memory.")] = 6,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a side in its turn.")] = 5,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps of every side before the first turn.")] = 4,
+    at_once: Annotated[int, typer.Option(min=1, help="Sides that share a run and its memory with DDP and compute only.")] = 6,
     save_to: Annotated[Path, typer.Option(help="Folder for results.jsonl, results.md and pictures.")] = Path("out/bench"),
     again: Annotated[bool, typer.Option(help="Measure anew what the folder has already.")] = False,
 ) -> None:
@@ -51,8 +51,8 @@ def _run(todo: list[Case], sides: list[str], turns: Turns, at_once: int, results
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for case in todo:
-            for portion in portions(sides if again else results.lacking(case, sides), at_once):
-                if not again and not results.lacking(case, portion):
+            for portion in portions(sides if again else results.lacking(case, sides, turns), at_once):
+                if not again and not results.lacking(case, portion, turns):
                     continue
                 bar = progress.add_task(f"{case}: {len(portion)} sides", total=turns.rounds)
 

@@ -65,9 +65,10 @@ class Results:
         self._path = path
         self.rows: list[Record] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def lacking(self, case: Case, sides: Iterable[str]) -> list[str]:
-        """Those of ``sides`` that have not been measured in this case."""
-        there = {row["side"] for row in self.rows if asdict(case).items() <= row.items()}
+    def lacking(self, case: Case, sides: Iterable[str], turns: Turns) -> list[str]:
+        """Those of ``sides`` that have not been measured in this case, or in fewer rounds."""
+        rows = [row for row in self.rows if asdict(case).items() <= row.items()]
+        there = {row["side"] for row in rows if row["rounds"] >= turns.rounds}
         return [side for side in sides if side not in there]
 
     def add(self, rows: Sequence[Record]) -> None:

@@ -54,6 +54,12 @@ class Trained:
     overlaps: bool
     """Whether what is exchanged may travel during the next step's compute."""
     payload_bytes: float | None
+    period: int
+    """After how many steps what travels repeats itself: it is timed in multiples of that."""
+
+    def timed(self, steps: int) -> int:
+        """How many steps of a round are timed: at least ``steps``."""
+        return -(-steps // self.period) * self.period
 
 
 def make_side(workload: Workload, side: str, rank: int) -> Trained:
@@ -74,7 +80,8 @@ def make_side(workload: Workload, side: str, rank: int) -> Trained:
         workload.loss(trained(inputs), targets).backward()
         optimizer.step()
 
-    return Trained(step, replica, overlaps, known)
+    period = parsed.traffic_period if isinstance(parsed, Algorithm) else PEERS[side].period if side in PEERS else 1
+    return Trained(step, replica, overlaps, known, period)
 
 
 def take_turns(
@@ -93,15 +100,22 @@ def take_turns(
 
 
 def _time(side: Trained, steps: int) -> Round:
-    side.step()  # what the side before left in caches and token buckets is not this side's
+    for _ in range(side.period):
+        side.step()  # what the side before left in caches and token buckets is not this side's
     before = Counters.read(side.replica)
-    dist.barrier()
-    begin = time.perf_counter()
+    _meet(side)
+    begin, steps = time.perf_counter(), side.timed(steps)
     for _ in range(steps):
         side.step()
-    dist.barrier()
+    _meet(side)
     seconds = (time.perf_counter() - begin) / steps
     return Round(seconds, Counters.read(side.replica).per_step(before, steps))
+
+
+def _meet(side: Trained) -> None:
+    if side.replica is not None:
+        side.replica.catch_up()
+    dist.barrier()
 
 
 def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
@@ -133,12 +147,14 @@ def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmu
     lines = plain_tcp()
     ready = measure_ready(workload, rank)
     for side in made.values():
-        for _ in range(warmup):
+        for _ in range(side.timed(warmup)):
             side.step()
+        _meet(side)
     before = _payloads(made)
     results = take_turns(made, rounds, steps, lambda index: _tell(index, rounds))
     # Over all rounds, because what a round's last step sends is counted when a lane begins with it.
-    sent = {name: (total - before[name]) / (rounds * (steps + 1)) for name, total in _payloads(made).items()}
+    after, taken = _payloads(made), {name: rounds * (side.period + side.timed(steps)) for name, side in made.items()}
+    sent = {name: (after[name] - before[name]) / taken[name] for name in made}
     sent |= {name: side.payload_bytes for name, side in made.items() if side.payload_bytes is not None}
     lines += plain_tcp()
     seconds = {name: [each.seconds for each in results[name]] for name in sides}
@@ -193,7 +209,7 @@ def _counted(rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def _bound(payload: float, line: float, compute: dict[str, float], ready: Ready, overlaps: bool) -> float:
-    wire = 8 * payload / line
+    wire, ready = 8 * payload / line, ready.within(compute["step_seconds"])
     return overlapped(compute["step_seconds"], wire) if overlaps else joined(compute["step_seconds"], wire, ready)
 
 

@@ -17,11 +17,15 @@ LOCAL_STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One of them. ``payload``: bytes per step relative to an exact ring all-reduce of the gradients; None if unknown."""
+    """One of them. ``payload``: bytes per step relative to an exact ring all-reduce of the gradients; None if unknown.
+
+    ``period``: after how many steps what travels repeats itself.
+    """
 
     what: str
     join: Callable[[nn.Module, Optimizer], Joined]
     payload: float | None
+    period: int = 1
 
 
 def _compute(model: nn.Module, optimizer: Optimizer) -> Joined:
@@ -68,5 +72,5 @@ PEERS = {
     "ddp-again": Peer("the same beside itself: the noise", _ddp, 1.0),
     "ddp-fp16": Peer("DDP with its fp16 hook", _fp16, 0.5),
     "ddp-powersgd": Peer("DDP with its PowerSGD hook, rank 2, one bucket", _power_sgd, None),
-    "post-localsgd": Peer(f"DDP's post-localSGD, an average every {LOCAL_STEPS} steps", _post_local_sgd, 1 / LOCAL_STEPS),
+    "post-localsgd": Peer("DDP's post-localSGD", _post_local_sgd, 1 / LOCAL_STEPS, period=LOCAL_STEPS),
 }

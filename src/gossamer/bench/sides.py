@@ -42,7 +42,7 @@ def parse_side(text: str) -> Side:
     names = known_names()
     try:
         made = value_of(text, names)
-    except (SyntaxError, TypeError, KeyError) as error:
+    except (SyntaxError, TypeError, KeyError, ValueError) as error:
         raise ConfigurationError(f"unknown side {text!r} ({error}); known: {', '.join([*PLAIN, *sorted(names)])}") from error
     if not isinstance(made, Algorithm | partial):
         raise ConfigurationError(f"{text!r} is not an algorithm; write for example AllReduce() or Gossip(wire='bf16')")

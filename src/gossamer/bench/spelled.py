@@ -16,4 +16,6 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         return names[node.func.id](*(_value(each, names) for each in node.args), **keywords)
     if isinstance(node, ast.Constant):
         return node.value
+    if isinstance(node, ast.Tuple):
+        return tuple(_value(each, names) for each in node.elts)
     raise TypeError("only calls with constants are understood")

@@ -159,7 +159,7 @@ class LoopbackPort:
     def start(self, op: Op, group: Group | None = None) -> Meeting:
         ops.refuse_foreign(op, "loopback")
         group = self._everyone if group is None else group
-        self._meter.count(op, len(group))
+        self._meter.count(op, len(group), group.index(self._rank))
         self._counts[group] += 1
         return self._world.bring(self._rank, (self._channel, group, self._counts[group]), op, self.label)
 

@@ -42,6 +42,10 @@ class Op:
         """Payload bytes and successive messages of one rank among ``world``."""
         raise NotImplementedError
 
+    def sent(self, world: int, rank: int) -> Traffic:
+        """What the ``rank``-th member hands to the transport, where that differs between them."""
+        return self.traffic(world)
+
     def detail(self) -> str:
         """Whatever besides shape and dtype must agree between ranks."""
         return ""
@@ -107,6 +111,10 @@ class Push(Op):
         """Priced at the rank that sends most; all messages at once."""
         most = max(map(len, self.graph.to))
         return Traffic(most * self.nbytes, min(1, most))
+
+    def sent(self, world: int, rank: int) -> Traffic:
+        targets = len(self.graph.destinations(rank))
+        return Traffic(targets * self.nbytes, min(1, targets))
 
     def detail(self) -> str:
         return f", to={[list(targets) for targets in self.graph.to]}"

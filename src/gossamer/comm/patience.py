@@ -17,6 +17,9 @@ logger = logging.getLogger("gossamer")
 SLICE = 0.2
 """Seconds for which the main thread waits at a time, so that Ctrl-C works and other ranks' alarms are heard."""
 
+BUSY_SLICE = 0.002
+"""The same, where there is something to do in between."""
+
 LOOK_EVERY = 1.0
 """Seconds after which a waiting rank looks at the board, again and again."""
 
@@ -32,13 +35,18 @@ class Patience:
         self.timeout = timeout
         self._board, self._rank = board, rank
 
-    def wait(self, ticket: Ticket[Any], broken: Callable[[], Ticket[Any] | None]) -> Ticket[Any]:
+    def wait(
+        self, ticket: Ticket[Any], broken: Callable[[], Ticket[Any] | None], meanwhile: Callable[[], None] | None = None
+    ) -> Ticket[Any]:
         """Block until ``ticket`` is done, or another one has failed (``broken()``); returns that one.
 
-        Raises when a rank posts a failure, when one leaves, and when the timeout is over.
+        Raises when a rank posts a failure, when one leaves, and when the timeout is over. ``meanwhile``: what to do again
+        and again until then.
         """
         begin, next_look, warned, lost = time.monotonic(), LOOK_EVERY, False, 0
-        while not ticket.wait(SLICE):
+        while not ticket.wait(SLICE if meanwhile is None else BUSY_SLICE):
+            if meanwhile is not None:
+                meanwhile()
             failed, waited = broken(), time.monotonic() - begin
             if failed is not None:
                 return failed

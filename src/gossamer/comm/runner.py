@@ -1,6 +1,5 @@
 """Runner: carries out flows for one rank, in the order in which they are submitted."""
 
-import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -32,9 +31,9 @@ class Meter:
     wire_seconds: float = 0.0
     busy_seconds: float = 0.0
 
-    def count(self, op: Op, world: int) -> None:
-        """Add one operation."""
-        traffic = op.traffic(world)
+    def count(self, op: Op, world: int, rank: int | None = None) -> None:
+        """Add one operation, of the ``rank``-th of its members (if it matters which)."""
+        traffic = op.traffic(world) if rank is None else op.sent(world, rank)
         self.bytes += traffic.bytes
         self.messages += traffic.rounds
 
@@ -101,10 +100,6 @@ class Runner(ABC):
     rank: int
     world: int
     lanes: int
-
-    timeout: float = math.inf
-    """Seconds after which a wait is an error."""
-
     nodes: tuple[Group, ...] | None = None
     """Which ranks share a machine, if that is known."""
 
@@ -121,8 +116,11 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def wait(self, ticket: Ticket[T]) -> T:
-        """The result of a flow; raises what went wrong, with operation, bucket, peers and step named."""
+    def wait(self, ticket: Ticket[T], meanwhile: Callable[[], None] | None = None) -> T:
+        """The result of a flow; raises what went wrong, with operation, bucket, peers and step named.
+
+        ``meanwhile``: called again and again until it is there.
+        """
 
     def arrived(self, ticket: Ticket[Any]) -> bool:
         """Whether a flow has ended, well or not: whether :meth:`wait` returns at once."""
@@ -190,7 +188,7 @@ class InlineRunner(Runner):
             raise ticket.error
         return ticket
 
-    def wait(self, ticket: Ticket[T]) -> T:
+    def wait(self, ticket: Ticket[T], meanwhile: Callable[[], None] | None = None) -> T:
         return ticket.result  # type: ignore[return-value]
 
     def meters(self) -> list[Meter]:

@@ -92,7 +92,7 @@ class GlooPort:
 
     def start(self, op: Op, group: Group | None = None) -> Pending:
         circle = self._everyone if group is None else self._circle(group)
-        self._meter.count(op, circle.world)
+        self._meter.count(op, circle.world, circle.rank)
         if op.tensor.numel() == 0:
             return Pending(op, [], ops.result_like(op, circle.world, circle.rank))
         if circle.world == 1:
@@ -238,7 +238,7 @@ class DevicePort:
         if group is not None and group not in self._groups:
             self._groups[group] = self._open_group(group)
         chosen = self._everyone if group is None else self._groups[group]
-        self._meter.count(op, chosen.size())
+        self._meter.count(op, chosen.size(), chosen.rank())
         if op.tensor.numel() == 0:
             return Pending(op, [], ops.result_like(op, chosen.size(), chosen.rank()))
         if chosen.size() == 1:

@@ -66,7 +66,6 @@ class TorchRunner(Runner):
         except ConfigurationError as error:
             self.alarm(f"rank {self.rank}: {error}")
             raise
-        self.timeout = seconds
         self._patience = Patience(self._board, self.rank, seconds)
 
     @property
@@ -175,10 +174,10 @@ class TorchRunner(Runner):
         self._under_way[self._submitted] = ticket
         self._submitted += 1
 
-    def wait(self, ticket: Ticket[T]) -> T:
+    def wait(self, ticket: Ticket[T], meanwhile: Callable[[], None] | None = None) -> T:
         if not ticket.wait(0.0):
             self._check_usable()
-            self._wait_for(ticket)
+            self._wait_for(ticket, meanwhile)
         if ticket.error is not None:
             raise self._fail(self._failure or self._patience.explain(self._origin(ticket))) from ticket.error
         self._under_way.pop(ticket.sequence, None)
@@ -189,9 +188,9 @@ class TorchRunner(Runner):
     def arrived(self, ticket: Ticket[Any]) -> bool:
         return ticket.wait(0.0) and not (isinstance(self._data, StreamLanes) and self._data.pending(ticket))
 
-    def _wait_for(self, ticket: Ticket[Any]) -> None:
+    def _wait_for(self, ticket: Ticket[Any], meanwhile: Callable[[], None] | None = None) -> None:
         try:
-            ended = self._patience.wait(ticket, self._broken)
+            ended = self._patience.wait(ticket, self._broken, meanwhile)
         except GossamerError as error:
             raise self._fail(error) from error.__cause__
         if ended is not ticket:

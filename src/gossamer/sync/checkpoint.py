@@ -77,7 +77,8 @@ def restore(
     if state["algorithm"] != repr(algorithm):
         raise ConfigurationError(f"the state was saved by {state['algorithm']}, this replica runs {algorithm!r}")
     own, extras = _entries(state, runner, gradients, weights)
-    agree(runner, {"the step of the saved state": str(state["step"]), "the saved plan of buckets": repr(state["plan"])})
+    step = "any" if algorithm.may_lag else str(state["step"])
+    agree(runner, {"the step of the saved state": step, "the saved plan of buckets": repr(state["plan"])})
     if gradients is not None:
         gradients.load_plan(state["plan"]["buckets"], state["plan"]["learned"])
         gradients.step = state["step"]

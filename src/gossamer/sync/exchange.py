@@ -132,10 +132,8 @@ class Exchange:
         The results are the same on all ranks, so all of them keep it, or none does.
         """
         drafts = self.drafts()
-        if not drafts:
-            return
         unseen = [tensor for tensor in (*drafts, *results) if id(tensor) not in self._seen]
-        if self._poisoned or any_non_finite(unseen).item() > 0:
+        if drafts and (self._poisoned or any_non_finite(unseen).item() > 0):
             self.rollback()
         else:
             self.commit()
