@@ -1,4 +1,4 @@
-"""Command line: ``gossamer lab`` and the commands to come."""
+"""Command line: ``gossamer lab`` and ``gossamer bench``."""
 
 import typer
 
@@ -14,11 +14,6 @@ app = typer.Typer(
 )
 app.command("lab", context_settings=CONTEXT_SETTINGS)(lab)
 app.command("bench")(bench)
-
-
-@app.callback()
-def root() -> None:
-    """Keeps ``lab`` a subcommand while it is the only one."""
 
 
 def main() -> None:

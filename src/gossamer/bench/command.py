@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from gossamer.bench.in_lab import Record
 from gossamer.bench.matrix import Case, Results, Turns, cases, draw, measure, portions, table
+from gossamer.bench.plots import require_matplotlib
 from gossamer.errors import GossamerError
 from gossamer.lab import LabError
 
@@ -34,6 +35,7 @@ def bench(
     Example: gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --side "Gossip(wire='bf16')"
     """
     try:
+        require_matplotlib()  # and what else comes with it; before an hour of measuring, not after
         todo = cases(workloads, network or ["200mbit"], hosts or [4])
         results = Results(save_to / "results.jsonl")
         _run(todo, side or SIDES, Turns(rounds, steps, warmup), at_once, results, again)
