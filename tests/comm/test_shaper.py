@@ -1,11 +1,16 @@
 """The emulated line inside the runner."""
 
+import time
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.comm.ops import Traffic
+from gossamer.comm.ops import AllReduce, Traffic
+from gossamer.comm.runner import Meter
 from gossamer.comm.shaper import Shaper, shaper_from_environment
+from gossamer.comm.torch_ports import Circle, GlooPort, Pending
 
 traffics = st.builds(Traffic, st.integers(0, 10**7), st.integers(0, 20))
 arrivals = st.lists(st.tuples(st.floats(0, 0.1), traffics), min_size=1, max_size=20)
@@ -30,6 +35,38 @@ def test_the_rate_is_kept_however_the_bytes_are_cut(cut: list[Traffic], rate: fl
 def test_no_rate_is_no_limit() -> None:
     assert Shaper().due(Traffic(10**12, 1), 3.0) == 3.0
     assert Shaper(latency=0.5).due(Traffic(10**12, 4), 3.0) == 5.0
+
+
+def test_where_the_kernel_keeps_the_rate_latency_comes_after_the_bytes() -> None:
+    assert Shaper(latency=0.5).after(Traffic(10**12, 4)) == 2.0
+    assert Shaper(1e9, 0.5).after(Traffic(10**12, 4)) == 0.0, "it is in due()"
+
+
+class SlowWork:
+    """What a process group returns: done after some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.perf_counter() + seconds
+
+    def is_completed(self) -> bool:
+        return time.perf_counter() >= self.end
+
+    def wait(self, timeout: object = None) -> bool:
+        time.sleep(max(0.0, self.end - time.perf_counter()))
+        return True
+
+
+@pytest.mark.parametrize("way", ["wait", "arrives"])
+@pytest.mark.parametrize(("seconds", "later", "expected"), [(0.05, 0.0, 0.08), (0.0, 0.05, 0.05)])
+def test_an_end_that_was_waited_for_is_delayed_by_the_latency(way: str, seconds: float, later: float, expected: float) -> None:
+    port = GlooPort(Circle(None, None, (0, 1)), lambda group: Circle(None, None, group), Meter())
+    begin = time.perf_counter()
+    handle = Pending(AllReduce(torch.zeros(1)), [SlowWork(seconds)], torch.zeros(1), latency=0.03)
+    time.sleep(later)  # what came in the meantime is there at once
+    while way == "arrives" and not port.arrives(handle, 0.01):
+        pass
+    port.wait(handle)
+    assert expected <= time.perf_counter() - begin < expected + 0.03
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Shaper: a line rate and a latency enforced inside the runner, for places without network namespaces or netem."""
 
+import math
 import os
 import threading
 import time
@@ -26,6 +27,10 @@ class Shaper:
         with self._lock:
             self._free = max(self._free, now) + 8 * traffic.bytes / self.rate
             return self._free + self.latency * traffic.rounds
+
+    def after(self, traffic: Traffic) -> float:
+        """Seconds to add to an operation's end where something else keeps the rate; else 0, for :meth:`due` has them."""
+        return self.latency * traffic.rounds if math.isinf(self.rate) else 0.0
 
     @staticmethod
     def sleep_until(moment: float) -> None:

@@ -27,6 +27,9 @@ class Pending:
     result: Tensor
     peers: object = ""
     due: float = 0.0
+    latency: float = 0.0
+    """Emulated seconds between the moment at which the bytes are there and the one at which they may be known to be."""
+    seen_under_way: bool = False
     ticket: Ticket[Any] | None = None
     collective: bool = False
     """Whether Gloo lets a wait for it end early. One for a single message ends its connection instead."""
@@ -100,7 +103,9 @@ class GlooPort:
         pending = self._issue(op, circle)
         pending.peers, pending.ticket = Peers(op, circle), self.ticket
         if self._shaper is not None:
-            pending.due = self._shaper.due(op.traffic(circle.world), time.perf_counter())
+            traffic = op.traffic(circle.world)
+            pending.due = self._shaper.due(traffic, time.perf_counter())
+            pending.latency = self._shaper.after(traffic)
         return pending
 
     def _circle(self, group: Group) -> Circle:
@@ -114,8 +119,10 @@ class GlooPort:
     def wait(self, handle: Pending) -> Tensor:
         begin = time.perf_counter()
         _describe(handle)
+        _watch(handle)
         for work in handle.works:
             work.wait()
+        _delay(handle)
         Shaper.sleep_until(handle.due)
         self._meter.wire_seconds += time.perf_counter() - begin
         return handle.result
@@ -128,7 +135,10 @@ class GlooPort:
         """Whether the operation has ended, well or not, within so many seconds."""
         begin = time.perf_counter()
         _describe(handle)
+        _watch(handle)
         ended = all(_ends(work, seconds - (time.perf_counter() - begin)) for work in handle.works)
+        if ended:
+            _delay(handle)
         if ended and handle.due > begin + seconds:
             Shaper.sleep_until(begin + seconds)
             ended = False
@@ -171,6 +181,19 @@ class GlooPort:
 def _describe(handle: Pending) -> None:
     if handle.ticket is not None:
         handle.ticket.doing, handle.ticket.peers = handle.op, handle.peers
+
+
+def _watch(handle: Pending) -> None:
+    """Note whether the operation is still under way when it is looked at."""
+    if handle.latency and not handle.seen_under_way:
+        handle.seen_under_way = not all(work.is_completed() for work in handle.works)
+
+
+def _delay(handle: Pending) -> None:
+    """Now that the bytes are there: let the latency pass. What was there before anyone looked came long enough ago."""
+    if handle.latency and handle.seen_under_way:
+        handle.due = max(handle.due, time.perf_counter() + handle.latency)
+    handle.latency = 0.0
 
 
 def _ends(work: Any, seconds: float) -> bool:
