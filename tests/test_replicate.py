@@ -56,7 +56,9 @@ def test_the_signature() -> None:
 
 def test_the_handle() -> None:
     public = {name for name in dir(gossamer.Replica) if not name.startswith("_")}
-    assert public == {"close", "consensus", "consensus_distance", "join", "load_state_dict", "metrics", "no_sync", "state_dict"}
+    assert public == {
+        "catch_up", "close", "consensus", "consensus_distance", "join", "load_state_dict", "metrics", "no_sync", "state_dict"
+    }  # fmt: skip
 
 
 # -- a world of one -------------------------------------------------------------------------------------------------
@@ -293,6 +295,23 @@ def test_ranks_that_differ_are_told_who_differs() -> None:
         gossamer.replicate(model, SGD(model.parameters(), lr=0.1), Gossip() if rank == 2 else None)
 
     with pytest.raises(DisagreementError, match=r"algorithm: ranks 0, 1: AllReduce\(.*\); rank 2: Gossip\("):
+        loopback(body, 3)
+
+
+def test_a_rank_without_the_compiler_of_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import threading
+
+    def compiler(device_type: str) -> str:
+        return "torch" if threading.current_thread().name == "rank-1" else "numba"
+
+    monkeypatch.setattr(sys.modules["gossamer.replicate"], "compiler_for", compiler)
+
+    def body(rank: int) -> None:
+        model = make()
+        gossamer.replicate(model, SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(DisagreementError, match=r"kernels: ranks 0, 2: cpu: numba; rank 1: cpu: torch"):
         loopback(body, 3)
 
 

@@ -13,6 +13,7 @@ from gossamer._version import __version__
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.in_optimizer import InOptimizer
+from gossamer.codecs.kernels import compiler_for
 from gossamer.comm.connect import connect
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError, GossamerError
@@ -130,8 +131,10 @@ def _facts(
 ) -> dict[str, str]:
     parameters = named_parameters(model)
     names = {id(parameter): name for name, parameter in parameters.items()}
+    devices = sorted({parameter.device.type for parameter in parameters.values()})
     return {
         "versions": f"gossamer {__version__}, torch {torch.__version__.split('+')[0]}",
+        "kernels": ", ".join(f"{kind}: {compiler_for(kind)}" for kind in devices),
         "algorithm": repr(algorithm),
         "options": f"buffers={buffers!r}, scaler={'yes' if scaler is not None else 'no'}",
         "model parameters": "\n".join(

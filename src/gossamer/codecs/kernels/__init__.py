@@ -6,6 +6,7 @@ one pass over memory. Decoding gives the same bits in all of them; codes differ 
 """
 
 import importlib
+import importlib.util
 import warnings
 from functools import cache
 from typing import Protocol, cast
@@ -55,6 +56,12 @@ def kernels_for(device_type: str) -> Kernels:
         compiler = COMPILERS[device_type]
         warnings.warn(f"codecs run in plain torch, several times slower: {compiler} cannot be used ({missing})", stacklevel=2)
         return kernels_named("reference")
+
+
+def compiler_for(device_type: str) -> str:
+    """What compiles the kernels for such a device: ``"torch"`` where nothing does. Imports nothing."""
+    compiler = COMPILERS.get(device_type, "torch")
+    return compiler if importlib.util.find_spec(compiler) is not None else "torch"
 
 
 def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
