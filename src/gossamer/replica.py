@@ -1,6 +1,5 @@
 """Replica: the handle on a replicated model; it drives the flows from the hooks of the training loop."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -168,7 +167,7 @@ class Replica:
     def close(self) -> None:
         """Add what is still under way, remove all hooks and leave. The model stays usable, alone.
 
-        Collective where exchanges may lag (``lag=``).
+        Collective where exchanges may lag (``lag=``): a rank that fails had better end without it, so that the others are told.
         """
         if self._closed:
             return
@@ -181,8 +180,7 @@ class Replica:
             handle.remove()
         self._watch.release()
         try:
-            if sys.exc_info()[0] is None:  # else the others should hear of that error, and not be answered
-                self._arrive()
+            self._arrive()
             for index in range(len(self._weights)):
                 self._land(index)
         finally:

@@ -118,7 +118,7 @@ def _check_buffers(algorithm: Algorithm, model: nn.Module, buffers: Buffers) -> 
     if buffers == "average" and not algorithm.averages_buffers and floating(named_buffers(model)):
         raise ConfigurationError(
             f"{type(algorithm).__name__} magnifies updates where little weight is, which would make running variances "
-            "negative: give replicate() buffers='broadcast' or 'local'"
+            "negative: give replicate() buffers='local' (or 'broadcast', unless exchanges may lag)"
         )
 
 

@@ -98,6 +98,8 @@ def test_what_travels_repeats_itself_with_the_period() -> None:
     assert Gossip().traffic_period == 1
     assert Gossip(every=3).traffic_period == 3
     assert GossipPGA(every=2, period=5).traffic_period == 10
+    assert after(3, Gossip(every=4), before=Gossip(every=6)).traffic_period == 12
+    assert by_size(3, small=Gossip(every=2), large=Gossip(every=3)).traffic_period == 6
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])

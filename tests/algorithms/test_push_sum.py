@@ -81,10 +81,11 @@ def test_the_mean_moves_by_the_whole_of_a_constant_update(topology, wire):
         assert moved == pytest.approx(steps * update, rel=0.01)
 
 
-def test_running_statistics_do_not_travel_in_sums():
+@pytest.mark.parametrize("algorithm", [PushSum(), gossamer.after(2, PushSum()), gossamer.Hierarchical(PushSum())], ids=repr)
+def test_running_statistics_do_not_travel_in_sums(algorithm):
     def body(rank):
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-        gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), PushSum())
+        gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm)
 
     with pytest.raises(ConfigurationError, match="negative: give replicate"):
         gossamer.loopback(body, 2)

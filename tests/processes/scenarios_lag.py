@@ -167,7 +167,7 @@ def a_rank_that_fails_is_heard_by_those_that_wait(here: Here) -> None:
         with raises(gossamer.GossamerError, "the data are broken"):
             replica.close()
     except ValueError:
-        replica.close()
+        time.sleep(3)  # the others look at the board every second
     assert time.monotonic() - begin < 10
 
 

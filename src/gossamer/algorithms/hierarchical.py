@@ -62,6 +62,11 @@ class Hierarchical(Algorithm, register=False):
         return self.outer.serial or self.inner.serial
 
     @property
+    def averages_buffers(self) -> bool:  # type: ignore[override]
+        """As ``outer``."""
+        return self.outer.averages_buffers
+
+    @property
     def traffic_period(self) -> int:
         return self.outer.traffic_period
 

@@ -76,6 +76,7 @@ class PushSum(Meeting):
         weight = state.extra(WEIGHT)
         if weight is None or SUM not in state:
             return weights.clone(), torch.ones((), dtype=torch.float64, device=weights.device)
+        weight = weight.to(weights.device)  # a checkpoint may have been loaded elsewhere
         return weights + (state[SUM] - state[SUM] / weight), weight
 
 

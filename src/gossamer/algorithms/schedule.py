@@ -1,5 +1,6 @@
 """Schedule: which algorithm when, and which for what: combinations that are algorithms themselves."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -50,6 +51,15 @@ class Switch(Algorithm, register=False):
     def serial(self) -> bool:  # type: ignore[override]
         """As the stricter part."""
         return any(a is not None and a.serial for a in (self.before, self.then))
+
+    @property
+    def averages_buffers(self) -> bool:  # type: ignore[override]
+        """As the stricter part."""
+        return all(a is None or a.averages_buffers for a in (self.before, self.then))
+
+    @property
+    def traffic_period(self) -> int:
+        return math.lcm(*(a.traffic_period for a in (self.before, self.then) if a is not None))
 
     @property
     def exchanges_history(self) -> bool:
@@ -143,6 +153,15 @@ class BySize(Algorithm, register=False):
     def serial(self) -> bool:  # type: ignore[override]
         """As the stricter part."""
         return self.small.serial or self.large.serial
+
+    @property
+    def averages_buffers(self) -> bool:  # type: ignore[override]
+        """As the stricter part."""
+        return self.small.averages_buffers and self.large.averages_buffers
+
+    @property
+    def traffic_period(self) -> int:
+        return math.lcm(self.small.traffic_period, self.large.traffic_period)
 
     def route(self, name: str, tensor: Tensor) -> str:
         which = "small" if tensor.numel() * tensor.element_size() < self.threshold else "large"

@@ -36,17 +36,17 @@ class Patience:
         self._board, self._rank = board, rank
 
     def wait(
-        self, ticket: Ticket[Any], broken: Callable[[], Ticket[Any] | None], meanwhile: Callable[[], None] | None = None
+        self, ticket: Ticket[Any], broken: Callable[[], Ticket[Any] | None], meanwhile: Callable[[], bool] | None = None
     ) -> Ticket[Any]:
         """Block until ``ticket`` is done, or another one has failed (``broken()``); returns that one.
 
         Raises when a rank posts a failure, when one leaves, and when the timeout is over. ``meanwhile``: what to do again
-        and again until then.
+        and again until then; where it says that it got on, patience begins anew.
         """
         begin, next_look, warned, lost = time.monotonic(), LOOK_EVERY, False, 0
         while not ticket.wait(SLICE if meanwhile is None else BUSY_SLICE):
-            if meanwhile is not None:
-                meanwhile()
+            if meanwhile is not None and meanwhile():
+                begin, next_look = time.monotonic(), LOOK_EVERY
             failed, waited = broken(), time.monotonic() - begin
             if failed is not None:
                 return failed

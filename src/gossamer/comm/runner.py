@@ -116,10 +116,10 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def wait(self, ticket: Ticket[T], meanwhile: Callable[[], None] | None = None) -> T:
+    def wait(self, ticket: Ticket[T], meanwhile: Callable[[], bool] | None = None) -> T:
         """The result of a flow; raises what went wrong, with operation, bucket, peers and step named.
 
-        ``meanwhile``: called again and again until it is there.
+        ``meanwhile``: called again and again until it is there; it returns whether it got on with something.
         """
 
     def arrived(self, ticket: Ticket[Any]) -> bool:
@@ -188,7 +188,7 @@ class InlineRunner(Runner):
             raise ticket.error
         return ticket
 
-    def wait(self, ticket: Ticket[T], meanwhile: Callable[[], None] | None = None) -> T:
+    def wait(self, ticket: Ticket[T], meanwhile: Callable[[], bool] | None = None) -> T:
         return ticket.result  # type: ignore[return-value]
 
     def meters(self) -> list[Meter]:

@@ -105,7 +105,7 @@ class GlooPort:
         if self._shaper is not None:
             traffic = op.traffic(circle.world)
             pending.due = self._shaper.due(traffic, time.perf_counter())
-            pending.latency = self._shaper.after(traffic)
+            pending.latency = 0.0 if isinstance(op, ops.Foreign) else self._shaper.after(traffic)
         return pending
 
     def _circle(self, group: Group) -> Circle:
@@ -119,9 +119,10 @@ class GlooPort:
     def wait(self, handle: Pending) -> Tensor:
         begin = time.perf_counter()
         _describe(handle)
-        _watch(handle)
         for work in handle.works:
             work.wait()
+        # A single message never says that it is completed: what did not block came before anyone looked.
+        handle.seen_under_way |= time.perf_counter() - begin > _BLOCKED
         _delay(handle)
         Shaper.sleep_until(handle.due)
         self._meter.wire_seconds += time.perf_counter() - begin
@@ -135,7 +136,7 @@ class GlooPort:
         """Whether the operation has ended, well or not, within so many seconds."""
         begin = time.perf_counter()
         _describe(handle)
-        _watch(handle)
+        handle.seen_under_way |= not all(work.is_completed() for work in handle.works)
         ended = all(_ends(work, seconds - (time.perf_counter() - begin)) for work in handle.works)
         if ended:
             _delay(handle)
@@ -183,10 +184,8 @@ def _describe(handle: Pending) -> None:
         handle.ticket.doing, handle.ticket.peers = handle.op, handle.peers
 
 
-def _watch(handle: Pending) -> None:
-    """Note whether the operation is still under way when it is looked at."""
-    if handle.latency and not handle.seen_under_way:
-        handle.seen_under_way = not all(work.is_completed() for work in handle.works)
+_BLOCKED = 5e-4
+"""Seconds from which on a wait did not return at once."""
 
 
 def _delay(handle: Pending) -> None:

@@ -174,7 +174,7 @@ class TorchRunner(Runner):
         self._under_way[self._submitted] = ticket
         self._submitted += 1
 
-    def wait(self, ticket: Ticket[T], meanwhile: Callable[[], None] | None = None) -> T:
+    def wait(self, ticket: Ticket[T], meanwhile: Callable[[], bool] | None = None) -> T:
         if not ticket.wait(0.0):
             self._check_usable()
             self._wait_for(ticket, meanwhile)
@@ -188,7 +188,7 @@ class TorchRunner(Runner):
     def arrived(self, ticket: Ticket[Any]) -> bool:
         return ticket.wait(0.0) and not (isinstance(self._data, StreamLanes) and self._data.pending(ticket))
 
-    def _wait_for(self, ticket: Ticket[Any], meanwhile: Callable[[], None] | None = None) -> None:
+    def _wait_for(self, ticket: Ticket[Any], meanwhile: Callable[[], bool] | None = None) -> None:
         try:
             ended = self._patience.wait(ticket, self._broken, meanwhile)
         except GossamerError as error:

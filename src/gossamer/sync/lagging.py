@@ -21,9 +21,11 @@ def catch_up(runner: Runner, sync: WeightSync, again: Callable[[], None]) -> Non
     """
     world, begin = runner.world, time.monotonic()
 
-    def answer() -> None:
-        if sync.can_answer and time.monotonic() - begin > _GRACE:
-            again()
+    def answer() -> bool:
+        if time.monotonic() - begin < _GRACE or not sync.can_answer:
+            return False
+        again()
+        return True
 
     label = "the end of exchanges that may lag"
     runner.wait(runner.submit(lambda: maximum(torch.zeros(1), world), label, CONTROL), answer)
