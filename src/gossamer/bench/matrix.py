@@ -119,7 +119,7 @@ def table(rows: Sequence[Record]) -> list[str]:
     """Markdown: every row, grouped by case."""
     head = (
         "workload", "network", "hosts", "side", "ms per step", "relative to DDP (95 % interval)", "bound, ms", "step / bound",
-        "payload, MB", "on the wire, MB", "exposed, ms", "CPU, ms",
+        "payload, MB", "on the wire, MB", "communication, ms", "exposed, ms", "CPU, ms",
     )  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     order = {key: place for place, key in enumerate(dict.fromkeys(_key(row)[:3] for row in rows))}
@@ -144,7 +144,8 @@ def _cells(row: Record) -> list[str]:
         f"{row['step_seconds'] / bound:.3f}" if bound else "",
         f"{row['payload_bytes'] / 1e6:.2f}" if counted else "",
         f"{row['interface_bytes'] / 1e6:.2f}",
-        f"{1e3 * row['exposed_seconds']:.1f}",
+        f"{1e3 * row['wire_seconds']:.1f}" if row["wire_seconds"] else "",
+        f"{1e3 * row['exposed_seconds']:.1f}" if row["wire_seconds"] else "",
         f"{1e3 * row['cpu_seconds']:.1f}",
     ]
 
