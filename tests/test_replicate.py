@@ -57,7 +57,8 @@ def test_the_signature() -> None:
 def test_the_handle() -> None:
     public = {name for name in dir(gossamer.Replica) if not name.startswith("_")}
     assert public == {
-        "catch_up", "close", "consensus", "consensus_distance", "join", "load_state_dict", "metrics", "no_sync", "state_dict"
+        "catch_up", "close", "consensus", "consensus_distance", "join", "load_state_dict", "metrics", "no_sync", "state_dict",
+        "wait_for_exchanges",
     }  # fmt: skip
 
 

@@ -111,7 +111,7 @@ class Replica:
         if not self._weights or self._runner.world == 1:
             yield self._model
             return
-        self._arrive()
+        self.wait_for_exchanges()
         tensors = [*self._parameters.values(), *floating(named_buffers(self._model)).values()]
         with at_average(self._runner, tensors):
             yield self._model
@@ -123,7 +123,7 @@ class Replica:
         """
         if not self._weights or self._runner.world == 1:
             return 0.0
-        self._arrive()
+        self.wait_for_exchanges()
         return distance(self._runner, self._parameters.values())
 
     def catch_up(self) -> None:
@@ -135,6 +135,15 @@ class Replica:
         if self.algorithm.may_lag and self._runner.world > 1:
             with alarming(self._runner):
                 catch_up(self._runner, self._weights[0], self._exchange_again)
+
+    def wait_for_exchanges(self) -> None:
+        """Wait until no exchange of weights is under way; what they brought is added before the next update, as always.
+
+        Collective where exchanges may lag.
+        """
+        self.catch_up()
+        for sync in self._weights:
+            sync.arrive()
 
     def metrics(self) -> dict[str, float]:
         """Counters of this rank since the start: ``bytes_sent``, ``messages_sent`` (payload handed to the transport),
@@ -180,7 +189,7 @@ class Replica:
             handle.remove()
         self._watch.release()
         try:
-            self._arrive()
+            self.wait_for_exchanges()
             for index in range(len(self._weights)):
                 self._land(index)
         finally:
@@ -265,12 +274,6 @@ class Replica:
         self._follow(index)
         with changing(self._optimizers[index]):
             self._weights[index].land()
-
-    def _arrive(self) -> None:
-        """Wait for every exchange that is under way."""
-        self.catch_up()
-        for sync in self._weights:
-            sync.arrive()
 
     def _exchange_again(self) -> None:
         self._follow(0)

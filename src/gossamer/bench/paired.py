@@ -152,7 +152,7 @@ def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmu
         _meet(side)
     before = _payloads(made)
     results = take_turns(made, rounds, steps, lambda index: _tell(index, rounds))
-    # Over all rounds, because what a round's last step sends is counted when a lane begins with it.
+    # Over all rounds, because what a round's last step sends is still under way at its end.
     after, taken = _payloads(made), {name: rounds * (side.period + side.timed(steps)) for name, side in made.items()}
     sent = {name: (after[name] - before[name]) / taken[name] for name in made}
     sent |= {name: side.payload_bytes for name, side in made.items() if side.payload_bytes is not None}
@@ -197,9 +197,10 @@ def _tell(index: int, rounds: int) -> None:
 
 
 def _payloads(sides: dict[str, Trained]) -> dict[str, float]:
-    """Bytes that this rank's replicas have sent so far, each when its lanes have begun with everything."""
-    dist.barrier()
-    time.sleep(0.1)
+    """Bytes that this rank's replicas have sent so far, with nothing under way."""
+    for side in sides.values():
+        if side.replica is not None:
+            side.replica.wait_for_exchanges()
     return {name: 0.0 if side.replica is None else side.replica.metrics()["bytes_sent"] for name, side in sides.items()}
 
 
