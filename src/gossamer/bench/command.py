@@ -36,9 +36,9 @@ def bench(
     """
     try:
         require_matplotlib()  # and what else comes with it; before an hour of measuring, not after
-        todo = cases(workloads, network or ["200mbit"], hosts or [4])
+        chosen = cases(workloads, network or ["200mbit"], hosts or [4])
         results = Results(save_to / "results.jsonl")
-        _run(todo, side or SIDES, Turns(rounds, steps, warmup), at_once, results, again)
+        _run(chosen, side or SIDES, Turns(rounds, steps, warmup), at_once, results, again)
     except (GossamerError, LabError) as error:
         typer.echo(f"gossamer bench: {error}", err=True)
         raise typer.Exit(2) from None
@@ -49,10 +49,10 @@ def bench(
     typer.echo(f"{save_to / 'results.md'} and results.jsonl hold {len(results.rows)} rows" + "".join(f"; {p}" for p in drawn))
 
 
-def _run(todo: list[Case], sides: list[str], turns: Turns, at_once: int, results: Results, again: bool) -> None:
+def _run(chosen: list[Case], sides: list[str], turns: Turns, at_once: int, results: Results, again: bool) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        for case in todo:
+        for case in chosen:
             for portion in portions(sides if again else results.lacking(case, sides, turns), at_once):
                 if not again and not results.lacking(case, portion, turns):
                     continue
