@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context, Subject
-from gossamer.algorithms.schedule import refuse_lag
+from gossamer.algorithms.combination import Combination, refuse_lag
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, Group, broadcast, within
 from gossamer.errors import ConfigurationError
@@ -17,7 +17,7 @@ from gossamer.state import State
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hierarchical(Algorithm, register=False):
+class Hierarchical(Combination, register=False):
     """``Hierarchical(outer)``: workers of one machine average among themselves; one of them speaks for all to the others.
 
     ``inner`` averages the gradients inside each machine, every step. Then the first worker of each runs ``outer`` with
@@ -52,23 +52,13 @@ class Hierarchical(Algorithm, register=False):
             raise ConfigurationError(f"ranks_per_node must be a positive number; got {self.ranks_per_node!r}")
 
     @property
+    def parts(self) -> tuple[Algorithm, ...]:
+        return self.outer, self.inner
+
+    @property
     def subject(self) -> Subject:  # type: ignore[override]
         """That of ``outer``."""
         return self.outer.subject
-
-    @property
-    def serial(self) -> bool:  # type: ignore[override]
-        """As the stricter part."""
-        return self.outer.serial or self.inner.serial
-
-    @property
-    def averages_buffers(self) -> bool:  # type: ignore[override]
-        """As ``outer``."""
-        return self.outer.averages_buffers
-
-    @property
-    def traffic_period(self) -> int:
-        return self.outer.traffic_period
 
     @property
     def exchanges_history(self) -> bool:

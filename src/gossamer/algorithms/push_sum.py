@@ -11,9 +11,9 @@ from gossamer.algorithms.gossip import Meeting
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
-from gossamer.comm.digraph import AnyTopology, DirectedTopology, digraph
+from gossamer.comm.digraph import digraph
 from gossamer.comm.ops import Flow, Push, start, wait
-from gossamer.comm.topology import OnePeerExponential, Topology
+from gossamer.comm.topology import OnePeerExponential, Pattern
 from gossamer.state import State
 
 
@@ -39,11 +39,11 @@ class PushSum(Meeting):
     Source: Kempe et al. 2003 (FOCS), push-sum; Assran et al. 2019 (arXiv 1811.10792), stochastic gradient push.
     """
 
-    topologies: ClassVar[Any] = Topology | DirectedTopology
+    topologies: ClassVar[Any] = Pattern
     averages_buffers: ClassVar[bool] = False
 
     wire: Wire = "fp32"
-    topology: AnyTopology = field(default_factory=OnePeerExponential)
+    topology: Pattern = field(default_factory=OnePeerExponential)
     every: int = 1
     lag: int = 0
 

@@ -1,6 +1,5 @@
 """Schedule: which algorithm when, and which for what: combinations that are algorithms themselves."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +8,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context, Subject
+from gossamer.algorithms.combination import Combination, refuse_lag
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
@@ -29,7 +29,7 @@ def by_size(threshold: int, *, small: Algorithm, large: Algorithm) -> Algorithm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Switch(Algorithm, register=False):
+class Switch(Combination, register=False):
     """See :func:`after`. Either part may be missing: then nothing is exchanged in its time."""
 
     steps: int
@@ -43,31 +43,21 @@ class Switch(Algorithm, register=False):
         _check_algorithms(self.then, self.before)
 
     @property
+    def parts(self) -> tuple[Algorithm, ...]:
+        return tuple(part for part in (self.before, self.then) if part is not None)
+
+    @property
     def subject(self) -> Subject:  # type: ignore[override]
         """Weights, as soon as one of the parts moves them."""
-        return "weights" if any(a is not None and a.subject == "weights" for a in (self.before, self.then)) else "gradients"
-
-    @property
-    def serial(self) -> bool:  # type: ignore[override]
-        """As the stricter part."""
-        return any(a is not None and a.serial for a in (self.before, self.then))
-
-    @property
-    def averages_buffers(self) -> bool:  # type: ignore[override]
-        """As the stricter part."""
-        return all(a is None or a.averages_buffers for a in (self.before, self.then))
-
-    @property
-    def traffic_period(self) -> int:
-        return math.lcm(*(a.traffic_period for a in (self.before, self.then) if a is not None))
+        return "weights" if any(part.subject == "weights" for part in self.parts) else "gradients"
 
     @property
     def exchanges_history(self) -> bool:
-        return any(a is not None and a.exchanges_history for a in (self.before, self.then))
+        return any(part.exchanges_history for part in self.parts)
 
     @property
     def lands_late(self) -> bool:
-        return any(a is not None and a.lands_late for a in (self.before, self.then))
+        return any(part.lands_late for part in self.parts)
 
     def at(self, step: int) -> Algorithm | None:
         """The part whose time it is."""
@@ -112,21 +102,19 @@ class Switch(Algorithm, register=False):
         return replace(self, before=before, then=then)
 
     def detach(self, optimizers: Sequence[Optimizer]) -> None:
-        for part in (self.before, self.then):
-            if part is not None:
-                part.detach(optimizers)
+        for part in self.parts:
+            part.detach(optimizers)
 
     def check(self, world: int) -> None:
-        for part in (self.before, self.then):
-            if part is not None:
-                part.check(world)
+        for part in self.parts:
+            part.check(world)
 
 
 _SEPARATOR = "|"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BySize(Algorithm, register=False):
+class BySize(Combination, register=False):
     """See :func:`by_size`."""
 
     threshold: int
@@ -145,23 +133,13 @@ class BySize(Algorithm, register=False):
             )
 
     @property
+    def parts(self) -> tuple[Algorithm, ...]:
+        return self.small, self.large
+
+    @property
     def subject(self) -> Subject:  # type: ignore[override]
         """That of both."""
         return self.small.subject
-
-    @property
-    def serial(self) -> bool:  # type: ignore[override]
-        """As the stricter part."""
-        return self.small.serial or self.large.serial
-
-    @property
-    def averages_buffers(self) -> bool:  # type: ignore[override]
-        """As the stricter part."""
-        return self.small.averages_buffers and self.large.averages_buffers
-
-    @property
-    def traffic_period(self) -> int:
-        return math.lcm(self.small.traffic_period, self.large.traffic_period)
 
     def route(self, name: str, tensor: Tensor) -> str:
         which = "small" if tensor.numel() * tensor.element_size() < self.threshold else "large"
@@ -189,12 +167,6 @@ class BySize(Algorithm, register=False):
     def check(self, world: int) -> None:
         self.small.check(world)
         self.large.check(world)
-
-
-def refuse_lag(part: Algorithm, where: str) -> None:
-    """Raise ConfigurationError for an algorithm whose exchanges are not bound to steps, in a combination that needs them."""
-    if part.may_lag:
-        raise ConfigurationError(f"{where}: all ranks must be at the same step, but {part!r} lets them lag; set lag=0")
 
 
 def _check_algorithms(*parts: Algorithm | None) -> None:

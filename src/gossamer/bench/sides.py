@@ -11,7 +11,7 @@ from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, registr
 from gossamer.bench.peers import PEERS
 from gossamer.bench.spelled import value_of
 from gossamer.comm import digraph, topology
-from gossamer.comm.digraph import AnyTopology
+from gossamer.comm.topology import Pattern
 from gossamer.errors import ConfigurationError
 from gossamer.replica import Replica
 from gossamer.replicate import replicate
@@ -30,7 +30,7 @@ def known_names() -> dict[str, Any]:
         name: getattr(codecs, name) for name in codecs.__all__ if isinstance(getattr(codecs, name), type)
     }
     patterns = {**vars(topology), **vars(digraph)}.items()
-    made_of |= {name: made for name, made in patterns if isinstance(made, type) and issubclass(made, AnyTopology)}
+    made_of |= {name: made for name, made in patterns if isinstance(made, type) and issubclass(made, Pattern)}
     made_of |= {"Hierarchical": Hierarchical, "after": after, "by_size": by_size}
     return made_of | dict(registry()) | {name: partial(partial, getattr(optim, name)) for name in _OPTIMIZERS}
 

@@ -4,10 +4,10 @@ Averaging along them does not keep the mean over the ranks; push-sum does, which
 Pure data, as :mod:`gossamer.comm.topology`.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 
-from gossamer.comm.topology import Exchange, Topology, rounds, shuffled
+from gossamer.comm.topology import Edges, Pattern, shuffled
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,12 @@ class Digraph:
         return tuple(source for source, targets in enumerate(self.to) if rank in targets)
 
 
-class DirectedTopology(ABC):
-    """A directed pattern: who sends to whom in every step. Equal on all ranks; see :class:`Topology`."""
+class DirectedTopology(Pattern):
+    """A pattern in which ranks may send more, or less, than they receive."""
 
     @abstractmethod
     def at(self, step: int, world: int) -> Digraph:
-        """The edges of ``step`` (0, 1, …) among ``world`` ranks. Raises ValueError for a world it cannot serve."""
-
-    def cycle(self, world: int) -> int:
-        """After how many steps it begins anew (patterns drawn at random: how many belong together)."""
-        return rounds(world)
+        """The edges of ``step``: see :meth:`Pattern.at`."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +84,14 @@ class OutNeighbours(DirectedTopology):
         return 1
 
 
-def digraph(pattern: Exchange | Digraph) -> Digraph:
+def digraph(pattern: Edges) -> Digraph:
     """The edges of one step of any pattern."""
     if isinstance(pattern, Digraph):
         return pattern
     return Digraph(tuple(tuple(sorted(set(pattern.destinations(rank)))) for rank in range(pattern.world)))
 
 
-def push_matrix(pattern: Exchange | Digraph) -> list[list[float]]:
+def push_matrix(pattern: Edges) -> list[list[float]]:
     """Row ``i`` holds what rank ``i`` gets of each rank's sum: a sender of k messages keeps 1/(k + 1), as much as each gets.
 
     Columns sum to 1: nothing is lost. Rows sum to 1 only where as much comes in as goes out.
@@ -106,6 +102,3 @@ def push_matrix(pattern: Exchange | Digraph) -> list[list[float]]:
         for receiver in (sender, *targets):
             matrix[receiver][sender] = 1 / (len(targets) + 1)
     return matrix
-
-
-AnyTopology = Topology | DirectedTopology

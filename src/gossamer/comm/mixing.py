@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
-from gossamer.comm.digraph import AnyTopology
-from gossamer.comm.topology import Topology, mixing_matrix, rounds
+from gossamer.comm.topology import Pattern, Topology, mixing_matrix, rounds
 
 
-def spread(topology: AnyTopology, world: int, begin: int = 0) -> Iterator[list[int]]:
+def spread(topology: Pattern, world: int, begin: int = 0) -> Iterator[list[int]]:
     """Whose updates have reached each rank, as bits: at first (its own), and after each step from ``begin`` on, for ever."""
     known = [1 << rank for rank in range(world)]
     for step in count(begin):
@@ -20,7 +19,7 @@ def spread(topology: AnyTopology, world: int, begin: int = 0) -> Iterator[list[i
                 known[destination] |= before[rank]
 
 
-def check_connected(topology: AnyTopology, world: int) -> None:
+def check_connected(topology: Pattern, world: int) -> None:
     """Raise ValueError, naming who cannot be reached, unless every rank's update reaches every other rank in the end.
 
     Looks at the first ``world + 16`` cycles: nothing that repeats itself needs more, and a random pattern that does

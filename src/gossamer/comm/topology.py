@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +102,41 @@ def mixing_matrix(pattern: Permutation | Exchange) -> Sequence[Sequence[float]]:
     return matrix
 
 
-class Topology(ABC):
-    """A pattern: what is exchanged in every step, for every world size (unless it says otherwise).
+class Edges(Protocol):
+    """Who sends to whom in one step."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+
+    def destinations(self, rank: int) -> tuple[int, ...]:
+        """The ranks that ``rank`` sends to."""
+
+    def sources(self, rank: int) -> tuple[int, ...]:
+        """The ranks that ``rank`` receives from."""
+
+
+class Pattern(ABC):
+    """Who sends to whom in every step, for every world size (unless it says otherwise).
 
     Equal on all ranks, whatever the machine: it depends on its fields, the step and the world alone.
     """
 
     @abstractmethod
-    def at(self, step: int, world: int) -> Exchange:
-        """The exchange of ``step`` (0, 1, …) among ``world`` ranks. Raises ValueError for a world it cannot serve."""
+    def at(self, step: int, world: int) -> Edges:
+        """The edges of ``step`` (0, 1, …) among ``world`` ranks. Raises ValueError for a world it cannot serve."""
 
     def cycle(self, world: int) -> int:
         """After how many steps it begins anew (patterns drawn at random: how many belong together)."""
         return rounds(world)
+
+
+class Topology(Pattern):
+    """A pattern in which every rank sends as much as it receives, so that averaging keeps the mean."""
+
+    @abstractmethod
+    def at(self, step: int, world: int) -> Exchange:
+        """The exchange of ``step``: see :meth:`Pattern.at`."""
 
 
 @dataclass(frozen=True)

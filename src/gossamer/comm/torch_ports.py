@@ -300,16 +300,18 @@ class DevicePort:
         if there == me:
             result.copy_(op.tensor)
             return []
-        send = dist.P2POp(dist.isend, op.tensor, group=group, group_peer=there)
-        receive = dist.P2POp(dist.irecv, result, group=group, group_peer=back)
-        works: list[Any] = dist.batch_isend_irecv([send, receive])
-        return works
+        return _batch([(there, op.tensor)], [(back, result)], group)
 
     @staticmethod
     def _push(op: ops.Push, result: Tensor, group: Any) -> list[Any]:
         me = group.rank()
-        sends = [dist.P2POp(dist.isend, op.tensor, group=group, group_peer=to) for to in op.graph.destinations(me)]
-        sources = zip(op.graph.sources(me), result, strict=True)
-        receives = [dist.P2POp(dist.irecv, row, group=group, group_peer=source) for source, row in sources]
-        works: list[Any] = dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
-        return works
+        outgoing = [(to, op.tensor) for to in op.graph.destinations(me)]
+        return _batch(outgoing, list(zip(op.graph.sources(me), result, strict=True)), group)
+
+
+def _batch(outgoing: list[tuple[int, Tensor]], incoming: list[tuple[int, Tensor]], group: Any) -> list[Any]:
+    """Send and receive at once, on a device."""
+    posted = [dist.P2POp(dist.isend, tensor, group=group, group_peer=to) for to, tensor in outgoing]
+    posted += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=source) for source, tensor in incoming]
+    works: list[Any] = dist.batch_isend_irecv(posted) if posted else []
+    return works

@@ -115,10 +115,8 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:
-        places: list[dict[str, Any]] = [place for m in model.modules() for place in (m._parameters, m._modules)]
-        self._places = [(place, dict(place)) for place in places]
-        self._empty, self._full = [p for p in places if not p], [p for p in places if p]
-        self._ids = _ids(self._full)
+        self._places: list[dict[str, Any]] = [place for m in model.modules() for place in (m._parameters, m._modules)]
+        self._before, self._ids = [dict(place) for place in self._places], _ids(self._places)
         self._groups = [(optimizer, [id(p) for p in held_by(optimizer)]) for optimizer in optimizers]
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self._dtypes = [(name, p, p.dtype, p.device) for name, p in parameters.items()]
@@ -128,8 +126,9 @@ class Watch:
 
     def check(self) -> None:
         """Raise :class:`UsageError` if the model or an optimizer is not what was replicated."""
-        if any(self._empty) or _ids(self._full) != self._ids:
-            changed = [key for now, before in self._places for key in {**now, **before} if now.get(key) is not before.get(key)]
+        if _ids(self._places) != self._ids:
+            pairs = zip(self._places, self._before, strict=True)
+            changed = [key for now, before in pairs for key in {**now, **before} if now.get(key) is not before.get(key)]
             if changed:  # and not only put in another order
                 raise UsageError(f"{_some(changed)} was added, replaced or removed after replicate(); {_again}")
         for optimizer, before_ids in self._groups:
