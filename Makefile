@@ -48,9 +48,9 @@ bench-speed: $(READY) ## measure the step time beside DDP and the line rate besi
 	$(RUN) -m gossamer.bench.speed --networks 200mbit --save-to benchmarks/results
 	$(RUN) -m gossamer.bench.speed --networks 1gbit unshaped --rounds 40 --save-to benchmarks/results
 
-bench-convergence: $(READY) ## train every relaxation with 8 or 16 workers in one process (hours, resumable)
+bench-convergence: $(READY) ## train every relaxation with 8, 16 or 64 workers in one process (hours, resumable)
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351
-	$(CONVERGE) --workload examples/02_convnet.py --steps 176 --workers 16 --family weights
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 16 --cut 2 --family weights
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --workers 16 --family weights
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gossamer
-from gossamer.bench.convergence import run_all
+from gossamer.bench.convergence import Training, run_all
 from gossamer.bench.shuffle import ARMS, MIXED, SHUFFLED, shard, staying, train_on, travelling
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError
@@ -66,18 +66,19 @@ def a_workload(**more):
 
 
 def test_every_arm_trains_and_is_kept(tmp_path):
-    def train(workload, arm, workers, steps, seed):
-        return train_on(workload, arm, workers, steps, seed, "Gossip()", 10)
+    def train(workload, run):
+        return train_on(workload, run, "Gossip()", 10)
 
-    rows = run_all(a_workload(), ARMS, 4, 32, [0], tmp_path / "shuffle.jsonl", train)
+    runs = [Training("small", arm, 4, 32, 0) for arm in ARMS]
+    rows = run_all(a_workload(), runs, tmp_path / "shuffle.jsonl", train)
     found = {row["side"]: row["quality"]["accuracy"] for row in rows}
     assert list(found) == list(ARMS)
     assert found[SHUFFLED] > 0.8
     assert found[MIXED] > 0.6
-    again = run_all(a_workload(), ARMS, 4, 32, [0], tmp_path / "shuffle.jsonl", None)
+    again = run_all(a_workload(), runs, tmp_path / "shuffle.jsonl", None)
     assert {row["side"]: row["quality"]["accuracy"] for row in again} == found
 
 
 def test_a_workload_without_samples_is_refused():
     with pytest.raises(ConfigurationError, match="training_samples"):
-        train_on(a_workload(training_samples=None), MIXED, 4, 1, 0, "Gossip()", 10)
+        train_on(a_workload(training_samples=None), Training("small", MIXED, 4, 1, 0), "Gossip()", 10)

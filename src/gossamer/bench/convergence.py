@@ -9,7 +9,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,24 +58,47 @@ console = Console(stderr=True)
 Batches = Callable[[int, int, int], Iterator[tuple[Tensor, Tensor]]]
 """``batches(rank, world, seed)``: those of one worker, without end."""
 
-Train = Callable[[Workload, str, int, int, int], dict[str, float]]
-"""``train(workload, side, workers, steps, seed)``: the quality that it ends with."""
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One run: which side, how many workers, steps and which seed.
+
+    ``cut``: each batch of the workload is cut into that many, so that more workers share the same global batch.
+    ``lr``: the learning rate, instead of the workload's own.
+    """
+
+    workload: str
+    side: str
+    workers: int
+    steps: int
+    seed: int
+    cut: int = 1
+    lr: float | None = None
+
+    def key(self) -> dict[str, Any]:
+        """What a row of results is known by: what differs from the defaults, at least the first five."""
+        return {name: value for name, value in asdict(self).items() if (name, value) not in (("cut", 1), ("lr", None))}
 
 
-def train(
-    workload: Workload, side: str, workers: int, steps: int, seed: int, batches: Batches | None = None
-) -> dict[str, float]:
-    """The quality of the averaged model after ``steps`` of ``workers`` ranks in loopback, on the workload's own batches."""
+Train = Callable[[Workload, Training], dict[str, float]]
+"""The quality that a run ends with."""
+
+
+def train(workload: Workload, run: Training, batches: Batches | None = None) -> dict[str, float]:
+    """The quality of the averaged model after the steps of all workers in loopback, on the workload's own batches."""
     batches, quality = batches or workload.training_batches, workload.quality
     if batches is None or quality is None:
         raise ConfigurationError(f"the workload {workload.name} defines no training_batches() and quality()")
 
     def body(rank: int) -> dict[str, float]:
-        torch.manual_seed(seed)
+        torch.manual_seed(run.seed)
         model = workload.build_model()
-        trained, optimizer, replica = join(parse_side(side), model, workload.build_optimizer(model))
-        source = batches(rank, workers, seed)
-        for inputs, targets in islice(source, steps):
+        optimizer = workload.build_optimizer(model)
+        for group in optimizer.param_groups:
+            group["lr"] = run.lr or group["lr"]
+        trained, optimizer, replica = join(parse_side(run.side), model, optimizer)
+        source = batches(rank, run.workers, run.seed)
+        for inputs, targets in islice(cut(source, run.cut), run.steps):
             optimizer.zero_grad()
             workload.loss(trained(inputs), targets).backward()
             optimizer.step()
@@ -86,52 +110,51 @@ def train(
         replica.close()
         return result
 
-    return loopback(body, workers)[0]
+    return loopback(body, run.workers)[0]
 
 
-def run_all(
-    workload: Workload,
-    sides: Sequence[str],
-    workers: int,
-    steps: int,
-    seeds: Sequence[int],
-    log: Path,
-    train: Train = train,
-) -> list[dict[str, Any]]:
-    """Every side with every seed; those that ``log`` has are taken from there."""
+def cut(batches: Iterator[tuple[Tensor, Tensor]], pieces: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each batch in ``pieces`` smaller ones."""
+    for inputs, targets in batches:
+        yield from zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True)
+
+
+def run_all(workload: Workload, runs: Iterable[Training], log: Path, train: Train = train) -> list[dict[str, Any]]:
+    """All of ``runs``; those that ``log`` has are taken from there. Returns all that it has then."""
     log.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    for seed in seeds:
-        for side in sides:
-            key = {"workload": workload.name, "side": side, "workers": workers, "steps": steps, "seed": seed}
-            if any(key.items() <= row.items() for row in rows):
-                continue
-            begin = time.perf_counter()
-            row = key | {"quality": train(workload, side, workers, steps, seed), "seconds": time.perf_counter() - begin}
-            console.log(f"{workload.name}, {side}, seed {seed}: {row['quality']} ({row['seconds']:.0f} s)")
-            rows.append(row | {"torch": torch.__version__})
-            with log.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
+    there = [Training(**{each.name: row[each.name] for each in fields(Training) if each.name in row}) for row in rows]
+    for run in runs:
+        if run in there:
+            continue
+        begin = time.perf_counter()
+        row = run.key() | {"quality": train(workload, run), "seconds": time.perf_counter() - begin}
+        console.log(f"{run.key()}: {row['quality']} ({row['seconds']:.0f} s)")
+        rows.append(row | {"torch": torch.__version__})
+        with log.open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
     return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: mean quality of every side, and its paired difference to the first side with a 95 % interval."""
-    head = ("workload", "workers", "steps", "side", "seeds", "quality", "difference to the first (95 % interval)")
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    groups: dict[tuple[str, int, int], dict[str, dict[int, float]]] = {}
+    head = ("workload", "workers", "batches cut by", "steps", "side", "learning rate", "seeds", "quality")
+    lines = [f"| {' | '.join((*head, 'difference to the first (95 % interval)'))} |", "|" + "---|" * (len(head) + 1)]
+    groups: dict[tuple[str, int, int, int], dict[tuple[str, str], dict[int, float]]] = {}
     units: dict[str, str] = {}
     for row in rows:
         name = "accuracy" if "accuracy" in row["quality"] else "loss"
         scale, units[row["workload"]] = QUALITIES[name]
-        group = groups.setdefault((row["workload"], row["workers"], row["steps"]), {})
-        group.setdefault(row["side"], {})[row["seed"]] = scale * row["quality"][name]
-    for (workload, workers, steps), sides in groups.items():
+        group = groups.setdefault((row["workload"], row["workers"], row.get("cut", 1), row["steps"]), {})
+        qualities = group.setdefault((f"`{row['side']}`", str(row.get("lr") or "its own")), {})
+        qualities[row["seed"]] = scale * row["quality"][name]
+    for about, sides in groups.items():
         reference = next(iter(sides.values()))
         for side, values in sides.items():
-            shown = f"{statistics.mean(values.values()):.3f} {units[workload]}"
+            shown = f"{statistics.mean(values.values()):.3f} {units[about[0]]}"
             pairs = [values[seed] - reference[seed] for seed in values if seed in reference]
-            lines.append(f"| {workload} | {workers} | {steps} | `{side}` | {len(values)} | {shown} | {interval(pairs)} |")
+            cells = [*map(str, about), *side, str(len(values)), shown, interval(pairs)]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -155,11 +178,19 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cut", type=int, default=1, help="cut every batch into so many (more workers, the same global batch)")
+    parser.add_argument("--lr", type=float, help="learning rate, instead of the workload's")
     parser.add_argument("--save-to", type=Path, default=Path("out/convergence"))
     options = parser.parse_args()
     log = options.save_to / "convergence.jsonl"
     sides = options.sides or SIDES[options.family]
-    rows = run_all(find_workload(options.workload), sides, options.workers, options.steps, range(options.seeds), log)
+    workload = find_workload(options.workload)
+    runs = [
+        Training(workload.name, side, options.workers, options.steps, seed, options.cut, options.lr)
+        for seed in range(options.seeds)
+        for side in sides
+    ]
+    rows = run_all(workload, runs, log)
     (options.save_to / "convergence.md").write_text("\n".join(table(rows)) + "\n")
     console.log(f"wrote {options.save_to / 'convergence.md'}")
 

@@ -7,6 +7,7 @@ Every run is written down when it ends, and not done again.
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from gossamer.bench.catalogue import find_workload
-from gossamer.bench.convergence import run_all, table, train
+from gossamer.bench.convergence import Training, run_all, table, train
 from gossamer.bench.workload import Workload
 from gossamer.data import RingShuffle
 from gossamer.errors import ConfigurationError
@@ -54,19 +55,19 @@ def travelling(own: Shard, batch: int, rank: int, seed: int, mix: bool) -> Itera
             yield from shuffle
 
 
-def train_on(workload: Workload, arm: str, workers: int, steps: int, seed: int, algorithm: str, batch: int) -> dict[str, float]:
-    """What gossip ends with on one arm's batches."""
+def train_on(workload: Workload, run: Training, algorithm: str, batch: int) -> dict[str, float]:
+    """What gossip ends with on the batches of one arm, which is the side of ``run``."""
     if workload.training_samples is None:
         raise ConfigurationError(f"the workload {workload.name} defines no training_samples()")
     inputs, labels = workload.training_samples()
 
     def batches(rank: int, world: int, seed: int) -> Iterator[Shard]:
         own = shard(inputs, labels, rank, world)
-        if arm == SORTED:
+        if run.side == SORTED:
             return staying(own, batch, rank, seed)
-        return travelling(own, batch, rank, seed, mix=arm == MIXED)
+        return travelling(own, batch, rank, seed, mix=run.side == MIXED)
 
-    return train(workload, algorithm, workers, steps, seed, None if arm == SHUFFLED else batches)
+    return train(workload, replace(run, side=algorithm), None if run.side == SHUFFLED else batches)
 
 
 def main() -> None:
@@ -81,12 +82,13 @@ def main() -> None:
     parser.add_argument("--save-to", type=Path, default=Path("out/shuffle"))
     options = parser.parse_args()
 
-    def train_arm(workload: Workload, arm: str, workers: int, steps: int, seed: int) -> dict[str, float]:
-        return train_on(workload, arm, workers, steps, seed, options.algorithm, options.batch)
+    def train_arm(workload: Workload, run: Training) -> dict[str, float]:
+        return train_on(workload, run, options.algorithm, options.batch)
 
     log = options.save_to / "shuffle.jsonl"
     workload = find_workload(options.workload)
-    rows = run_all(workload, ARMS, options.workers, options.steps, range(options.seeds), log, train_arm)
+    runs = [Training(workload.name, arm, options.workers, options.steps, seed) for seed in range(options.seeds) for arm in ARMS]
+    rows = run_all(workload, runs, log, train_arm)
     (options.save_to / "shuffle.md").write_text("\n".join(table(rows)) + "\n")
     console.log(f"wrote {options.save_to / 'shuffle.md'}")
 

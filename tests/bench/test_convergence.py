@@ -1,0 +1,59 @@
+"""Runs of a convergence table: what they are known by, and what they train with."""
+
+import torch
+
+from gossamer.bench.convergence import Training, cut, run_all, table, train
+from gossamer.bench.workload import Workload
+
+TARGET = torch.tensor([[1.0, -2.0]])
+
+
+def a_workload():
+    """Learn two numbers; ``sizes`` of its batches are what the model was asked about."""
+
+    def batches(rank, world, seed):
+        generator = torch.Generator().manual_seed(seed * world + rank)
+        while True:
+            inputs = torch.randn(8, 2, generator=generator)
+            yield inputs, inputs @ TARGET.T
+
+    return Workload(
+        "numbers",
+        build_model=lambda: torch.nn.Linear(2, 1, bias=False),
+        build_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.2),
+        random_batch=lambda generator: (torch.zeros(8, 2), torch.zeros(8, 1)),
+        loss=torch.nn.functional.mse_loss,
+        training_batches=batches,
+        quality=lambda model: {"loss": float((model.weight.detach() - TARGET).square().sum())},
+    )
+
+
+def test_a_cut_batch_is_the_same_samples():
+    whole = [(torch.arange(8), torch.arange(8) + 1), (torch.arange(8, 16), torch.arange(8, 16) + 1)]
+    pieces = list(cut(iter(whole), 4))
+    assert [len(inputs) for inputs, _ in pieces] == [2] * 8
+    assert torch.cat([inputs for inputs, _ in pieces]).equal(torch.arange(16))
+    assert all(targets.equal(inputs + 1) for inputs, targets in pieces)
+
+
+def test_the_learning_rate_and_the_side_decide_what_is_learned():
+    run = Training("numbers", "AllReduce()", 2, 20, seed=0)
+    assert train(a_workload(), run)["loss"] < 1e-3
+    slow = Training("numbers", "AllReduce()", 2, 20, seed=0, lr=1e-3)
+    assert train(a_workload(), slow)["loss"] > 0.1
+
+
+def test_rows_are_known_by_all_that_differs(tmp_path):
+    log, done = tmp_path / "runs.jsonl", []
+
+    def remembered(workload, run):
+        done.append(run)
+        return {"loss": run.lr or 1.0}
+
+    runs = [Training("numbers", "AllReduce()", 2, 5, 0, lr=lr, cut=pieces) for lr in (None, 0.5) for pieces in (1, 2)]
+    run_all(a_workload(), runs, log, remembered)
+    rows = run_all(a_workload(), [*runs, Training("numbers", "Gossip()", 2, 5, 0)], log, remembered)
+    assert done == [*runs, Training("numbers", "Gossip()", 2, 5, 0)]
+    lines = table(rows)[2:]
+    assert len(lines) == 5
+    assert "| 0.5 | 1 | 0.500 nats of validation loss | -0.500 |" in lines[1]
