@@ -96,6 +96,8 @@ class Algorithm(ABC):
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
         """Once per step after the last bucket, for what belongs to the step; ``None`` (the default) for nothing.
 
+        For gradients, it runs beside the next forward pass: take from ``states`` what it needs, not from the buckets, which
+        are the optimizer's by then. What it writes is there in the next exchange.
         ``states`` are those of ``buckets``; ``state`` is the step's own.
         """
         return None

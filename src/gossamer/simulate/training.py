@@ -62,6 +62,7 @@ class Part:
         self._lanes = [0] * len(plan.layouts) if algorithm.serial else plan.lanes(lanes)
         self.buckets = [Bucket(index, replace(layout, device=META)) for index, layout in enumerate(plan.layouts)]
         self.under_way: list[Event] = []
+        self.finishing: list[Event] = []
         self._handlers = [algorithm.of(bucket.layout.label) for bucket in self.buckets]
         self._states = [State(bucket.flat) for bucket in self.buckets]
         self._step_states = {bucket.layout.label: State(torch.zeros((), device=META)) for bucket in self.buckets}
@@ -121,6 +122,9 @@ class Training:
             yield from self._wait([self._control.submit(make_flow)])
         begin = self.clock.now + self._compute.forward
         if self._gradients is not None and self._gradients.algorithm.due(number):
+            yield begin  # what finished the step before may take as long as this forward pass
+            yield from self._wait(self._gradients.finishing)
+            begin = self.clock.now
             yield from self._send_gradients(self._gradients, number, begin)
         yield begin + self._compute.backward
         for part in (self._gradients, self._weights):
@@ -147,8 +151,9 @@ class Training:
         if not part.under_way:
             return
         yield from self._wait(part.under_way)
-        for flow in part.finish(number):
-            yield from self._wait([self._control.submit(lambda flow=flow: flow)])  # type: ignore[misc]
+        part.finishing = [self._control.submit(lambda flow=flow: flow) for flow in part.finish(number)]  # type: ignore[misc]
+        if part is self._weights:
+            yield from self._wait(part.finishing)
         part.commit()
 
     def _wait(self, events: list[Event]) -> Process:
