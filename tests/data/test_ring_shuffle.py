@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import gossamer
 from gossamer import ConfigurationError, DisagreementError, UsageError, loopback
 from gossamer.data import RingShuffle
+from gossamer.data.ring_shuffle import UNDER_WAY
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 5])
 MIXED = pytest.mark.parametrize("mix", [False, True])
@@ -267,6 +268,20 @@ def test_samples_travel_while_their_batch_is_in_use() -> None:
         for _ in shuffle:
             events.append("use")
     assert events == ["send", "use", "wait"] * 3 + ["send", "use"]
+
+
+def test_a_neighbour_may_fall_some_batches_behind_before_anyone_waits() -> None:
+    """What arrives is needed in the next local epoch only."""
+    shuffle, landed = RingShuffle(torch.arange(40), 4), []
+    wait = shuffle._runner.wait
+    shuffle._runner.arrived = lambda ticket: False  # type: ignore[method-assign]
+    shuffle._runner.wait = lambda ticket: landed.append(step) or wait(ticket)  # type: ignore[method-assign, func-returns-value]
+    for step, batch in enumerate(shuffle):
+        assert len(shuffle._pending) <= UNDER_WAY
+        assert batch.tolist() == list(range(4 * step, 4 * step + 4))
+    assert landed == [UNDER_WAY - 1, *range(UNDER_WAY, 9)]
+    assert shuffle.samples().sort().values.tolist() == list(range(40))
+    assert shuffle.waited_seconds > 0
 
 
 def test_after_its_end_a_shuffle_says_so() -> None:
