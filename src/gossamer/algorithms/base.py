@@ -152,6 +152,12 @@ class Algorithm(ABC):
         """Give back what :meth:`attach` took."""
 
 
+def rest(bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+    """In place of the exchange of weights that is not due while another one is, in the same step: nothing to add."""
+    yield from ()
+    return bucket.fresh().zero_()
+
+
 def wrong_shape(algorithm: Algorithm, bucket: Bucket, result: Tensor) -> ConfigurationError:
     """The error for an exchange whose result does not fit its bucket."""
     name, expected = type(algorithm).__name__, list(bucket.flat.shape)

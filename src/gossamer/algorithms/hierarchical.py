@@ -22,7 +22,8 @@ class Hierarchical(Combination, register=False):
 
     ``inner`` averages the gradients inside each machine, every step. Then the first worker of each runs ``outer`` with
     the first workers of the other machines, and its result is broadcast inside the machine. Where ``outer`` moves weights, that
-    happens between two steps, and the workers of one machine stay bit-identical.
+    happens between two steps, and the workers of one machine stay bit-identical; machines then count alike, however many
+    workers each has.
 
     Which ranks share a machine is known from the launcher (torchrun's ``GROUP_RANK``, else the host's name);
     ``ranks_per_node`` says it instead: consecutive ranks.
@@ -75,7 +76,8 @@ class Hierarchical(Combination, register=False):
         return Inside(inner=self.inner, ranks_per_node=self.ranks_per_node) if subject == "gradients" else None
 
     def due(self, step: int) -> bool:
-        return self.outer.due(step)
+        # Gradients are averaged inside every machine in every step: its workers stay equal.
+        return self.subject == "gradients" or self.outer.due(step)
 
     def route(self, name: str, tensor: Tensor) -> str:
         return self.outer.route(name, tensor)
@@ -93,6 +95,8 @@ class Hierarchical(Combination, register=False):
         machines = machines_of(ctx, self.ranks_per_node)
         node, leaders, most = machine(ctx, machines), leaders_of(machines), max(map(len, machines))
         mean = bucket.flat
+        if not self.outer.due(ctx.step):
+            return (yield from average_inside(self.inner, bucket, state, ctx, node))
         # The mean over machines is the mean over workers only if all machines have as many.
         uneven = self.subject == "gradients" and most * len(leaders) != ctx.world
         if self.subject == "gradients":
