@@ -232,6 +232,35 @@ def test_through_a_data_loader() -> None:
         assert seen == share(rank, 10)[1].tolist() + share(1 - rank, 10)[1].tolist()
 
 
+@MIXED
+def test_a_run_through_a_data_loader_resumes_in_the_middle_of_a_local_epoch(mix: bool) -> None:
+    """With shares that three workers do not divide, at the last but one of the batches of the second epoch."""
+
+    def straight(shuffle: RingShuffle, rank: int) -> tuple[dict[str, Any], list[list[int]]]:
+        loader, seen, state = DataLoader(shuffle, batch_size=None, num_workers=0), [], {}
+        for epoch in range(3):
+            for step, batch in enumerate(loader):
+                seen.append(names_of(batch))
+                if (epoch, step) == (1, 1):
+                    state, seen = shuffle.state_dict(), []
+        return state, seen
+
+    def resumed(shuffle: RingShuffle, rank: int) -> list[list[int]]:
+        shuffle.load_state_dict(state)
+        loader = DataLoader(shuffle, batch_size=None, num_workers=0)
+        return [names_of(batch) for _ in range(2) for batch in loader]
+
+    ranks = each(3, straight, "one apart", mix=mix)
+    state = ranks[0][0]
+    assert each(3, resumed, "one apart", mix=mix) == [seen for _, seen in ranks]
+
+
+def test_a_state_of_another_number_of_ranks_is_refused() -> None:
+    state = each(3, lambda shuffle, rank: shuffle.state_dict())[0]
+    with pytest.raises(ConfigurationError, match=r"shares of \[10, 10, 10\].*this is .*shares of \[10, 10\]"):
+        each(2, lambda shuffle, rank: shuffle.load_state_dict(state))
+
+
 def test_workers_of_a_data_loader_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gossamer.data.ring_shuffle.get_worker_info", lambda: object())
     with pytest.raises(UsageError, match="num_workers=0"):

@@ -1,6 +1,7 @@
 """Datasets in memory: whatever torch collates comes back bit for bit."""
 
 from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,17 @@ def test_one_tensor_and_a_dict_and_a_list_of_items() -> None:
         table = load(dataset, [0, 1, 2])
         assert count(dataset) == 3
         assert same(table.layout.unpack(table.rows), expected)
+
+
+def test_arrays_of_any_layout(tmp_path: Path) -> None:
+    """Backwards, every other row, of a file that may only be read; what is not chosen stays there."""
+    x = np.arange(24, dtype=np.float32).reshape(8, 3)
+    np.save(tmp_path / "x.npy", x)
+    for array in (x[::-1], x[::2], x[:, ::-1], np.load(tmp_path / "x.npy", mmap_mode="r"), np.asfortranarray(x)):
+        expected = torch.from_numpy(array[[3, 0]].copy())
+        for dataset in (array, list(array)):
+            table = load(dataset, [3, 0])
+            assert same(table.layout.unpack(table.rows), expected)
 
 
 def test_a_batch_shares_no_memory_with_the_table() -> None:
