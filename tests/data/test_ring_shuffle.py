@@ -322,6 +322,13 @@ def test_after_its_end_a_shuffle_says_so() -> None:
         next(iter(shuffle))
 
 
+def test_who_does_not_come_is_told_where_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("gossamer.comm.runner.Runner.agree_on_opening", lambda self, what: said.append(what))
+    RingShuffle(torch.arange(8), 4)
+    assert said == ["gossamer.data.RingShuffle()"]
+
+
 # -- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -362,7 +369,7 @@ def test_options_that_differ_between_ranks() -> None:
     refused(lambda rank: RingShuffle(torch.zeros(8 + rank), 2, split=True), "8 samples.*9 samples", error=DisagreementError)
 
 
-@pytest.mark.parametrize("batch_size", [0, -1, 2.5])
+@pytest.mark.parametrize("batch_size", [0, -1, 2.5, True])
 def test_a_batch_size_that_is_none(batch_size: Any) -> None:
     with pytest.raises(ConfigurationError, match="batch_size must be a positive integer"):
         RingShuffle(torch.zeros(8), batch_size)

@@ -98,6 +98,8 @@ def test_a_batch_shares_no_memory_with_the_table() -> None:
         ([np.array(["a"])], "array of <U1"),
         (torch.zeros(3, 0), "hold no data"),
         ([()], "hold no data"),
+        (torch.eye(3).to_sparse(), "dense tensors; got one of layout torch.sparse_coo"),
+        ([torch.eye(3).to_sparse()], "dense tensors; got one of layout torch.sparse_coo"),
     ],
 )
 def test_what_cannot_be_stacked_is_refused(dataset: Any, said: str) -> None:

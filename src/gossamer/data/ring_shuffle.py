@@ -87,7 +87,7 @@ class RingShuffle(IterableDataset[Any]):
         try:
             with alarming(self._runner):
                 check_integers(batch_size, seed)
-                self._runner.agree_on_opening()
+                self._runner.agree_on_opening("gossamer.data.RingShuffle()")
                 options = f"batch_size={batch_size}, seed={seed}, mix={mix}, split={split}"
                 agree(self._runner, {"the options of RingShuffle": options})
                 self._open(dataset, split)
