@@ -9,8 +9,17 @@ from torch.optim import SGD, Adam, Optimizer
 
 import gossamer
 from gossamer import AllReduce, Gossip, GossipGraD, Hierarchical, ScatterReduce, after, by_size, loopback
+from gossamer.comm.loopback import LoopbackRunner
+from gossamer.comm.topology import Exchange, Hypercube, Permutation, Topology
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, step_time
+
+
+class OneWay(Topology):
+    """Ranks 0 and 1 exchange; nobody else ever does."""
+
+    def at(self, step: int, world: int) -> Exchange:
+        return Exchange(world, (Permutation((1, 0, *range(2, world))),))
 
 
 def train(algorithm: gossamer.Algorithm, world: int, steps: int, make: Callable[..., Optimizer] = SGD) -> list[list[Tensor]]:
@@ -80,6 +89,27 @@ def test_by_size_exchanges_what_the_optimizer_remembers() -> None:
 
     for names in loopback(body, 2):
         assert {"weight", "exp_avg of weight", "exp_avg_sq of weight", "bias", "exp_avg of bias"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("outer", "message"),
+    [(Gossip(topology=Hypercube()), "3 ranks are not a power of two"), (Gossip(topology=OneWay()), "does not connect 3 ranks")],
+)
+@pytest.mark.parametrize("per_node", [None, 2])
+def test_a_topology_is_checked_for_the_number_of_machines(
+    outer: gossamer.Algorithm, message: str, per_node: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six workers on three machines, known from the launcher or as given."""
+    monkeypatch.setattr(LoopbackRunner, "nodes", ((0, 1), (2, 3), (4, 5)))
+
+    def body(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        algorithm = after(3, Hierarchical(outer, ranks_per_node=per_node))
+        gossamer.replicate(model, SGD(model.parameters(), lr=0.1), algorithm)
+
+    with pytest.raises(ConfigurationError, match=message):
+        loopback(body, 6)
+    Hierarchical(Gossip(topology=Hypercube()), ranks_per_node=3).check(12)
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,9 @@ class Algorithm(ABC):
     def check(self, world: int) -> None:  # noqa: B027  (most run in any world)
         """Raise ConfigurationError if this cannot run among ``world`` workers."""
 
+    def check_machines(self, machines: Sequence[Group]) -> None:  # noqa: B027  (most do not ask who shares one)
+        """Raise ConfigurationError if this cannot run among workers who share ``machines`` in this way."""
+
     def due(self, step: int) -> bool:
         """Whether anything is exchanged at ``step``; if not, gradients or weights stay this worker's own."""
         return True

@@ -1,6 +1,6 @@
 """Hierarchical: exact inside a machine, any relaxation between machines."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -90,6 +90,20 @@ class Hierarchical(Combination, register=False):
 
     def detach(self, optimizers: Sequence[Optimizer]) -> None:
         self.outer.detach(optimizers)
+
+    def check(self, world: int) -> None:
+        if self.ranks_per_node is not None:
+            self._check(tuple(range(world))[i : i + self.ranks_per_node] for i in range(0, world, self.ranks_per_node))
+
+    def check_machines(self, machines: Sequence[Group]) -> None:
+        if self.ranks_per_node is None:
+            self._check(machines)
+
+    def _check(self, machines: Iterable[Group]) -> None:
+        sizes = [len(machine) for machine in machines]
+        self.outer.check(len(sizes))
+        for size in set(sizes):
+            self.inner.check(size)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         machines = machines_of(ctx, self.ranks_per_node)
