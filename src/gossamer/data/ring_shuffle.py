@@ -43,6 +43,8 @@ class RingShuffle(IterableDataset[Any]):
     All ranks take the same number of batches, ⌈largest share / batch_size⌉. Where shares differ in size, a rank whose
     share would not fill them cuts it into that many of equal size (±1): no sample is lost, repeated or padded.
 
+    What travels in a step is a batch as the dataset holds it: bytes rather than floats, where other messages fill the network.
+
     A batch is a structure like the dataset's items, of CPU tensors ``(n, *shape)`` that belong to the caller. A loop that
     is left early goes on where it stopped; every rank must leave it at the same batch. To wrap it:
     ``DataLoader(shuffle, batch_size=None, num_workers=0)``.
