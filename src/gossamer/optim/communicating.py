@@ -4,10 +4,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.lossy import wide
+
+Write = Callable[[int, Tensor], None]
+"""``write(index, place)``: put what is to be averaged for the parameter of this index into ``place``, a tensor of its shape."""
 
 
 class Link(Protocol):
@@ -16,8 +21,11 @@ class Link(Protocol):
     def used(self, here: Sequence[bool]) -> Callable[[], list[bool]]:
         """Ask which parameters have a gradient on any worker; the answer is waited for when it is called."""
 
-    def mean(self, tensors: Sequence[Tensor], compressed: bool, step: int) -> list[Tensor]:
-        """The means over the workers; ``compressed`` ones by the optimizer's own algorithm. New tensors."""
+    def mean(self, write: Write, compressed: bool, step: int) -> list[Tensor]:
+        """The means over the workers of what ``write`` writes; ``compressed`` ones by the optimizer's own algorithm.
+
+        Compressed means are the caller's until the one after the next call of this kind; exact ones until the next.
+        """
 
 
 class Communicating(Optimizer):
@@ -38,6 +46,14 @@ class Communicating(Optimizer):
         """The trainable parameters, in order."""
         return [parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad]
 
-    def means(self, tensors: Sequence[Tensor], compressed: bool, step: int) -> list[Tensor]:
-        """The means over the workers of one tensor per parameter, at the optimizer's own count of steps."""
-        return [t.clone() for t in tensors] if self.link is None else self.link.mean(tensors, compressed, step)
+    def means(self, write: Write, compressed: bool, step: int) -> list[Tensor]:
+        """The means over the workers of one tensor per parameter, at the optimizer's own count of steps.
+
+        ``compressed`` ones are in at least fp32, exact ones in the parameter's dtype.
+        """
+        if self.link is not None:
+            return self.link.mean(write, compressed, step)
+        places = [torch.empty_like(wide(p) if compressed else p) for p in self.parameters()]
+        for index, place in enumerate(places):
+            write(index, place)
+        return places

@@ -95,10 +95,9 @@ class OneBitAdam(Communicating):
         parameters = self.parameters()
         here = [parameter.grad is not None for parameter in parameters]
         used = (lambda: here) if self.link is None else self.link.used(here)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         self._remember(parameters)
         self.param_groups[0]["steps"] += 1
-        self._compressed(gradients, used) if self.frozen else self._exact(gradients, used)
+        self._compressed(parameters, used) if self.frozen else self._exact(parameters, used)
         return loss
 
     def _remember(self, parameters: list[Tensor]) -> None:
@@ -108,9 +107,14 @@ class OneBitAdam(Communicating):
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter, dtype=kept)
                 self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter, dtype=kept)
 
-    def _exact(self, gradients: list[Tensor], used: Callable[[], list[bool]]) -> None:
+    def _exact(self, parameters: list[Tensor], used: Callable[[], list[bool]]) -> None:
         """AdamW on the mean gradient; perhaps the last time."""
-        means = self.means(gradients, False, self._steps())
+
+        def write(index: int, place: Tensor) -> None:
+            gradient = parameters[index].grad
+            place.zero_() if gradient is None else place.copy_(gradient)
+
+        means = self.means(write, False, self._steps())
         for parameter, group, mean in self._each(means, used()):
             state, (beta1, beta2) = self.state[parameter], group["betas"]
             exact = mean.to(state["exp_avg"].dtype)
@@ -120,15 +124,21 @@ class OneBitAdam(Communicating):
         if self._is_stable():
             self.param_groups[0]["frozen_at"] = self._steps()
 
-    def _compressed(self, gradients: list[Tensor], used: Callable[[], list[bool]]) -> None:
+    def _compressed(self, parameters: list[Tensor], used: Callable[[], list[bool]]) -> None:
         """The mean of the momenta that the workers would have; the variance as it was frozen."""
-        momenta = []
-        for parameter, group, gradient in self._each(gradients):
-            average = self.state[parameter]["exp_avg"]
-            momenta.append(torch.lerp(average, gradient.to(average.dtype), 1 - group["betas"][0]))
-        means = self.means(momenta, True, self._steps())
+        groups = [group for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+        def write(index: int, place: Tensor) -> None:
+            parameter, decay = parameters[index], groups[index]["betas"][0]
+            average, gradient = self.state[parameter]["exp_avg"], parameter.grad
+            if gradient is None:
+                torch.mul(average, decay, out=place)
+            else:
+                torch.lerp(average, gradient.to(average.dtype), 1 - decay, out=place)
+
+        means = self.means(write, True, self._steps())
         for parameter, group, mean in self._each(means, used()):
-            self.state[parameter]["exp_avg"].copy_(mean)
+            self.state[parameter]["exp_avg"] = mean  # no copy: a pass over memory less
             if parameter not in self._inverse_roots:
                 self._inverse_roots[parameter] = self._inverse_root(parameter, group, self.param_groups[0]["frozen_at"])
             self._update(parameter, group, self._inverse_roots[parameter])

@@ -11,6 +11,7 @@ from gossamer.algorithms.lossy import wide
 from gossamer.buckets import make_plan
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import CONTROL, Runner
+from gossamer.optim.communicating import Write
 from gossamer.sync.exchange import Exchange, Kept
 from gossamer.sync.statistics import Statistics
 
@@ -23,7 +24,10 @@ class OptimizerSync:
         self._tensors = dict(tensors)
         self.exchange = Exchange(runner, algorithm)
         self._exact = Exchange(runner, AllReduce(bucket_bytes=algorithm.bucket_bytes))
+        self._numbers = {name: number for number, name in enumerate(tensors)}
         self._results: list[Tensor] = []
+        self._older: list[Tensor] = []
+        """Compressed means: the last ones, which the optimizer still uses, and those before."""
 
     def used(self, here: Sequence[bool]) -> Callable[[], list[bool]]:
         """Ask which parameters have a gradient on any worker; the answer is waited for when it is called."""
@@ -31,27 +35,42 @@ class OptimizerSync:
         ticket = self._runner.submit(lambda: maximum(flags, world), "the use of parameters", CONTROL)
         return lambda: [bool(flag) for flag in self._runner.wait(ticket).tolist()]
 
-    def mean(self, tensors: Sequence[Tensor], compressed: bool, step: int) -> list[Tensor]:
+    def mean(self, write: Write, compressed: bool, step: int) -> list[Tensor]:
         """The means over the workers, in the order of the parameters."""
         exchange = self.exchange if compressed else self._exact
-        named = dict(zip(self._tensors, tensors, strict=True))
-        if not exchange.buckets:
-            exchange.adopt(make_plan(named, exchange.algorithm, at_once=True))
+        self._adopt(exchange)
+        if compressed:
+            for bucket, used in zip(exchange.buckets, self._older, strict=False):
+                bucket.recycle(used)
         with exchange.transaction():
-            means = self._exchange(exchange, named, step)
+            results = self._exchange(exchange, write, step)
+        if compressed:
+            # What an all-reduce left in its bucket would be overwritten while the optimizer uses it.
+            results = [r.clone() if r is b.flat else r for r, b in zip(results, exchange.buckets, strict=True)]
+            self._older, self._results = self._results, results
+        means = self._by_name(exchange, results)
         return [means[name] for name in self._tensors]
 
-    def _exchange(self, exchange: Exchange, named: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+    def _adopt(self, exchange: Exchange) -> None:
+        """Plan the buckets, once."""
+        if not exchange.buckets:
+            tensors = {n: wide(t) for n, t in self._tensors.items()} if exchange is self.exchange else self._tensors
+            exchange.adopt(make_plan(tensors, exchange.algorithm, at_once=True))
+
+    def _exchange(self, exchange: Exchange, write: Write, step: int) -> list[Tensor]:
         exchange.land()
-        for bucket, used in zip(exchange.buckets, self._results, strict=False):
-            bucket.recycle(used)  # the optimizer has done with the means of its step before
         for bucket in exchange.buckets:
-            torch._foreach_copy_(bucket.views, [named[segment.name] for segment in bucket.segments])
+            for segment, view in zip(bucket.segments, bucket.views, strict=True):
+                write(self._numbers[segment.name], view)
             exchange.launch(step, f"of the optimizer's step {step}")
         with self._statistics.exposed():
-            results = self._results = exchange.collect()
+            results = exchange.collect()
         exchange.finish(step)
         exchange.settle(results)
+        return results
+
+    @staticmethod
+    def _by_name(exchange: Exchange, results: Sequence[Tensor]) -> dict[str, Tensor]:
         return {
             segment.name: view
             for bucket, result in zip(exchange.buckets, results, strict=True)
@@ -64,7 +83,6 @@ class OptimizerSync:
 
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` returned."""
-        if kept and not self.exchange.buckets:
-            momenta = {name: wide(tensor) for name, tensor in self._tensors.items()}
-            self.exchange.adopt(make_plan(momenta, self.exchange.algorithm, at_once=True))
+        if kept:
+            self._adopt(self.exchange)
         self.exchange.load_state_by_name(kept, extras)
