@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import gossamer
-from gossamer import AllReduce, DDPHook, Gossip
+from gossamer import AllReduce, DDPHook, Gossip, Hierarchical, after
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce
@@ -813,6 +813,33 @@ def device_meshes(here: Here) -> float:
         under_gossamer(here, with_adamw(mlp), mesh=grid)
     equal_to_ddp(here, with_adamw(mlp), plain, ours={"mesh": grid["replicate"]})
     return equal_to_ddp(here, with_adamw(mlp), plain, ours={"mesh": line})
+
+
+def machines_from_a_mesh(here: Here) -> None:
+    """Rows of a two-dimensional mesh are machines, whatever the environment says; workers of one stay bit-identical."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    gossip = Hierarchical(Gossip(bucket_bytes=2048, wire="fp32"), bucket_bytes=2048)
+    together = under_gossamer(here, with_adamw(mlp), gossip, mesh=init_device_mesh("cpu", (1, 3)))
+    plain(together)
+    assert_same_on_all_ranks(here, together.bare)
+    apart = under_gossamer(here, with_adamw(mlp), after(2, gossip), mesh=init_device_mesh("cpu", (3, 1)))
+    plain(apart)
+    rows = here.gathered(values(apart.bare))
+    assert not torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[2])
+    pair = DeviceMesh("cpu", [[2, 0]])
+    if here.rank == 1:
+        with raises(gossamer.ConfigurationError, match="this process is not in"):
+            under_gossamer(here, with_adamw(mlp), gossip, mesh=pair)
+    else:
+        plain(run := under_gossamer(here, with_adamw(mlp), gossip, mesh=pair))
+        run.replica.close()
+    here.gathered(torch.zeros(1))  # those who wait for nobody wait here
+    deep = init_device_mesh("cpu", (1, 1, 3))
+    for algorithm in (gossip, Hierarchical(Gossip(), ranks_per_node=3)):
+        with raises(gossamer.ConfigurationError, match=r"mesh= takes .*mesh\["):
+            under_gossamer(here, with_adamw(mlp), algorithm, mesh=deep)
 
 
 def gossip_with_several_optimizers(here: Here) -> None:

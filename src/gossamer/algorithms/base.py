@@ -121,6 +121,11 @@ class Algorithm(ABC):
         return exchange
 
     @property
+    def asks_for_machines(self) -> bool:
+        """Whether it must be known which workers share a machine."""
+        return False
+
+    @property
     def traffic_period(self) -> int:
         """After how many steps what travels repeats itself, as far as bytes and messages go."""
         return 1

@@ -26,6 +26,10 @@ class Combination(Algorithm, register=False):
         return all(part.averages_buffers for part in self.parts)
 
     @property
+    def asks_for_machines(self) -> bool:
+        return any(part.asks_for_machines for part in self.parts)
+
+    @property
     def traffic_period(self) -> int:
         return math.lcm(*(part.traffic_period for part in self.parts))
 

@@ -25,7 +25,8 @@ class Hierarchical(Combination, register=False):
     happens between two steps, and the workers of one machine stay bit-identical.
 
     Which ranks share a machine is known from the launcher (torchrun's ``GROUP_RANK``, else the host's name);
-    ``ranks_per_node`` says it instead: consecutive ranks.
+    ``ranks_per_node`` says it instead: consecutive ranks. So does a ``DeviceMesh`` of two dimensions, machines and the
+    workers of each, given to :func:`gossamer.replicate` (``mesh=``).
 
     Between machines: the bytes and messages of ``outer`` among as many workers as there are machines.
 
@@ -59,6 +60,10 @@ class Hierarchical(Combination, register=False):
     def subject(self) -> Subject:  # type: ignore[override]
         """That of ``outer``."""
         return self.outer.subject
+
+    @property
+    def asks_for_machines(self) -> bool:
+        return self.ranks_per_node is None
 
     @property
     def exchanges_history(self) -> bool:
