@@ -1,6 +1,7 @@
 """1-bit Adam: AdamW at first, then compressed momenta under a frozen variance; all ranks alike, resumable, convergent."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import gossamer
 from contracts.cases import same_bits, weights
 from gossamer import AllReduce, loopback
 from gossamer.codecs.sign import Sign
-from gossamer.errors import ConfigurationError, UsageError
-from gossamer.optim import OneBitAdam, QAdam
+from gossamer.errors import ConfigurationError
+from gossamer.optim import MasterWeights, OneBitAdam, QAdam
 
 CUTS = (slice(None, 30), slice(-30, None))
 
@@ -176,7 +177,51 @@ def test_it_goes_without_an_algorithm() -> None:
     two = [OneBitAdam(model[0].parameters()), torch.optim.SGD(model[2].parameters(), lr=0.1)]
     with pytest.raises(ConfigurationError, match="all optimizers must, or none"):
         gossamer.replicate(model, two)
-    replica = gossamer.replicate(model, optimizer)
-    with pytest.raises(UsageError, match="join"), replica.join():
-        pass
-    replica.close()
+    with pytest.raises(ConfigurationError, match="MasterWeights"):
+        MasterWeights(OneBitAdam, model.parameters())
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, QAdam])
+@pytest.mark.parametrize("counts", [(8, 20, 14), (0, 3, 15), (12, 12, 12)])
+def test_ranks_may_have_different_numbers_of_batches(kind: Any, counts: tuple[int, ...]) -> None:
+    """As if a rank that has ended went on with zero gradients, in both phases; afterwards all can go on together."""
+
+    def body(rank: int, joined: bool) -> Tensor:
+        model = make_model()
+        optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1, warmup=10)
+        replica = gossamer.replicate(model, optimizer)
+        with replica.join() if joined else nullcontext():
+            train(model, optimizer, rank, range(counts[rank]))
+            for _ in () if joined else range(max(counts) - counts[rank]):
+                optimizer.zero_grad()
+                (model(torch.zeros(1, 12)) * 0).sum().backward()
+                optimizer.step()
+        assert replica.step == max(counts)
+        train(model, optimizer, rank, range(20, 25))
+        replica.close()
+        return weights(model)
+
+    together, by_hand = (loopback(lambda rank, joined=joined: body(rank, joined), 3) for joined in (True, False))
+    assert all(same_bits(each, together[0]) for each in together)
+    assert same_bits(together[0], by_hand[0])
+
+
+def test_a_closure_goes_with_join() -> None:
+    def body(rank: int) -> None:
+        model = make_model()
+        optimizer = OneBitAdam(model.parameters())
+        replica = gossamer.replicate(model, optimizer)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 12)).square().mean()
+            loss.backward()
+            return loss
+
+        with replica.join():
+            for _ in range(1 + rank):
+                optimizer.step(closure)
+        replica.close()
+        assert replica.step == 2
+
+    loopback(body, 2)
