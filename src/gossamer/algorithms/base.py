@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, Group
 from gossamer.errors import ConfigurationError
-from gossamer.state import State
+from gossamer.state import RESIDUAL, State
 
 Subject = Literal["gradients", "weights"]
 
@@ -99,6 +99,18 @@ class Algorithm(ABC):
         ``states`` are those of ``buckets``; ``state`` is the step's own.
         """
         return None
+
+    def owed(self, state: State, ctx: Context) -> Tensor | None:
+        """What this worker still owes to the sum over all workers, of the bucket that ``state`` belongs to; None: nothing.
+
+        An algorithm that takes its place (:func:`after`) communicates that with its first gradient.
+        """
+        return state.get(RESIDUAL)
+
+    @property
+    def takes_momentum(self) -> bool:
+        """Whether :meth:`attach` takes the momentum out of the optimizer, for as long as the replica is open."""
+        return False
 
     @property
     def exchanges_history(self) -> bool:

@@ -74,6 +74,10 @@ class ChunkSparse(Lossy):
         if min(self.warmup, self.ramp) < 0:
             raise ConfigurationError(f"warmup and ramp are numbers of steps; got {self.warmup!r} and {self.ramp!r}")
 
+    @property
+    def takes_momentum(self) -> bool:
+        return self.momentum_correction
+
     def density_at(self, step: int) -> float:
         """The share of chunks sent at ``step``."""
         if step < self.warmup:

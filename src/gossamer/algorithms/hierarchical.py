@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context, Subject
-from gossamer.algorithms.combination import Combination, refuse_lag
+from gossamer.algorithms.combination import Combination, joined, refuse_lag, refuse_momentum, split, total
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, Group, broadcast, within
 from gossamer.errors import ConfigurationError
@@ -47,6 +47,7 @@ class Hierarchical(Combination, register=False):
         if self.inner.subject != "gradients":
             raise ConfigurationError(f"inner averages gradients; {type(self.inner).__name__} moves {self.inner.subject}")
         refuse_lag(self.outer, "Hierarchical")
+        refuse_momentum(self.inner, "the inner part of Hierarchical")
         if isinstance(self.outer, Hierarchical):
             raise ConfigurationError("there are two levels: Hierarchical inside Hierarchical would be a third")
         if self.ranks_per_node is not None and (not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1):
@@ -80,19 +81,33 @@ class Hierarchical(Combination, register=False):
         return Inside(inner=self.inner, ranks_per_node=self.ranks_per_node) if subject == "gradients" else None
 
     def due(self, step: int) -> bool:
-        return self.outer.due(step)
+        """Gradients are averaged inside the machine in every step."""
+        return self.subject == "gradients" or self.outer.due(step)
 
     def route(self, name: str, tensor: Tensor) -> str:
-        return self.outer.route(name, tensor)
+        return joined(self.outer.route(name, tensor), self.inner.route(name, tensor))
 
     def of(self, label: str) -> Algorithm:
-        return replace(self, outer=self.outer.of(label))
+        outer, inner = split(label)
+        return replace(self, outer=self.outer.of(outer), inner=self.inner.of(inner))
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
-        return replace(self, outer=self.outer.attach(optimizers))
+        return replace(self, outer=self.outer.attach(optimizers), inner=self.inner.attach(optimizers))
 
     def detach(self, optimizers: Sequence[Optimizer]) -> None:
         self.outer.detach(optimizers)
+
+    def check(self, world: int) -> None:
+        if self.ranks_per_node is not None:
+            self.outer.check(-(-world // self.ranks_per_node))
+
+    def owed(self, state: State, ctx: Context) -> Tensor | None:
+        machines = machines_of(ctx, self.ranks_per_node)
+        leaders, node = leaders_of(machines), machine(ctx, machines)
+        # What a leader sends counts for its whole machine.
+        outer = self.outer.owed(state.scoped(_OUTER), inside(ctx, leaders)) if ctx.rank in leaders else None
+        inner = self.inner.owed(state.scoped(_INNER), inside(ctx, node))
+        return total([None if outer is None else outer * max(map(len, machines)), inner])
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         machines = machines_of(ctx, self.ranks_per_node)
@@ -102,6 +117,8 @@ class Hierarchical(Combination, register=False):
         uneven = self.subject == "gradients" and most * len(leaders) != ctx.world
         if self.subject == "gradients":
             mean = yield from average_inside(self.inner, bucket, state, ctx, node)
+            if not self.outer.due(ctx.step):
+                return mean
             mean = mean * (len(node) / most) if uneven else mean
         if ctx.rank != node[0]:
             return (yield from within(broadcast(torch.empty_like(bucket.flat)), node))
@@ -111,10 +128,18 @@ class Hierarchical(Combination, register=False):
         return (yield from within(broadcast(result), node)) if len(node) > 1 else result
 
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
-        leaders = leaders_of(machines_of(ctx, self.ranks_per_node))
-        scoped = [each.scoped(_OUTER) for each in states]
-        flow = self.outer.finish(buckets, scoped, state.scoped(_OUTER), inside(ctx, leaders)) if ctx.rank in leaders else None
-        return within(flow, leaders) if flow is not None else _nothing()
+        return self._finish(buckets, states, state, ctx)
+
+    def _finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None]:
+        machines = machines_of(ctx, self.ranks_per_node)
+        node, leaders = machine(ctx, machines), leaders_of(machines)
+        if self.subject == "gradients":
+            yield from finish_inside(self.inner, buckets, states, state, ctx, node)
+        if ctx.rank in leaders and self.outer.due(ctx.step):
+            scoped = [each.scoped(_OUTER) for each in states]
+            flow = self.outer.finish(buckets, scoped, state.scoped(_OUTER), inside(ctx, leaders))
+            if flow is not None:
+                yield from within(flow, leaders)
 
 
 _OUTER, _INNER = "outer: ", "inner: "
@@ -131,12 +156,34 @@ class Inside(Algorithm, register=False):
         node = machine(ctx, machines_of(ctx, self.ranks_per_node))
         return (yield from average_inside(self.inner, bucket, state, ctx, node))
 
+    def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
+        return finish_inside(self.inner, buckets, states, state, ctx, machine(ctx, machines_of(ctx, self.ranks_per_node)))
+
+    def route(self, name: str, tensor: Tensor) -> str:
+        return self.inner.route(name, tensor)
+
+    def of(self, label: str) -> Algorithm:
+        return replace(self, inner=self.inner.of(label))
+
+    def owed(self, state: State, ctx: Context) -> Tensor | None:
+        return self.inner.owed(state.scoped(_INNER), ctx)
+
 
 def average_inside(inner: Algorithm, bucket: Bucket, state: State, ctx: Context, node: Group) -> Flow[Tensor]:
     """The mean over the workers of one machine."""
     if len(node) == 1:
         return bucket.flat.clone()
     return (yield from within(inner.exchange(bucket, state.scoped(_INNER), inside(ctx, node)), node))
+
+
+def finish_inside(
+    inner: Algorithm, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context, node: Group
+) -> Flow[None]:
+    """What ``inner`` does once per step, among the workers of one machine."""
+    scoped = [each.scoped(_INNER) for each in states]
+    flow = inner.finish(buckets, scoped, state.scoped(_INNER), inside(ctx, node)) if len(node) > 1 else None
+    if flow is not None:
+        yield from within(flow, node)
 
 
 def machines_of(ctx: Context, ranks_per_node: int | None) -> tuple[Group, ...]:
@@ -160,7 +207,3 @@ def inside(ctx: Context, group: Group) -> Context:
     """What a flow among ``group`` may know; for a worker of it, or one that only asks what the others will do."""
     rank = group.index(ctx.rank) if ctx.rank in group else 0
     return Context(ctx.step, rank, tuple(ctx.members[i] for i in group))
-
-
-def _nothing() -> Flow[None]:
-    yield from ()

@@ -12,9 +12,7 @@ from gossamer.errors import ConfigurationError
 torch_departure.listen()
 
 
-def connect(
-    group: Any = None, mesh: Any = None, timeout: float | timedelta | None = None, by_machine: bool = False
-) -> Runner:
+def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | None = None, by_machine: bool = False) -> Runner:
     """The runner for this rank: loopback inside :func:`gossamer.loopback`, else torch's, else a world of one.
 
     ``mesh``: a ``DeviceMesh`` whose ranks are the replicas; it stands for its process group. ``by_machine``: it may have
@@ -43,4 +41,3 @@ def connect(
             "call torch.distributed.init_process_group() before gossamer.replicate()"
         )
     return solo_runner()
-

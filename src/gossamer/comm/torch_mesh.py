@@ -21,10 +21,10 @@ def place_in(mesh: Any, by_machine: bool) -> tuple[Any, int | None]:
         return mesh.get_group(), None
     if mesh.ndim == 2 and by_machine:
         return _whole(mesh), _row(mesh)
-    wanted = "machines × workers of each" if by_machine else "the one dimension over which the model is replicated"
+    wanted = "machines x workers of each" if by_machine else "the one dimension over which the model is replicated"
     raise ConfigurationError(
         f"mesh= takes {wanted}, this one has {mesh.ndim}: pass a slice, such as mesh["
-        f'"replicate"] (dimensions: {mesh.mesh_dim_names}); two dimensions, machines × workers, are for Hierarchical() '
+        f'"replicate"] (dimensions: {mesh.mesh_dim_names}); two dimensions, machines x workers, are for Hierarchical() '
         "without ranks_per_node"
     )
 

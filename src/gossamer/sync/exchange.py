@@ -80,7 +80,8 @@ class Exchange:
         index = len(self._tickets)
         bucket, state, ctx, handler = self.buckets[index], self.states[index], self.context(step), self.handlers[index]
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
-        make_flow = partial(self._checked, handler.exchange, bucket, state, ctx)
+        exchange = handler.exchange if handler.due(step) else self._left_alone
+        make_flow = partial(self._checked, exchange, bucket, state, ctx)
         lane = 0 if self.algorithm.serial else self._lanes[index]
         self._tickets.append(self.runner.submit(make_flow, label, lane, prompt=self._prompt))
         self.exchanged_bytes += bucket.flat.nbytes
@@ -93,6 +94,13 @@ class Exchange:
             if any_non_finite([result, *drafts]).item() > 0:
                 self._poisoned.append(bucket.index)
         return result
+
+    def _left_alone(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        """No exchange: the step is one of other buckets' handlers. A gradient stays this worker's own, weights as they are."""
+        yield from ()
+        if self.algorithm.subject == "weights":
+            return torch.zeros_like(bucket.flat)
+        return bucket.flat.mul_(ctx.world) if bucket.holds_shares else bucket.flat
 
     def collect(self) -> list[Tensor]:
         """Wait for everything that was launched; the results in the plan's order."""
@@ -108,7 +116,8 @@ class Exchange:
         for label, state in self.step_states.items():
             mine = [i for i, layout in enumerate(self.plan.layouts) if layout.label == label]
             buckets, states = [self.buckets[i] for i in mine], [self.states[i] for i in mine]
-            flow = self.handlers[mine[0]].finish(buckets, states, state, self.context(step)) if mine else None
+            due = bool(mine) and self.handlers[mine[0]].due(step)
+            flow = self.handlers[mine[0]].finish(buckets, states, state, self.context(step)) if due else None
             if flow is not None:
                 self.runner.run(lambda flow=flow: flow, f"finish of step {step}")  # type: ignore[misc]
 
@@ -131,9 +140,8 @@ class Exchange:
 
         The results are the same on all ranks, so all of them keep it, or none does.
         """
-        drafts = self.drafts()
-        unseen = [tensor for tensor in (*drafts, *results) if id(tensor) not in self._seen]
-        if drafts and (self._poisoned or any_non_finite(unseen).item() > 0):
+        unseen = [tensor for tensor in (*self.drafts(), *results) if id(tensor) not in self._seen]
+        if any(state.changed for state in self.all_states()) and (self._poisoned or any_non_finite(unseen).item() > 0):
             self.rollback()
         else:
             self.commit()
