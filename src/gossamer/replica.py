@@ -150,7 +150,8 @@ class Replica:
         And as of now: ``residual_norm``, the L2 norm of what is not sent yet, relative to that of the last exchange."""
         exchanges = [] if self._gradients is None else [self._gradients.exchange]
         exchanges += [sync.exchange for sync in self._weights] + [link.exchange for link in self._links]
-        return self._statistics.read(self.step, exchanges)
+        exact = sum(link.exact_bytes for link in self._links)
+        return self._statistics.read(self.step, exchanges, exact)
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, counters and the algorithm's state of this rank, under a key with its rank. Collective, between steps."""

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.lossy import Lossy, wide
+from gossamer.algorithms.lossy import EXACT, Lossy, wide
+from gossamer.algorithms.momentum_all_reduce import MOMENTUM, MomentumAllReduce
 from gossamer.algorithms.parts import scatter_reduce
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
@@ -20,7 +21,7 @@ from gossamer.errors import ConfigurationError
 from gossamer.optim.momentum import lend_momentum, return_momentum
 from gossamer.state import RESIDUAL, State
 
-CHOSEN, NORMS, MOMENTUM = "chosen chunks", "chunk norms", "momentum"
+CHOSEN, NORMS = "chosen chunks", "chunk norms"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,11 @@ class ChunkSparse(Lossy):
             return 1.0
         part = 1.0 if self.ramp == 0 else min(1.0, (step - self.warmup) / self.ramp)
         return float(self.density**part)
+
+    def of(self, label: str) -> Algorithm:
+        if label == EXACT and self.momentum:
+            return MomentumAllReduce(bucket_bytes=self.bucket_bytes, momentum=self.momentum)
+        return super().of(label)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
         return replace(self, momentum=lend_momentum(optimizers)) if self.momentum_correction else self

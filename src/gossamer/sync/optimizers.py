@@ -66,6 +66,11 @@ class OptimizerSync:
             for segment, view in zip(bucket.segments, bucket.split(result), strict=True)
         }
 
+    @property
+    def exact_bytes(self) -> int:
+        """Size of everything that was averaged exactly so far."""
+        return self._exact.exchanged_bytes
+
     def state_by_name(self) -> Kept:
         """What the compressed means remember."""
         return self.exchange.state_by_name()
