@@ -11,8 +11,8 @@ import gossamer
 from contracts.cases import exchange, noise, same_bits, weights
 from gossamer import AllReduce, ChunkSparse, PowerSGD, loopback
 from gossamer.algorithms import Algorithm
-from gossamer.algorithms.chunk_sparse import evenly, largest, pack, put
-from gossamer.codecs import Cast, Quantize
+from gossamer.algorithms.chunks import evenly, largest, pack, put
+from gossamer.codecs import Cast, ErrorFeedback, Quantize
 from gossamer.errors import ConfigurationError
 
 FP32 = Cast(wire="fp32")
@@ -183,10 +183,28 @@ def test_chunks_are_packed_and_put_back() -> None:
     assert largest(torch.tensor([1.0, 5.0, float("nan"), 5.0]), 2).tolist() == [False, True, True, False]
 
 
-@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), "0.1", None, True])
 def test_a_density_is_a_share(density: float) -> None:
     with pytest.raises(ConfigurationError, match="density must be above 0 and at most 1"):
         ChunkSparse(density=density)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"codec": "int8"}, "codec must be a codec"),
+        ({"codec": ErrorFeedback(Quantize())}, "give the codec alone"),
+        ({"warmup": -1}, "numbers of steps"),
+        ({"ramp": "3"}, "numbers of steps"),
+        ({"warmup": 1.5}, "numbers of steps"),
+        ({"momentum": 0.9}, "momentum is the optimizer's"),
+        ({"chunk": 2.0}, "positive number of elements"),
+        ({"residual": "fp8"}, "residual must be one of"),
+    ],
+)
+def test_bad_fields(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ChunkSparse(**fields)
 
 
 def test_other_bad_input() -> None:

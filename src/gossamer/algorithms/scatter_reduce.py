@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.lossy import Lossy, wide
+from gossamer.algorithms.lossy import Lossy, check_codec, wide
 from gossamer.algorithms.parts import Feedback, scatter_reduce
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
-from gossamer.codecs.error_feedback import ErrorFeedback
 from gossamer.codecs.quantize import Quantize
 from gossamer.comm.ops import Flow
-from gossamer.errors import ConfigurationError
 from gossamer.state import RESIDUAL, State
 
 
@@ -42,10 +40,7 @@ class ScatterReduce(Lossy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire("residual", self.residual)
-        if not isinstance(self.codec, Codec):
-            raise ConfigurationError(f"codec must be a codec, such as Quantize(bits=8); got {self.codec!r}")
-        if isinstance(self.codec, ErrorFeedback):
-            raise ConfigurationError("give the codec alone: worker_feedback and server_feedback are the error feedback")
+        check_codec(self.codec)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         flat = wide(bucket.flat)
