@@ -389,6 +389,24 @@ def forked_processes(here: Here) -> None:
 # -- hooks of DDP -------------------------------------------------------------------------------------------------
 
 
+def join_of_an_optimizer_that_communicates(here: Here) -> None:
+    """Ranks end after 4, 9 and 14 steps, the first of them while gradients are still averaged exactly."""
+    model = mlp().float()
+    optimizer = gossamer.optim.OneBitAdam(model.parameters(), lr=1e-2, warmup=6)
+    replica = here.replicate(model, optimizer)
+    with replica.join():
+        for step in range(4 + 5 * here.rank):
+            optimizer.zero_grad()
+            model(numbers(here, step, 8, 10).float()).square().mean().backward()
+            optimizer.step()
+    assert replica.step == 14
+    assert optimizer.frozen
+    assert_same_on_all_ranks(here, model)
+    moments = [optimizer.state[p][key].reshape(-1) for p in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+    rows = here.gathered(torch.cat(moments))
+    assert all(torch.equal(row, rows[0]) for row in rows)
+
+
 def hooks_of_ddp(here: Here) -> None:
     """A hook gives what DDP with that hook gives; PowerSGD's with several buckets, where DDP on Gloo aborts."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -405,6 +423,36 @@ def hooks_of_ddp(here: Here) -> None:
     low_rank = under_gossamer(here, with_adamw(mlp), algorithm=hook)
     plain(low_rank)
     assert_same_on_all_ranks(here, low_rank.bare)
+
+
+def more_hooks_of_ddp(here: Here) -> None:
+    """Narrow wires, wrappers around other hooks, hooks that read views, and a state of one's own."""
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    def trained(hook: Any, state: Any = None) -> Tensor:
+        run = under_gossamer(here, with_adamw(lambda: mlp().float()), DDPHook(hook, state, bucket_bytes=2048))
+        for batch in steps(run):
+            loss_of(run, batch.float()).backward()
+            run.optimizer.step()
+        assert_same_on_all_ranks(here, run.bare)
+        return values(run.bare)
+
+    def by_views(state: list[int], bucket: Any) -> Any:
+        state.append(bucket.index())
+        for view in bucket.gradients():
+            view.div_(dist.get_world_size())
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    exact, seen = trained(default_hooks.allreduce_hook), []
+    assert (trained(by_views, seen) - exact).abs().max() < 1e-6
+    assert len(set(seen)) > 1
+    assert seen[: len(set(seen))] == sorted(set(seen))
+    wrapped = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    for narrow in (default_hooks.fp16_compress_hook, wrapped):
+        assert 0 < (trained(narrow) - exact).abs().max() < 0.02
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
+    trained(powerSGD_hook.batched_powerSGD_hook, state)
 
 
 def hooks_that_return_something_else(here: Here) -> None:
