@@ -97,10 +97,13 @@ def test_after_the_change_the_mean_has_moved_by_all_gradients(before: Algorithm,
     assert (moved - whole).abs().max() < (0.02 if "bf16" in repr(before) else 1e-5) or uneven
 
 
-def test_a_half_precision_gradient_is_handed_all_of_it() -> None:
-    """What is owed is kept in full precision, and so is the sum that is communicated."""
-    moved = train(after(3, AllReduce(), before=COARSE), 3, 5, dtype=torch.bfloat16)
-    whole = sum(gradient(step, rank).bfloat16().float() for step in range(5) for rank in range(3)) / 3
+@pytest.mark.parametrize("before", [COARSE, Hierarchical(COARSE, ranks_per_node=2)], ids=repr)
+@pytest.mark.parametrize("poisoned", [-1, 3])
+def test_a_half_precision_gradient_is_handed_all_of_it(before: Algorithm, poisoned: int) -> None:
+    """What is owed is kept in full precision, and so is the sum that is communicated, if not all workers owe something."""
+    moved = train(after(3, AllReduce(), before=before), 3, 6, poisoned=poisoned, dtype=torch.bfloat16)
+    given = {(step, rank): gradient(step, rank).bfloat16().float() for step in range(6) for rank in range(3)}
+    whole = sum(each for (step, _), each in given.items() if step != poisoned) / 3
     assert all(same_bits(each, moved[0]) for each in moved)
     assert (moved[0] - whole).abs().max() < 0.1
 

@@ -116,7 +116,8 @@ class Hierarchical(Combination, register=False):
         # The mean over machines is the mean over workers only if all machines have as many.
         uneven = self.subject == "gradients" and most * len(leaders) != ctx.world
         if self.subject == "gradients":
-            mean = yield from average_inside(self.inner, bucket, state, ctx, node)
+            paid = bucket if ctx.rank in leaders else self._with_strays(bucket, state, inside(ctx, leaders), most)
+            mean = yield from average_inside(self.inner, paid, state, ctx, node)
             if not self.outer.due(ctx.step):
                 return mean
             mean = mean * (len(node) / most) if uneven else mean
@@ -126,6 +127,14 @@ class Hierarchical(Combination, register=False):
         result = yield from within(flow, leaders)
         result = result * (most * len(leaders) / ctx.world) if uneven else result
         return (yield from within(broadcast(result), node)) if len(node) > 1 else result
+
+    def _with_strays(self, bucket: Bucket, state: State, ctx: Context, most: int) -> Bucket:
+        """What a worker owes as the leader that it was, before a state was loaded by other workers, it sends as its own."""
+        owed = self.outer.owed(state.scoped(_OUTER), ctx)
+        if owed is None:
+            return bucket
+        state.scoped(_OUTER).forget()
+        return bucket.holding(bucket.flat + (owed * most).to(bucket.flat.dtype))
 
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
         return self._finish(buckets, states, state, ctx)

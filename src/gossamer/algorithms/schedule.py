@@ -75,7 +75,7 @@ class Switch(Combination, register=False):
     @property
     def _hands_over(self) -> bool:
         """Whether there is a part that may owe something to the gradients."""
-        return self.before is not None and self.before.subject == "gradients"
+        return self.steps > 0 and self.before is not None and self.before.subject == "gradients"
 
     def part(self, subject: Subject) -> Algorithm | None:
         before, then = (None if a is None else a.part(subject) for a in (self.before, self.then))
@@ -96,16 +96,23 @@ class Switch(Combination, register=False):
         )
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        part, owed = self.at(ctx.step), None
+        part, handed = self.at(ctx.step), bucket
         if ctx.step >= self.steps:
-            owed = self.before.owed(state.scoped(_BEFORE), ctx) if self.before is not None and self._hands_over else None
-            state.scoped(_BEFORE).forget()
-        if owed is not None:
-            bucket = bucket.holding(wide(bucket.flat) + owed)
-        result = bucket.flat
+            handed = self._handed_over(bucket, state, ctx)
+        result = handed.flat
         if part is not None:
-            result = yield from part.exchange(bucket, state.scoped(self._scope(ctx.step)), ctx)
-        return result if owed is None else result.to(bucket.layout.dtype)
+            result = yield from part.exchange(handed, state.scoped(self._scope(ctx.step)), ctx)
+        return result.to(bucket.flat.dtype)
+
+    def _handed_over(self, bucket: Bucket, state: State, ctx: Context) -> Bucket:
+        """The bucket, with what is owed from before added to it; from then on that is forgotten."""
+        owed = self.before.owed(state.scoped(_BEFORE), ctx) if self.before is not None and self._hands_over else None
+        state.scoped(_BEFORE).forget()
+        # In full precision on every worker, whether it owes or not: messages must be of one type.
+        flat = wide(bucket.flat) if self._hands_over and ctx.step == self.steps else bucket.flat
+        if owed is not None:
+            flat = flat + owed.to(flat.dtype)
+        return bucket if flat is bucket.flat else bucket.holding(flat)
 
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
         part, scope = self.at(ctx.step), self._scope(ctx.step)
