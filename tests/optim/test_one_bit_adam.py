@@ -141,6 +141,41 @@ def test_a_run_resumes_bit_identically(saved_at: int) -> None:
         assert same_bits(whole, again)
 
 
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 3)])
+def test_what_was_not_sent_is_shared_out_among_other_numbers_of_ranks(before: int, now: int) -> None:
+    def first(rank: int) -> list[dict[str, Any]]:
+        model = make_model()
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup=10)
+        replica = gossamer.replicate(model, optimizer)
+        train(model, optimizer, rank, range(15))
+        saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), replica.state_dict()])
+        replica.close()
+        return saved
+
+    states = loopback(first, before)
+    merged = {key: value for saved in states for key, value in saved[2].items()}
+
+    def second(rank: int) -> tuple[Any, Tensor]:
+        model = make_model(5)
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup=10)
+        replica = gossamer.replicate(model, optimizer)
+        for part, saved in zip((model, optimizer, replica), (*states[0][:2], merged), strict=True):
+            part.load_state_dict(saved)
+        owed = copy.deepcopy(replica.state_dict()[f"rank{rank}"].get("residual", {}))  # a rank that is new owes nothing
+        train(model, optimizer, rank, range(15, 20))
+        replica.close()
+        return owed, weights(model)
+
+    with pytest.warns(UserWarning, match="shared out"):
+        found = loopback(second, now)
+    assert all(same_bits(each, found[0][1]) for _, each in found)
+    for name in found[0][0]:
+        kept = sum(owed[name] for owed, _ in found if owed) / now
+        had = sum(merged[f"rank{rank}"]["residual"][name] for rank in range(before)) / before
+        torch.testing.assert_close(kept, had, rtol=1e-5, atol=1e-7)
+        assert had.any() == (had.ndim > 1)
+
+
 def test_alone_it_is_what_it_is_in_a_world_of_one() -> None:
     model = make_model(0)
     train(model, OneBitAdam(model.parameters(), lr=1e-2, warmup=10), 0, range(30))
