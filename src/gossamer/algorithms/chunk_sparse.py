@@ -41,8 +41,9 @@ class ChunkSparse(Lossy):
     are scatter-reduced.
 
     ``momentum_correction`` accumulates momentum before the choice (u ← m·u + g is what is kept and sent), and takes it
-    out of the optimizer, which must be SGD with momentum, until the replica is closed. Without it, the optimizer's own
-    momentum acts on what arrives.
+    out of the optimizer, which must be SGD with momentum, until the replica is closed; that of vectors and of the weight
+    decay is accumulated beside it, so that at density 1 all is SGD with momentum. Without it, the optimizer's own momentum
+    acts on what arrives. Not inside ``after`` or ``by_size``, whose other part would have none.
 
     Per step as many messages as an all-reduce of every bucket and one more of 4 bytes per chunk; ``density`` of its bytes,
     in the codec's precision. Memory: one residual per element, and one momentum with ``momentum_correction``. Vectors
