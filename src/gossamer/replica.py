@@ -68,7 +68,7 @@ class Replica:
         mirror = {
             Event.BUFFERS: self._mirror_buffers,
             Event.BACKWARD: self._mirror_backward,
-            Event.WEIGHTS: self._mirror_weights,
+            Event.WEIGHTS: self._mirror_step if self._links else self._mirror_weights,
         }
         self._join = Join(runner, mirror)
         self._handles = self._hook()
@@ -91,12 +91,9 @@ class Replica:
 
         A rank that leaves the block early goes on answering the others (with zero gradients, which count in the mean
         over all ranks, or with its weights as they are) until all have left. The model then is that of the ranks that
-        trained to the end. Costs one small message per exchange.
+        trained to the end. Costs one small message per exchange. An optimizer that communicates by itself (``OneBitAdam``)
+        goes on taking its steps there, without gradients.
         """
-        if self._links:
-            raise UsageError(
-                "join() cannot answer for an optimizer that communicates by itself: give all ranks as many batches"
-            )
         if self.algorithm.may_lag:
             raise UsageError("join() is not needed where exchanges may lag: a rank may have as many batches as it likes")
         with alarming(self._runner), self._join.active(self._conclude_join):
@@ -159,7 +156,8 @@ class Replica:
         And as of now: ``residual_norm``, the L2 norm of what is not sent yet, relative to that of the last exchange."""
         exchanges = [] if self._gradients is None else [self._gradients.exchange]
         exchanges += [sync.exchange for sync in self._weights] + [link.exchange for link in self._links]
-        return self._statistics.read(self.step, exchanges)
+        exact = sum(link.exact_bytes for link in self._links)
+        return self._statistics.read(self.step, exchanges, exact)
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, counters and the algorithm's state of this rank, under a key with its rank. Collective, between steps."""
@@ -216,7 +214,8 @@ class Replica:
         for optimizer in self._optimizers:
             if isinstance(optimizer, Communicating):
                 held_here = {names[id(parameter)]: parameter for parameter in optimizer.parameters()}
-                optimizer.link = OptimizerSync(self._runner, optimizer.algorithm, held_here, self._statistics)
+                announce = partial(self._announce_step, len(self._links))
+                optimizer.link = OptimizerSync(self._runner, optimizer.algorithm, held_here, self._statistics, announce)
                 self._links.append(optimizer.link)
         if of_weights is None:
             return
@@ -225,8 +224,9 @@ class Replica:
             tensors = {name: exact(optimizer, p) for name, p in self._trainable.items() if id(p) in held}
             if self._buffers == "average" and not self._weights:
                 tensors |= averaged(self._model)
-            own = {name: p for name, p in self._trainable.items() if id(p) in held}
-            remembered = partial(history, optimizer, own) if of_weights.exchanges_history else None
+            wanted = {name for name, t in tensors.items() if of_weights.of(of_weights.route(name, t)).exchanges_history}
+            own = {name: p for name, p in self._trainable.items() if id(p) in held and name in wanted}
+            remembered = partial(history, optimizer, own) if own else None
             self._weights.append(WeightSync(self._runner, of_weights, tensors, self._statistics, remembered))
 
     def _hook(self) -> list[Any]:
@@ -264,7 +264,7 @@ class Replica:
                 if self._at_average:
                     raise UsageError("optimizer.step() inside replica.consensus(): the model's own weights come back after it")
                 # A closure (LBFGS) runs backward inside the step. The first argument is the optimizer itself.
-                if len(args) == 1 and kwargs.get("closure") is None:
+                if len(args) == 1 and kwargs.get("closure") is None and not self._join.shadowing:
                     self._require_backward(index)
             if self._weights and not self.algorithm.lands_late:
                 self._land(index)
@@ -327,6 +327,14 @@ class Replica:
         self._end_backward()
         for parameter in self._trainable.values():
             parameter.grad = None
+
+    def _announce_step(self, index: int) -> None:
+        self._join.announce(Event.WEIGHTS, index)
+
+    def _mirror_step(self, index: int, source: int) -> None:
+        """The step of an optimizer that communicates by itself: its moments stay those of the others, its weights too if
+        its rate does. Without gradients it says that it uses no parameter, and counts with zeros."""
+        self._optimizers[index].step()
 
     def _mirror_weights(self, index: int, source: int) -> None:
         self._land(index)

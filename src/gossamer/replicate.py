@@ -48,7 +48,8 @@ def replicate(
         optimizer_or_optimizers: the optimizer, or a sequence of them; together they hold the trainable parameters.
         algorithm: the relaxation; exact :class:`AllReduce` by default.
         group: a process group; the default group if none is given. Without any, a world of one.
-        mesh: a one-dimensional ``DeviceMesh``, instead of ``group``.
+        mesh: a one-dimensional ``DeviceMesh``, instead of ``group``. With :class:`Hierarchical`, one of two dimensions:
+            machines, and the workers of each.
         scaler: a ``torch.amp.GradScaler``; a skipped step is then agreed by all ranks.
         buffers: ``"broadcast"`` (rank 0's, before each training forward; the default for gradient algorithms),
             ``"average"`` (with the weights; the default for weight algorithms) or ``"local"``.
@@ -59,7 +60,7 @@ def replicate(
         ConfigurationError: arguments that cannot work, with the reason.
         DisagreementError: on every rank, if ranks differ in version, algorithm, model or options.
     """
-    runner = connect(group, mesh, timeout)
+    runner = connect(group, mesh, timeout, by_machine=getattr(algorithm, "asks_for_machines", False) is True)
     try:
         optimizers = _check(model, optimizer_or_optimizers, algorithm, scaler)
         algorithm = algorithm if algorithm is not None else _default(optimizers)

@@ -17,7 +17,8 @@ class Ledger(Generic[K]):
 
     def __init__(self) -> None:
         self.kept: dict[K, Tensor] = {}
-        self.draft: dict[K, Tensor] = {}
+        self.draft: dict[K, Tensor | None] = {}
+        """None: to be dropped."""
         self.replaced: dict[K, Tensor] = {}
         """What was kept before the last commit."""
 
@@ -33,8 +34,16 @@ class Ledger(Generic[K]):
     def commit(self) -> None:
         """Keep what was written."""
         self.replaced = {key: self.kept[key] for key in self.draft if key in self.kept}
-        self.kept.update(self.draft)
+        self.take(self)
         self.draft.clear()
+
+    def take(self, other: "Ledger[K]") -> None:
+        """Keep what was written to another one."""
+        for key, value in other.draft.items():
+            if value is None:
+                self.kept.pop(key, None)
+            else:
+                self.kept[key] = value
 
     def rollback(self) -> None:
         """Forget what was written."""
@@ -43,7 +52,8 @@ class Ledger(Generic[K]):
     def later(self) -> "Ledger[K]":
         """One that keeps everything written here so far."""
         other: Ledger[K] = Ledger()
-        other.kept = self.kept | self.draft
+        other.kept = dict(self.kept)
+        other.take(self)
         return other
 
 
@@ -83,6 +93,10 @@ class State:
     def __contains__(self, name: str) -> bool:
         return self.flats.get(name) is not None
 
+    def get(self, name: str) -> Tensor | None:
+        """What is there under this name; None if nothing is."""
+        return self[name] if name in self else None  # noqa: SIM401  (this is what it would call)
+
     def fresh(self, name: str, like: Tensor) -> Tensor:
         """An uninitialised tensor like ``like``, for the next value of ``name``: the one before the last, if it fits."""
         return reused(self.flats.replaced.pop(name, None), like)
@@ -113,20 +127,34 @@ class State:
 
     def take(self, later: "State") -> None:
         """Keep what was written to a state that :meth:`later` returned."""
-        self.flats.kept.update(later.flats.draft)
-        self.extras.kept.update(later.extras.draft)
+        self.flats.take(later.flats)
+        self.extras.take(later.extras)
 
     def scoped(self, prefix: str) -> "State":
         """A view of this state in which every key begins with ``prefix``: two algorithms may share a bucket."""
         return _Scoped(self, prefix)
 
+    def forget(self) -> None:
+        """Keep nothing of this state (or of this view of one) from the next commit on."""
+        self._forget("")
+
+    def _forget(self, prefix: str) -> None:
+        self.flats.draft |= {name: None for name in self.flats.kept if name.startswith(prefix)}
+        self.extras.draft |= {(key, owner): None for key, owner in self.extras.kept if key.startswith(prefix)}
+
     def items(self) -> list[tuple[str, Tensor]]:
         """The flat tensors that are kept, as of the last commit, whatever was written since."""
         return list(self.flats.kept.items())
 
+    @property
+    def changed(self) -> bool:
+        """Whether anything was written, or is to be dropped, since the last commit."""
+        return bool(self.flats.draft or self.extras.draft)
+
     def drafts(self) -> list[Tensor]:
         """What was written since the last commit."""
-        return [*self.flats.draft.values(), *self.extras.draft.values()]
+        written = (*self.flats.draft.values(), *self.extras.draft.values())
+        return [tensor for tensor in written if tensor is not None]
 
     def load(self, values: Mapping[str, Tensor | None]) -> None:
         """Keep exactly these flat tensors, leaving out what is None."""
@@ -164,6 +192,12 @@ class _Scoped(State):
 
     def fresh(self, name: str, like: Tensor) -> Tensor:
         return super().fresh(self._prefix + name, like)
+
+    def _forget(self, prefix: str) -> None:
+        super()._forget(self._prefix + prefix)
+
+    def scoped(self, prefix: str) -> State:
+        return super().scoped(self._prefix + prefix)
 
     def __iter__(self) -> Iterator[str]:
         return (name.removeprefix(self._prefix) for name in super().__iter__() if name.startswith(self._prefix))

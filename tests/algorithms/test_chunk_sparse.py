@@ -1,5 +1,6 @@
 """ChunkSparse: the same chunks everywhere, nothing lost, few bytes; momentum correction; bad input."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import gossamer
 from contracts.cases import exchange, noise, same_bits, weights
 from gossamer import AllReduce, ChunkSparse, PowerSGD, loopback
 from gossamer.algorithms import Algorithm
-from gossamer.algorithms.chunk_sparse import evenly, largest, pack, put
-from gossamer.codecs import Cast, Quantize
+from gossamer.algorithms.chunks import evenly, largest, pack, put
+from gossamer.codecs import Cast, ErrorFeedback, Quantize
 from gossamer.errors import ConfigurationError
 
 FP32 = Cast(wire="fp32")
@@ -97,6 +98,61 @@ def test_momentum_correction_at_full_density_is_sgd_with_momentum(world: int) ->
     assert (corrected[0][0] - plain[0][0]).abs().max() < 1e-4 * plain[0][0].abs().max()
 
 
+class Usual(nn.Module):
+    """Matrices, biases and the scales of a norm."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 40), nn.LayerNorm(40), nn.Tanh(), nn.Linear(40, 3)).to(dtype)
+
+
+def learn(algorithm: Algorithm, world: int, stop: int = 12, rest: int = 0, **options: Any) -> list[Tensor]:
+    """``rest``: steps with what was saved after ``stop``, in new objects."""
+
+    def made(rank: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, gossamer.Replica]:
+        torch.manual_seed(seed)
+        model = Usual()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **options)
+        return model, optimizer, gossamer.replicate(model, optimizer, algorithm)
+
+    def body(rank: int) -> Tensor:
+        objects = made(rank, 0)
+        for step in range(stop + rest):
+            if rest and step == stop:
+                saved = copy.deepcopy([each.state_dict() for each in objects])
+                objects[2].close()
+                objects = made(rank, 1)
+                for each, state in zip(objects, saved, strict=True):
+                    each.load_state_dict(state)
+            model, optimizer, _ = objects
+            optimizer.zero_grad()
+            model.layers(noise(1, 96, seed=10 * step + rank)[0].view(8, 12)).square().mean().backward()
+            optimizer.step()
+        objects[2].close()
+        assert {name: objects[1].param_groups[0][name] for name in options} == options
+        return weights(objects[0])
+
+    return loopback(body, world)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("world", [1, 3])
+def test_momentum_correction_reaches_biases_and_weight_decay(world: int, decay: float) -> None:
+    """At full density all of it is SGD with momentum, whatever the parameters are."""
+    options = {"momentum": 0.9, "weight_decay": decay}
+    everything = ChunkSparse(density=1.0, chunk=64, codec=FP32, momentum_correction=True)
+    corrected, plain = (learn(algorithm, world, **options) for algorithm in (everything, AllReduce()))
+    assert all(same_bits(each, corrected[0]) for each in corrected)
+    assert (corrected[0] - plain[0]).abs().max() < 1e-5
+
+
+def test_momentum_correction_resumes_bit_identically() -> None:
+    options = {"momentum": 0.9, "weight_decay": 0.1}
+    algorithm = ChunkSparse(density=0.3, chunk=64, momentum_correction=True)
+    through, resumed = (learn(algorithm, 3, stop, rest, **options) for stop, rest in ((12, 0), (7, 5)))
+    assert all(same_bits(a, b) for a, b in zip(through, resumed, strict=True))
+
+
 def test_momentum_correction_gives_the_momentum_back_and_resumes() -> None:
     model = Wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
@@ -127,10 +183,28 @@ def test_chunks_are_packed_and_put_back() -> None:
     assert largest(torch.tensor([1.0, 5.0, float("nan"), 5.0]), 2).tolist() == [False, True, True, False]
 
 
-@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), "0.1", None, True])
 def test_a_density_is_a_share(density: float) -> None:
     with pytest.raises(ConfigurationError, match="density must be above 0 and at most 1"):
         ChunkSparse(density=density)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"codec": "int8"}, "codec must be a codec"),
+        ({"codec": ErrorFeedback(Quantize())}, "give the codec alone"),
+        ({"warmup": -1}, "numbers of steps"),
+        ({"ramp": "3"}, "numbers of steps"),
+        ({"warmup": 1.5}, "numbers of steps"),
+        ({"momentum": 0.9}, "momentum is the optimizer's"),
+        ({"chunk": 2.0}, "positive number of elements"),
+        ({"residual": "fp8"}, "residual must be one of"),
+    ],
+)
+def test_bad_fields(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ChunkSparse(**fields)
 
 
 def test_other_bad_input() -> None:

@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.codecs import Quantize, chunk_norms
+from gossamer.codecs import Cast, Codec, Quantize, RandomK, Sign, TopChunks, TopK, chunk_norms
+from gossamer.codecs import kernels as kernels_module
+from gossamer.codecs import quantize as quantize_module
+from gossamer.codecs import sign as sign_module
 from gossamer.codecs.kernels import COMPILERS, Kernels, kernels_for, kernels_named, reference
 from gossamer.codecs.kernels.layout import Blocks, Grid
 
@@ -27,6 +30,8 @@ def fast(name: str) -> Kernels:
         pytest.skip("triton runs on CPU tensors only in its interpreter; test_triton_interpreted starts it")
     return kernels_named(name)
 
+
+kernel_users = (kernels_module, quantize_module, sign_module)
 
 every_kernel = pytest.mark.parametrize("name", list(COMPILERS))
 
@@ -134,6 +139,39 @@ def test_norms_agree(name: str) -> None:
         assert (ours.shape, ours.dtype) == ((-(-x.numel() // chunk),), torch.float32)
         far = theirs > 1e38  # a sum near the end of the range may or may not overflow
         assert torch.allclose(ours[~far], theirs[~far], rtol=1e-5, atol=0, equal_nan=True)
+
+
+CODECS: list[Codec] = [
+    *(Cast(wire=wire) for wire in ("fp16", "bf16")),
+    *(Quantize(bits=bits, scheme=scheme, block=64) for bits in (8, 4, 2) for scheme in ("minmax", "symmetric")),
+    *(Quantize(bits=bits, rounding="stochastic", block=64) for bits in (8, 4, 2)),
+    Quantize(bits=2, scheme="symmetric", rounding="stochastic", block=64),
+    Sign(block=64),
+    TopK(density=0.1),
+    RandomK(density=0.1),
+    RandomK(density=0.1, unbiased=True),
+    TopChunks(density=0.2, chunk=16),
+]
+
+
+@every_kernel
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_every_codec_is_the_same_with_all_kernels(name: str, codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A payload written with one of them decodes to the same bits with the other; encoding differs rarely."""
+    kernels, elements, different = fast(name), 0, 0
+    for seed, numel in enumerate([0, 1, 63, 64, 65, 500, 3001]):
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        decoded_by, payloads = [], []
+        for chosen in (reference, kernels):
+            for module in kernel_users:
+                monkeypatch.setattr(module, "kernels_for", lambda kind, chosen=chosen: chosen)
+            payloads.append(codec.encode(x, seed=5))
+            decoded_by.append(codec.decode(payloads[0], numel, x.dtype))
+        assert same_values(*decoded_by)
+        both = [codec.decode(payload, numel, x.dtype) for payload in payloads]
+        apart = ~torch.isclose(*both, rtol=1e-5, atol=0)
+        elements, different = elements + numel, different + int(apart.sum())
+    assert different <= 1e-4 * elements
 
 
 def test_triton_interpreted() -> None:

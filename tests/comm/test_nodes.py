@@ -23,3 +23,8 @@ def test_elsewhere_their_own_names_do(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
         numbers.append(here())
     assert nodes_from(torch.stack(numbers)) == ((0, 1), (2, 3))
+
+
+def test_a_mesh_goes_before_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_RANK", "0")
+    assert nodes_from(torch.stack([here(machine) for machine in (1, 0, 1, 0)])) == ((0, 2), (1, 3))

@@ -17,8 +17,10 @@ from gossamer.algorithms import (
     ByteGrad,
     ChunkSparse,
     Gossip,
+    GossipGraD,
     Hierarchical,
     LowPrecisionDecentralized,
+    PowerSGD,
     ScatterReduce,
     after,
     by_size,
@@ -86,6 +88,9 @@ def mixed() -> list[Algorithm]:
     return [
         after(2, Gossip(), before=ScatterReduce()),
         after(2, AllReduce(), before=Gossip(wire="fp32")),
+        after(4, ChunkSparse(chunk=16, density=0.3, bucket_bytes=200), before=PowerSGD(rank=1)),
+        by_size(100, small=GossipGraD(), large=Gossip()),
+        Hierarchical(after(4, Gossip(), before=ScatterReduce()), inner=ByteGrad(), ranks_per_node=2),
         Hierarchical(Gossip(), ranks_per_node=2),
         Hierarchical(Gossip(), inner=ByteGrad(), ranks_per_node=3),
     ]

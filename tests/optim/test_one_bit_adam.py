@@ -1,6 +1,7 @@
 """1-bit Adam: AdamW at first, then compressed momenta under a frozen variance; all ranks alike, resumable, convergent."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import gossamer
 from contracts.cases import same_bits, weights
 from gossamer import AllReduce, loopback
 from gossamer.codecs.sign import Sign
-from gossamer.errors import ConfigurationError, UsageError
-from gossamer.optim import OneBitAdam, QAdam
+from gossamer.errors import ConfigurationError
+from gossamer.optim import MasterWeights, OneBitAdam, QAdam
 
 CUTS = (slice(None, 30), slice(-30, None))
 
@@ -140,6 +141,41 @@ def test_a_run_resumes_bit_identically(saved_at: int) -> None:
         assert same_bits(whole, again)
 
 
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 3)])
+def test_what_was_not_sent_is_shared_out_among_other_numbers_of_ranks(before: int, now: int) -> None:
+    def first(rank: int) -> list[dict[str, Any]]:
+        model = make_model()
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup=10)
+        replica = gossamer.replicate(model, optimizer)
+        train(model, optimizer, rank, range(15))
+        saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), replica.state_dict()])
+        replica.close()
+        return saved
+
+    states = loopback(first, before)
+    merged = {key: value for saved in states for key, value in saved[2].items()}
+
+    def second(rank: int) -> tuple[Any, Tensor]:
+        model = make_model(5)
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup=10)
+        replica = gossamer.replicate(model, optimizer)
+        for part, saved in zip((model, optimizer, replica), (*states[0][:2], merged), strict=True):
+            part.load_state_dict(saved)
+        owed = copy.deepcopy(replica.state_dict()[f"rank{rank}"].get("residual", {}))  # a rank that is new owes nothing
+        train(model, optimizer, rank, range(15, 20))
+        replica.close()
+        return owed, weights(model)
+
+    with pytest.warns(UserWarning, match="shared out"):
+        found = loopback(second, now)
+    assert all(same_bits(each, found[0][1]) for _, each in found)
+    for name in found[0][0]:
+        kept = sum(owed[name] for owed, _ in found if owed) / now
+        had = sum(merged[f"rank{rank}"]["residual"][name] for rank in range(before)) / before
+        torch.testing.assert_close(kept, had, rtol=1e-5, atol=1e-7)
+        assert had.any() == (had.ndim > 1)
+
+
 def test_alone_it_is_what_it_is_in_a_world_of_one() -> None:
     model = make_model(0)
     train(model, OneBitAdam(model.parameters(), lr=1e-2, warmup=10), 0, range(30))
@@ -176,7 +212,51 @@ def test_it_goes_without_an_algorithm() -> None:
     two = [OneBitAdam(model[0].parameters()), torch.optim.SGD(model[2].parameters(), lr=0.1)]
     with pytest.raises(ConfigurationError, match="all optimizers must, or none"):
         gossamer.replicate(model, two)
-    replica = gossamer.replicate(model, optimizer)
-    with pytest.raises(UsageError, match="join"), replica.join():
-        pass
-    replica.close()
+    with pytest.raises(ConfigurationError, match="MasterWeights"):
+        MasterWeights(OneBitAdam, model.parameters())
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, QAdam])
+@pytest.mark.parametrize("counts", [(8, 20, 14), (0, 3, 15), (12, 12, 12)])
+def test_ranks_may_have_different_numbers_of_batches(kind: Any, counts: tuple[int, ...]) -> None:
+    """As if a rank that has ended went on with zero gradients, in both phases; afterwards all can go on together."""
+
+    def body(rank: int, joined: bool) -> Tensor:
+        model = make_model()
+        optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1, warmup=10)
+        replica = gossamer.replicate(model, optimizer)
+        with replica.join() if joined else nullcontext():
+            train(model, optimizer, rank, range(counts[rank]))
+            for _ in () if joined else range(max(counts) - counts[rank]):
+                optimizer.zero_grad()
+                (model(torch.zeros(1, 12)) * 0).sum().backward()
+                optimizer.step()
+        assert replica.step == max(counts)
+        train(model, optimizer, rank, range(20, 25))
+        replica.close()
+        return weights(model)
+
+    together, by_hand = (loopback(lambda rank, joined=joined: body(rank, joined), 3) for joined in (True, False))
+    assert all(same_bits(each, together[0]) for each in together)
+    assert same_bits(together[0], by_hand[0])
+
+
+def test_a_closure_goes_with_join() -> None:
+    def body(rank: int) -> None:
+        model = make_model()
+        optimizer = OneBitAdam(model.parameters())
+        replica = gossamer.replicate(model, optimizer)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 12)).square().mean()
+            loss.backward()
+            return loss
+
+        with replica.join():
+            for _ in range(1 + rank):
+                optimizer.step(closure)
+        replica.close()
+        assert replica.step == 2
+
+    loopback(body, 2)

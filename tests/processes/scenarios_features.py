@@ -1,6 +1,7 @@
 """Scenarios: every way in which a training loop may be written, against DDP where DDP can do it. Three ranks."""
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import gossamer
-from gossamer import AllReduce, DDPHook, Gossip
+from gossamer import AllReduce, DDPHook, Gossip, Hierarchical, ScatterReduce, after
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
+from gossamer.codecs import Codec, Quantize, Sign
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.state import State
 from processes.expect import raises
@@ -58,6 +60,15 @@ def steps(run: Run, count: int = STEPS) -> Iterator[Tensor]:
         for optimizer in run.optimizers:
             optimizer.zero_grad()
         yield numbers(run.here, step, 8, 10)
+
+
+def compiled(here: Here, codec: Codec) -> None:
+    """Have the kernels of a codec loaded everywhere before anyone waits for anyone: on a busy machine that takes seconds."""
+    ones = torch.ones(600)
+    payload, _ = codec.encode_rest(ones, ones)
+    codec.add_decoded(payload, ones)
+    codec.decode_into(payload, ones)
+    here.gathered(torch.zeros(1))
 
 
 def loss_of(run: Run, batch: Tensor) -> Tensor:
@@ -389,6 +400,25 @@ def forked_processes(here: Here) -> None:
 # -- hooks of DDP -------------------------------------------------------------------------------------------------
 
 
+def join_of_an_optimizer_that_communicates(here: Here) -> None:
+    """Ranks end after 4, 9 and 14 steps, the first of them while gradients are still averaged exactly."""
+    compiled(here, Sign())
+    model = mlp().float()
+    optimizer = gossamer.optim.OneBitAdam(model.parameters(), lr=1e-2, warmup=6)
+    replica = here.replicate(model, optimizer)
+    with replica.join():
+        for step in range(4 + 5 * here.rank):
+            optimizer.zero_grad()
+            model(numbers(here, step, 8, 10).float()).square().mean().backward()
+            optimizer.step()
+    assert replica.step == 14
+    assert optimizer.frozen
+    assert_same_on_all_ranks(here, model)
+    moments = [optimizer.state[p][key].reshape(-1) for p in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+    rows = here.gathered(torch.cat(moments))
+    assert all(torch.equal(row, rows[0]) for row in rows)
+
+
 def hooks_of_ddp(here: Here) -> None:
     """A hook gives what DDP with that hook gives; PowerSGD's with several buckets, where DDP on Gloo aborts."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -405,6 +435,36 @@ def hooks_of_ddp(here: Here) -> None:
     low_rank = under_gossamer(here, with_adamw(mlp), algorithm=hook)
     plain(low_rank)
     assert_same_on_all_ranks(here, low_rank.bare)
+
+
+def more_hooks_of_ddp(here: Here) -> None:
+    """Narrow wires, wrappers around other hooks, hooks that read views, and a state of one's own."""
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    def trained(hook: Any, state: Any = None) -> Tensor:
+        run = under_gossamer(here, with_adamw(lambda: mlp().float()), DDPHook(hook, state, bucket_bytes=2048))
+        for batch in steps(run):
+            loss_of(run, batch.float()).backward()
+            run.optimizer.step()
+        assert_same_on_all_ranks(here, run.bare)
+        return values(run.bare)
+
+    def by_views(state: list[int], bucket: Any) -> Any:
+        state.append(bucket.index())
+        for view in bucket.gradients():
+            view.div_(dist.get_world_size())
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    exact, seen = trained(default_hooks.allreduce_hook), []
+    assert (trained(by_views, seen) - exact).abs().max() < 1e-6
+    assert len(set(seen)) > 1
+    assert seen[: len(set(seen))] == sorted(set(seen))
+    wrapped = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    for narrow in (default_hooks.fp16_compress_hook, wrapped):
+        assert 0 < (trained(narrow) - exact).abs().max() < 0.02
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
+    trained(powerSGD_hook.batched_powerSGD_hook, state)
 
 
 def hooks_that_return_something_else(here: Here) -> None:
@@ -736,8 +796,16 @@ def metrics(here: Here) -> dict[str, float]:
     assert found["step"] == STEPS
     assert 0 <= found["exposed_seconds"] <= found["elapsed_seconds"]
     assert found["messages_sent"] > 0
-    assert found["wire_seconds"] >= 0
-    assert found["local_seconds"] >= 0
+    assert found["wire_seconds"] > 0
+    here.close()
+    compiled(here, Quantize())
+    begin = time.perf_counter()
+    coded = under_gossamer(here, with_adamw(mlp), ScatterReduce(bucket_bytes=2048))
+    plain(coded)
+    passed, parts = time.perf_counter() - begin, coded.replica.metrics()
+    for part in ("wire_seconds", "local_seconds", "exposed_seconds"):
+        assert 0 < parts[part] < passed * (1 if part == "exposed_seconds" else 3), (part, parts)  # of three lanes
+    assert parts["residual_norm"] > 0
     return found
 
 
@@ -813,6 +881,33 @@ def device_meshes(here: Here) -> float:
         under_gossamer(here, with_adamw(mlp), mesh=grid)
     equal_to_ddp(here, with_adamw(mlp), plain, ours={"mesh": grid["replicate"]})
     return equal_to_ddp(here, with_adamw(mlp), plain, ours={"mesh": line})
+
+
+def machines_from_a_mesh(here: Here) -> None:
+    """Rows of a two-dimensional mesh are machines, whatever the environment says; workers of one stay bit-identical."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    gossip = Hierarchical(Gossip(bucket_bytes=2048, wire="fp32"), bucket_bytes=2048)
+    together = under_gossamer(here, with_adamw(mlp), gossip, mesh=init_device_mesh("cpu", (1, 3)))
+    plain(together)
+    assert_same_on_all_ranks(here, together.bare)
+    apart = under_gossamer(here, with_adamw(mlp), after(2, gossip), mesh=init_device_mesh("cpu", (3, 1)))
+    plain(apart)
+    rows = here.gathered(values(apart.bare))
+    assert not torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[2])
+    pair = DeviceMesh("cpu", [[2, 0]])
+    if here.rank == 1:
+        with raises(gossamer.ConfigurationError, match="this process is not in"):
+            under_gossamer(here, with_adamw(mlp), gossip, mesh=pair)
+    else:
+        plain(run := under_gossamer(here, with_adamw(mlp), gossip, mesh=pair))
+        run.replica.close()
+    here.gathered(torch.zeros(1))  # those who wait for nobody wait here
+    deep = init_device_mesh("cpu", (1, 1, 3))
+    for algorithm in (gossip, Hierarchical(Gossip(), ranks_per_node=3)):
+        with raises(gossamer.ConfigurationError, match=r"mesh= takes .*mesh\["):
+            under_gossamer(here, with_adamw(mlp), algorithm, mesh=deep)
 
 
 def gossip_with_several_optimizers(here: Here) -> None:

@@ -21,7 +21,7 @@ def scenarios() -> list[str]:
 
 @pytest.fixture(scope="module")
 def ended() -> list[Process]:
-    return launch(MODULE, scenarios(), 3, timeout=200)
+    return launch(MODULE, scenarios(), 3, timeout=260)
 
 
 @pytest.mark.parametrize("scenario", scenarios())

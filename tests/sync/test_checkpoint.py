@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import ChunkSparse, Gossip, PowerSGD, ScatterReduce, loopback
+from gossamer import AllReduce, ChunkSparse, Gossip, Hierarchical, PowerSGD, ScatterReduce, after, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.codecs import Quantize
 from gossamer.errors import ConfigurationError
@@ -87,6 +87,36 @@ def test_the_mean_of_what_was_not_sent_stays(algorithm: Algorithm, keys: list[st
             kept, expected = mean(after, key, name), mean([state[f"rank{rank}"] for rank in range(before)], key, name)
             assert kept.shape == had.shape
             torch.testing.assert_close(kept, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("before", "now"), [(8, 3), (4, 5), (6, 2)])
+def test_leaders_of_before_still_send_what_they_owe(before: int, now: int) -> None:
+    """Whoever leads a machine now: all that was owed to the mean, in one exact step at the next change."""
+    algorithm = after(4, AllReduce(), before=Hierarchical(ScatterReduce(codec=Quantize(bits=2)), ranks_per_node=2))
+    state = saved(algorithm, before)
+    owed = {
+        name: 2 * sum(state[f"rank{rank}"][key][name] for rank in range(before) if key in state[f"rank{rank}"]) / before
+        for key, tensors in state["rank0"].items()
+        if key.endswith("outer: residual")
+        for name in tensors
+    }
+    assert owed
+
+    def run(rank: int) -> dict[str, Tensor]:
+        model, optimizer, replica = training(algorithm)
+        replica.load_state_dict(state)
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for _ in range(3):
+            optimizer.zero_grad()
+            sum(p.sum() * 0 for p in model.parameters()).backward()
+            optimizer.step()
+        replica.close()
+        return {name: (start[name] - p.detach()) / 0.05 for name, p in model.named_parameters()}
+
+    with pytest.warns(UserWarning, match="shared out"):
+        moved = loopback(run, now)[0]
+    for name, expected in owed.items():
+        torch.testing.assert_close(moved[name], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_an_exchange_of_weights_begins_anew() -> None:

@@ -10,6 +10,7 @@ import gossamer
 from gossamer import AllReduce, Gossip, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.codecs import Quantize
+from gossamer.optim import OneBitAdam
 
 
 def metrics(algorithm: Algorithm, world: int = 4, steps: int = 3) -> dict[str, float]:
@@ -42,6 +43,28 @@ def test_the_compression_ratio(algorithm: Algorithm, ratio: float) -> None:
 def test_gossip_in_half_precision_sends_a_third() -> None:
     """One message of half the bytes, instead of 1.5 times the bytes; one more is under way at the end."""
     assert metrics(Gossip(wire="bf16"), steps=30)["while_training"] == pytest.approx(3, rel=0.05)
+
+
+@pytest.mark.parametrize(("warmup", "ratio"), [(99, 1), (3, 2)])
+def test_an_optimizer_that_communicates_counts_both_of_its_phases(warmup: int, ratio: float) -> None:
+    """Exact bytes in the first one; in the second, 1/32 of them."""
+
+    def run(rank: int) -> dict[str, float]:
+        model = nn.Linear(512, 256, bias=False)
+        optimizer = OneBitAdam(model.parameters(), warmup=warmup)
+        replica = gossamer.replicate(model, optimizer)
+        begin = replica.metrics()["bytes_sent"]
+        for _ in range(6):
+            model(torch.ones(1, 512)).square().mean().backward()
+            optimizer.step()
+        found = replica.metrics()
+        replica.close()
+        sent = found["bytes_sent"]
+        return found | {"while_training": found["compression_ratio"] * sent / (sent - begin)}
+
+    found = loopback(run, 4)[0]
+    assert found["while_training"] == pytest.approx(ratio, rel=0.05)
+    assert (found["residual_norm"] > 0) == (warmup < 6)
 
 
 def test_the_residual_is_the_error_of_the_codec() -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, Group
 from gossamer.errors import ConfigurationError
-from gossamer.state import State
+from gossamer.state import RESIDUAL, State
 
 Subject = Literal["gradients", "weights"]
 
@@ -102,6 +102,18 @@ class Algorithm(ABC):
         """
         return None
 
+    def owed(self, state: State, ctx: Context) -> Tensor | None:
+        """What this worker still owes to the sum over all workers, of the bucket that ``state`` belongs to; None: nothing.
+
+        An algorithm that takes its place (:func:`after`) communicates that with its first gradient.
+        """
+        return state.get(RESIDUAL)
+
+    @property
+    def takes_momentum(self) -> bool:
+        """Whether :meth:`attach` takes the momentum out of the optimizer, for as long as the replica is open."""
+        return False
+
     @property
     def exchanges_history(self) -> bool:
         """Whether what the optimizer remembers of each weight travels with the weights."""
@@ -121,6 +133,11 @@ class Algorithm(ABC):
     def step_of(self, exchange: int) -> int:
         """The step of the exchange of this number (0, 1, …), if none takes longer than it should."""
         return exchange
+
+    @property
+    def asks_for_machines(self) -> bool:
+        """Whether it must be known which workers share a machine."""
+        return False
 
     @property
     def traffic_period(self) -> int:
@@ -157,10 +174,12 @@ class Algorithm(ABC):
         """Give back what :meth:`attach` took."""
 
 
-def rest(bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-    """In place of the exchange of weights that is not due while another one is, in the same step: nothing to add."""
+def left_alone(subject: Subject, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+    """In place of an exchange that is not due while another bucket's is: gradients, or weights, stay this worker's own."""
     yield from ()
-    return bucket.fresh().zero_()
+    if subject == "weights":
+        return bucket.fresh().zero_()
+    return bucket.flat.mul_(ctx.world) if bucket.holds_shares else bucket.flat
 
 
 def wrong_shape(algorithm: Algorithm, bucket: Bucket, result: Tensor) -> ConfigurationError:

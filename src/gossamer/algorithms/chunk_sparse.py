@@ -9,18 +9,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.lossy import Lossy, wide
+from gossamer.algorithms.chunks import evenly, largest, pack, put
+from gossamer.algorithms.lossy import EXACT, Lossy, check_codec, wide
+from gossamer.algorithms.momentum_all_reduce import MOMENTUM, MomentumAllReduce
 from gossamer.algorithms.parts import scatter_reduce
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Cast, Wire, check_wire, wire_codec
 from gossamer.codecs.kernels import chunk_norms
+from gossamer.codecs.sparse import check_chunk, check_density
 from gossamer.comm.ops import Flow, all_reduce, decide
 from gossamer.errors import ConfigurationError
 from gossamer.optim.momentum import lend_momentum, return_momentum
 from gossamer.state import RESIDUAL, State
 
-CHOSEN, NORMS, MOMENTUM = "chosen chunks", "chunk norms", "momentum"
+CHOSEN, NORMS = "chosen chunks", "chunk norms"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +41,13 @@ class ChunkSparse(Lossy):
     are scatter-reduced.
 
     ``momentum_correction`` accumulates momentum before the choice (u ← m·u + g is what is kept and sent), and takes it
-    out of the optimizer, which must be SGD with momentum, until the replica is closed. Without it, the optimizer's own
-    momentum acts on what arrives.
+    out of the optimizer, which must be SGD with momentum, until the replica is closed; that of vectors and of the weight
+    decay is accumulated beside it, so that at density 1 all is SGD with momentum. Without it, the optimizer's own momentum
+    acts on what arrives. Not inside ``after`` or ``by_size``, whose other part would have none.
 
     Per step as many messages as an all-reduce of every bucket and one more of 4 bytes per chunk; ``density`` of its bytes,
-    in the codec's precision. Memory: one residual per
-    element, and one momentum with ``momentum_correction``. Vectors (``exact_vectors``) are not sparse.
+    in the codec's precision. Memory: one residual per element, and one momentum with ``momentum_correction``. Vectors
+    (``exact_vectors``) are not sparse.
 
     Not the choice for models of a few thousand parameters, or where no step may use a gradient that is many steps old.
 
@@ -62,17 +66,22 @@ class ChunkSparse(Lossy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire("residual", self.residual)
-        if not 0 < self.density <= 1:
-            raise ConfigurationError(f"density must be above 0 and at most 1; got {self.density!r}")
-        if not isinstance(self.chunk, int) or self.chunk < 1:
-            raise ConfigurationError(f"chunk must be a positive number of elements; got {self.chunk!r}")
+        check_density(self.density)
+        check_chunk(self.chunk)
+        check_codec(self.codec)
         if 4 * self.chunk > self.bucket_bytes:
             raise ConfigurationError(
                 f"a chunk of {self.chunk} elements is larger than a bucket of {self.bucket_bytes} bytes: "
                 "choose a smaller chunk or larger bucket_bytes"
             )
-        if min(self.warmup, self.ramp) < 0:
+        if not all(type(steps) is int and steps >= 0 for steps in (self.warmup, self.ramp)):
             raise ConfigurationError(f"warmup and ramp are numbers of steps; got {self.warmup!r} and {self.ramp!r}")
+        if self.momentum and not self.momentum_correction:
+            raise ConfigurationError("momentum is the optimizer's, taken from it by momentum_correction=True; leave it out")
+
+    @property
+    def takes_momentum(self) -> bool:
+        return self.momentum_correction
 
     def density_at(self, step: int) -> float:
         """The share of chunks sent at ``step``."""
@@ -80,6 +89,11 @@ class ChunkSparse(Lossy):
             return 1.0
         part = 1.0 if self.ramp == 0 else min(1.0, (step - self.warmup) / self.ramp)
         return float(self.density**part)
+
+    def of(self, label: str) -> Algorithm:
+        if label == EXACT and self.momentum:
+            return MomentumAllReduce(bucket_bytes=self.bucket_bytes, momentum=self.momentum)
+        return super().of(label)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
         return replace(self, momentum=lend_momentum(optimizers)) if self.momentum_correction else self
@@ -137,39 +151,7 @@ class ChunkSparse(Lossy):
             each.set_extra(CHOSEN, part.clone())
 
 
-def pack(flat: Tensor, chosen: Tensor, chunk: int) -> Tensor:
-    """The chosen chunks, one after the other; the last one of a tensor may be filled up with zeros."""
-    whole = flat.numel() // chunk
-    packed = flat[: whole * chunk].view(-1, chunk)[chosen[chosen < whole].to(flat.device)].view(-1)
-    if chosen.numel() * chunk == packed.numel():
-        return packed
-    return torch.cat([packed, flat[whole * chunk :], flat.new_zeros(-flat.numel() % chunk)])
-
-
-def put(packed: Tensor, chosen: Tensor, chunk: int, flat: Tensor) -> None:
-    """Write packed chunks to their places in ``flat``."""
-    whole = flat.numel() // chunk
-    rows, places = packed.view(-1, chunk), chosen[chosen < whole].to(flat.device)
-    flat[: whole * chunk].view(-1, chunk)[places] = rows[: places.numel()]
-    if places.numel() < chosen.numel():
-        flat[whole * chunk :] = rows[-1, : flat.numel() - whole * chunk]
-
-
 def fitting(share: Tensor, dtype: torch.dtype, world: int) -> Tensor:
     """``share`` limited to what ``world`` of can be summed in ``dtype``; what is not finite stays so."""
     limit = torch.finfo(dtype).max / world
     return share.clamp(-limit, limit) + 0 * share
-
-
-def evenly(numel: int, count: int) -> Tensor:
-    """A mask with ``count`` of ``numel`` set, evenly spread: the choice without values."""
-    places = torch.arange(numel)
-    return (places * count) // max(numel, 1) != ((places + 1) * count) // max(numel, 1)
-
-
-def largest(norms: Tensor, count: int) -> Tensor:
-    """A mask with the ``count`` largest set; of equal ones the first. NaN counts as largest."""
-    mask = torch.zeros(norms.numel(), dtype=torch.bool)
-    order = norms.nan_to_num(nan=math.inf, posinf=math.inf).argsort(descending=True, stable=True)
-    mask[order[:count]] = True
-    return mask

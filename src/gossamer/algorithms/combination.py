@@ -2,9 +2,12 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.lossy import wide
 from gossamer.comm.ops import Group
 from gossamer.errors import ConfigurationError
 
@@ -32,11 +35,55 @@ class Combination(Algorithm, register=False):
             part.check_machines(machines)
 
     @property
+    def takes_momentum(self) -> bool:
+        return any(part.takes_momentum for part in self.parts)
+
+    @property
+    def asks_for_machines(self) -> bool:
+        return any(part.asks_for_machines for part in self.parts)
+
+    @property
     def traffic_period(self) -> int:
         return math.lcm(*(part.traffic_period for part in self.parts))
+
+
+def joined(first: str, second: str) -> str:
+    """One label of two, whatever they contain."""
+    return f"{len(first)}:{first}{second}"
+
+
+def split(label: str) -> tuple[str, str]:
+    """The reverse of :func:`joined`."""
+    length, _, both = label.partition(":")
+    return both[: int(length)], both[int(length) :]
+
+
+def total(debts: Iterable[Tensor | None]) -> Tensor | None:
+    """The sum of what several owe; None if none of them owes anything."""
+    some = [wide(debt) for debt in debts if debt is not None]
+    return sum(some[1:], start=some[0]) if some else None
+
+
+def refuse_momentum(part: Algorithm, where: str) -> None:
+    """Refuse an algorithm that takes over the momentum of all parameters, where it does not see them all."""
+    if part.takes_momentum:
+        raise ConfigurationError(
+            f"{where}: {part!r} takes the momentum out of the optimizer, and what it does not exchange would have none; "
+            "set momentum_correction=False (a dense start is ChunkSparse's own warmup=)"
+        )
 
 
 def refuse_lag(part: Algorithm, where: str) -> None:
     """Raise ConfigurationError for an algorithm whose exchanges are not bound to steps, in a combination that needs them."""
     if part.may_lag:
         raise ConfigurationError(f"{where}: all ranks must be at the same step, but {part!r} lets them lag; set lag=0")
+
+
+def check_parts(*parts: Algorithm | None) -> None:
+    """Refuse what after() and by_size() cannot combine."""
+    for part in parts:
+        if part is not None and not isinstance(part, Algorithm):
+            raise ConfigurationError(f"after() and by_size() combine instances of gossamer algorithms; got {part!r}")
+        if part is not None:
+            refuse_lag(part, "after() and by_size()")
+            refuse_momentum(part, "after() and by_size()")

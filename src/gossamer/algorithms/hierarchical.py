@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context, Subject
-from gossamer.algorithms.combination import Combination, refuse_lag
+from gossamer.algorithms.combination import Combination, joined, refuse_lag, refuse_momentum, split, total
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, Group, broadcast, within
 from gossamer.errors import ConfigurationError
@@ -26,7 +26,8 @@ class Hierarchical(Combination, register=False):
     workers each has.
 
     Which ranks share a machine is known from the launcher (torchrun's ``GROUP_RANK``, else the host's name);
-    ``ranks_per_node`` says it instead: consecutive ranks.
+    ``ranks_per_node`` says it instead: consecutive ranks. So does a ``DeviceMesh`` of two dimensions, machines and the
+    workers of each, given to :func:`gossamer.replicate` (``mesh=``).
 
     Between machines: the bytes and messages of ``outer`` among as many workers as there are machines.
 
@@ -47,6 +48,7 @@ class Hierarchical(Combination, register=False):
         if self.inner.subject != "gradients":
             raise ConfigurationError(f"inner averages gradients; {type(self.inner).__name__} moves {self.inner.subject}")
         refuse_lag(self.outer, "Hierarchical")
+        refuse_momentum(self.inner, "the inner part of Hierarchical")
         if isinstance(self.outer, Hierarchical):
             raise ConfigurationError("there are two levels: Hierarchical inside Hierarchical would be a third")
         if self.ranks_per_node is not None and (not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1):
@@ -60,6 +62,10 @@ class Hierarchical(Combination, register=False):
     def subject(self) -> Subject:  # type: ignore[override]
         """That of ``outer``."""
         return self.outer.subject
+
+    @property
+    def asks_for_machines(self) -> bool:
+        return self.ranks_per_node is None
 
     @property
     def exchanges_history(self) -> bool:
@@ -76,17 +82,18 @@ class Hierarchical(Combination, register=False):
         return Inside(inner=self.inner, ranks_per_node=self.ranks_per_node) if subject == "gradients" else None
 
     def due(self, step: int) -> bool:
-        # Gradients are averaged inside every machine in every step: its workers stay equal.
+        """Gradients are averaged inside the machine in every step."""
         return self.subject == "gradients" or self.outer.due(step)
 
     def route(self, name: str, tensor: Tensor) -> str:
-        return self.outer.route(name, tensor)
+        return joined(self.outer.route(name, tensor), self.inner.route(name, tensor))
 
     def of(self, label: str) -> Algorithm:
-        return replace(self, outer=self.outer.of(label))
+        outer, inner = split(label)
+        return replace(self, outer=self.outer.of(outer), inner=self.inner.of(inner))
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
-        return replace(self, outer=self.outer.attach(optimizers))
+        return replace(self, outer=self.outer.attach(optimizers), inner=self.inner.attach(optimizers))
 
     def detach(self, optimizers: Sequence[Optimizer]) -> None:
         self.outer.detach(optimizers)
@@ -105,16 +112,25 @@ class Hierarchical(Combination, register=False):
         for size in set(sizes):
             self.inner.check(size)
 
+    def owed(self, state: State, ctx: Context) -> Tensor | None:
+        machines = machines_of(ctx, self.ranks_per_node)
+        leaders, node = leaders_of(machines), machine(ctx, machines)
+        # What a leader sends counts for its whole machine.
+        outer = self.outer.owed(state.scoped(_OUTER), inside(ctx, leaders)) if ctx.rank in leaders else None
+        inner = self.inner.owed(state.scoped(_INNER), inside(ctx, node))
+        return total([None if outer is None else outer * max(map(len, machines)), inner])
+
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         machines = machines_of(ctx, self.ranks_per_node)
         node, leaders, most = machine(ctx, machines), leaders_of(machines), max(map(len, machines))
         mean = bucket.flat
-        if not self.outer.due(ctx.step):
-            return (yield from average_inside(self.inner, bucket, state, ctx, node))
         # The mean over machines is the mean over workers only if all machines have as many.
         uneven = self.subject == "gradients" and most * len(leaders) != ctx.world
         if self.subject == "gradients":
-            mean = yield from average_inside(self.inner, bucket, state, ctx, node)
+            paid = bucket if ctx.rank in leaders else self._with_strays(bucket, state, inside(ctx, leaders), most)
+            mean = yield from average_inside(self.inner, paid, state, ctx, node)
+            if not self.outer.due(ctx.step):
+                return mean
             mean = mean * (len(node) / most) if uneven else mean
         if ctx.rank != node[0]:
             return (yield from within(broadcast(torch.empty_like(bucket.flat)), node))
@@ -123,11 +139,24 @@ class Hierarchical(Combination, register=False):
         result = result * (most * len(leaders) / ctx.world) if uneven else result
         return (yield from within(broadcast(result), node)) if len(node) > 1 else result
 
+    def _with_strays(self, bucket: Bucket, state: State, ctx: Context, most: int) -> Bucket:
+        """What a worker owes as the leader that it was, before a state was loaded by other workers, it sends as its own."""
+        owed = self.outer.owed(state.scoped(_OUTER), ctx)
+        if owed is None:
+            return bucket
+        state.scoped(_OUTER).forget()
+        return bucket.holding(bucket.flat + (owed * most).to(bucket.flat.dtype))
+
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
-        leaders = leaders_of(machines_of(ctx, self.ranks_per_node))
-        scoped = [each.scoped(_OUTER) for each in states]
-        flow = self.outer.finish(buckets, scoped, state.scoped(_OUTER), inside(ctx, leaders)) if ctx.rank in leaders else None
-        return within(flow, leaders) if flow is not None else _nothing()
+        machines = machines_of(ctx, self.ranks_per_node)
+        node, leaders = machine(ctx, machines), leaders_of(machines)
+        inner = finish_inside(self.inner, buckets, states, state, ctx, node) if self.subject == "gradients" else None
+        outer = None
+        if ctx.rank in leaders and self.outer.due(ctx.step):
+            scoped = [each.scoped(_OUTER) for each in states]
+            outer = self.outer.finish(buckets, scoped, state.scoped(_OUTER), inside(ctx, leaders))
+        flows = [flow for flow in (inner, None if outer is None else within(outer, leaders)) if flow is not None]
+        return in_turn(flows) if flows else None
 
 
 _OUTER, _INNER = "outer: ", "inner: "
@@ -144,12 +173,39 @@ class Inside(Algorithm, register=False):
         node = machine(ctx, machines_of(ctx, self.ranks_per_node))
         return (yield from average_inside(self.inner, bucket, state, ctx, node))
 
+    def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
+        return finish_inside(self.inner, buckets, states, state, ctx, machine(ctx, machines_of(ctx, self.ranks_per_node)))
+
+    def route(self, name: str, tensor: Tensor) -> str:
+        return self.inner.route(name, tensor)
+
+    def of(self, label: str) -> Algorithm:
+        return replace(self, inner=self.inner.of(label))
+
+    def owed(self, state: State, ctx: Context) -> Tensor | None:
+        return self.inner.owed(state.scoped(_INNER), ctx)
+
 
 def average_inside(inner: Algorithm, bucket: Bucket, state: State, ctx: Context, node: Group) -> Flow[Tensor]:
     """The mean over the workers of one machine."""
     if len(node) == 1:
         return bucket.flat.clone()
     return (yield from within(inner.exchange(bucket, state.scoped(_INNER), inside(ctx, node)), node))
+
+
+def finish_inside(
+    inner: Algorithm, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context, node: Group
+) -> Flow[None] | None:
+    """What ``inner`` does once per step, among the workers of one machine; None for nothing."""
+    scoped = [each.scoped(_INNER) for each in states]
+    flow = inner.finish(buckets, scoped, state.scoped(_INNER), inside(ctx, node)) if len(node) > 1 else None
+    return None if flow is None else within(flow, node)
+
+
+def in_turn(flows: Iterable[Flow[None]]) -> Flow[None]:
+    """One flow after the other."""
+    for flow in flows:
+        yield from flow
 
 
 def machines_of(ctx: Context, ranks_per_node: int | None) -> tuple[Group, ...]:
@@ -173,7 +229,3 @@ def inside(ctx: Context, group: Group) -> Context:
     """What a flow among ``group`` may know; for a worker of it, or one that only asks what the others will do."""
     rank = group.index(ctx.rank) if ctx.rank in group else 0
     return Context(ctx.step, rank, tuple(ctx.members[i] for i in group))
-
-
-def _nothing() -> Flow[None]:
-    yield from ()

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
+from gossamer.codecs.base import Codec
+from gossamer.codecs.error_feedback import ErrorFeedback
+from gossamer.errors import ConfigurationError
 
 EXACT = "exact"
 
@@ -26,6 +29,14 @@ class Lossy(Algorithm, register=False):
 
     def of(self, label: str) -> Algorithm:
         return AllReduce(bucket_bytes=self.bucket_bytes) if label == EXACT else self
+
+
+def check_codec(codec: object) -> None:
+    """Raise ConfigurationError unless it is a codec that leaves what it loses to the algorithm."""
+    if not isinstance(codec, Codec):
+        raise ConfigurationError(f"codec must be a codec, such as Quantize(bits=8); got {codec!r}")
+    if isinstance(codec, ErrorFeedback):
+        raise ConfigurationError("give the codec alone: the algorithm itself remembers what is lost (see its fields)")
 
 
 def wide(tensor: Tensor) -> Tensor:

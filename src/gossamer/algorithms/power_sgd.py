@@ -75,7 +75,8 @@ class PowerSGD(Lossy):
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights, _ = yield from self._mean([m.T @ left for m, left in zip(matrices, lefts, strict=True)], [], ctx)
         for segment, right in zip(thin, rights, strict=True):
-            state.set_extra(FACTOR, right, segment.name)
+            # A copy, with memory of its own: products may differ in the last bits where it begins elsewhere after loading.
+            state.set_extra(FACTOR, right.clone(), segment.name)
         result = torch.empty_like(wanted)
         for segment, value in zip(exact, rest, strict=True):
             place(segment, result).copy_(value)

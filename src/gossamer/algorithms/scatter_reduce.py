@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.lossy import Lossy, wide
+from gossamer.algorithms.lossy import Lossy, check_codec, wide
 from gossamer.algorithms.parts import Feedback, scatter_reduce
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
-from gossamer.codecs.error_feedback import ErrorFeedback
 from gossamer.codecs.quantize import Quantize
 from gossamer.comm.ops import SMALL, Flow
 from gossamer.errors import ConfigurationError
@@ -45,12 +44,9 @@ class ScatterReduce(Lossy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire("residual", self.residual)
+        check_codec(self.codec)
         if not isinstance(self.gather_below, int) or self.gather_below < 0:
             raise ConfigurationError(f"gather_below must be a number of bytes, or 0 for never; got {self.gather_below!r}")
-        if not isinstance(self.codec, Codec):
-            raise ConfigurationError(f"codec must be a codec, such as Quantize(bits=8); got {self.codec!r}")
-        if isinstance(self.codec, ErrorFeedback):
-            raise ConfigurationError("give the codec alone: worker_feedback and server_feedback are the error feedback")
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         flat = wide(bucket.flat)

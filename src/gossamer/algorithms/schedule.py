@@ -8,7 +8,8 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context, Subject
-from gossamer.algorithms.combination import Combination, refuse_lag
+from gossamer.algorithms.combination import Combination, check_parts, joined, split, total
+from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
@@ -18,7 +19,9 @@ from gossamer.state import State
 def after(steps: int, then: Algorithm, *, before: Algorithm | None = None) -> Algorithm:
     """``before`` (exact all-reduce by default) for ``steps`` steps, ``then`` from there on.
 
-    What ``before`` still owes when it ends (a residual) is dropped. One may move gradients and the other weights.
+    What ``before`` still owes when it ends (a residual) is added to the first gradient that ``then`` communicates, so that
+    nothing is lost; if ``then`` moves weights, to the first gradient that each worker keeps to itself, and travels in
+    the weights. One may move gradients and the other weights. What a :class:`DDPHook` remembers is its own and stays there.
     """
     return Switch(steps=steps, then=then, before=AllReduce() if before is None else before)
 
@@ -40,7 +43,7 @@ class Switch(Combination, register=False):
         super().__post_init__()
         if not isinstance(self.steps, int) or self.steps < 0:
             raise ConfigurationError(f"after() takes a number of steps; got {self.steps!r}")
-        _check_algorithms(self.then, self.before)
+        check_parts(self.then, self.before)
 
     @property
     def parts(self) -> tuple[Algorithm, ...]:
@@ -65,7 +68,14 @@ class Switch(Combination, register=False):
 
     def due(self, step: int) -> bool:
         part = self.at(step)
-        return part is not None and part.due(step)
+        if part is None:
+            return self._hands_over and step == self.steps
+        return part.due(step)
+
+    @property
+    def _hands_over(self) -> bool:
+        """Whether there is a part that may owe something to the gradients."""
+        return self.steps > 0 and self.before is not None and self.before.subject == "gradients"
 
     def part(self, subject: Subject) -> Algorithm | None:
         before, then = (None if a is None else a.part(subject) for a in (self.before, self.then))
@@ -75,10 +85,10 @@ class Switch(Combination, register=False):
         return replace(self, before=before, then=then, bucket_bytes=sizes[0])
 
     def route(self, name: str, tensor: Tensor) -> str:
-        return _SEPARATOR.join("" if a is None else a.route(name, tensor) for a in (self.before, self.then))
+        return joined(*("" if a is None else a.route(name, tensor) for a in (self.before, self.then)))
 
     def of(self, label: str) -> Algorithm:
-        before, _, then = label.partition(_SEPARATOR)
+        before, then = split(label)
         return replace(
             self,
             before=None if self.before is None else self.before.of(before),
@@ -86,16 +96,35 @@ class Switch(Combination, register=False):
         )
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        part = self.at(ctx.step)
-        assert part is not None, "not due"
-        return (yield from part.exchange(bucket, state.scoped(self._scope(ctx.step)), ctx))
+        part, handed = self.at(ctx.step), bucket
+        if ctx.step >= self.steps:
+            handed = self._handed_over(bucket, state, ctx)
+        result = handed.flat
+        if part is not None:
+            result = yield from part.exchange(handed, state.scoped(self._scope(ctx.step)), ctx)
+        return result.to(bucket.flat.dtype)
+
+    def _handed_over(self, bucket: Bucket, state: State, ctx: Context) -> Bucket:
+        """The bucket, with what is owed from before added to it; from then on that is forgotten."""
+        owed = self.before.owed(state.scoped(_BEFORE), ctx) if self.before is not None and self._hands_over else None
+        state.scoped(_BEFORE).forget()
+        # In full precision on every worker, whether it owes or not: messages must be of one type.
+        flat = wide(bucket.flat) if self._hands_over and ctx.step == self.steps else bucket.flat
+        if owed is not None:
+            flat = flat + owed.to(flat.dtype)
+        return bucket if flat is bucket.flat else bucket.holding(flat)
 
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
         part, scope = self.at(ctx.step), self._scope(ctx.step)
         return None if part is None else part.finish(buckets, [s.scoped(scope) for s in states], state.scoped(scope), ctx)
 
     def _scope(self, step: int) -> str:
-        return "before: " if step < self.steps else "then: "
+        return _BEFORE if step < self.steps else _THEN
+
+    def owed(self, state: State, ctx: Context) -> Tensor | None:
+        scopes = (self.before, _BEFORE), (self.then, _THEN)
+        debts = [part.owed(state.scoped(scope), ctx) for part, scope in scopes if part is not None]
+        return total(debts)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
         before, then = (None if a is None else a.attach(optimizers) for a in (self.before, self.then))
@@ -110,7 +139,10 @@ class Switch(Combination, register=False):
             part.check(world)
 
 
-_SEPARATOR = "|"
+_BEFORE, _THEN = "before: ", "then: "
+
+_NOTHING = Switch(steps=0, then=None, before=None)
+"""Never due."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,23 +155,18 @@ class BySize(Combination, register=False):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_algorithms(self.small, self.large)
+        check_parts(self.small, self.large)
         if not isinstance(self.threshold, int) or self.threshold < 0:
             raise ConfigurationError(f"by_size() takes a number of bytes; got {self.threshold!r}")
+        if _NOTHING in self.parts:
+            return
+        if self.small.lands_late != self.large.lands_late:
+            raise ConfigurationError("by_size(): what its two parts bring must be added at one time: give both the same late=")
         if self.small.subject != self.large.subject:
             raise ConfigurationError(
                 f"by_size(): {type(self.small).__name__} moves {self.small.subject}, {type(self.large).__name__} moves "
                 f"{self.large.subject}; both must move the same"
             )
-        for part in self.parts:
-            if part.subject == "weights" and part.part("gradients") is not None:
-                raise ConfigurationError(
-                    f"by_size() takes what moves weights alone; {part!r} moves gradients as well: "
-                    "write after(…, by_size(…)), or Hierarchical(by_size(…))"
-                )
-        for name in ("exchanges_history", "lands_late"):
-            if getattr(self.small, name) != getattr(self.large, name):
-                raise ConfigurationError(f"by_size(): both parts must have the same history= and late=; got {self!r}")
 
     @property
     def parts(self) -> tuple[Algorithm, ...]:
@@ -148,15 +175,21 @@ class BySize(Combination, register=False):
     @property
     def subject(self) -> Subject:  # type: ignore[override]
         """That of both."""
-        return self.small.subject
+        return self.large.subject if self.small == _NOTHING else self.small.subject
 
     @property
     def exchanges_history(self) -> bool:
-        return self.large.exchanges_history
+        return any(part.exchanges_history for part in self.parts)
 
     @property
     def lands_late(self) -> bool:
-        return self.large.lands_late
+        return any(part.lands_late for part in self.parts)
+
+    def part(self, subject: Subject) -> Algorithm | None:
+        small, large = self.small.part(subject), self.large.part(subject)
+        if small is None and large is None:
+            return None
+        return replace(self, small=_NOTHING if small is None else small, large=_NOTHING if large is None else large)
 
     def route(self, name: str, tensor: Tensor) -> str:
         which = "small" if tensor.numel() * tensor.element_size() < self.threshold else "large"
@@ -184,11 +217,3 @@ class BySize(Combination, register=False):
     def check(self, world: int) -> None:
         self.small.check(world)
         self.large.check(world)
-
-
-def _check_algorithms(*parts: Algorithm | None) -> None:
-    for part in parts:
-        if part is not None and not isinstance(part, Algorithm):
-            raise ConfigurationError(f"after() and by_size() combine instances of gossamer algorithms; got {part!r}")
-        if part is not None:
-            refuse_lag(part, "after() and by_size()")

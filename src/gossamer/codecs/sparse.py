@@ -29,6 +29,18 @@ def aligned(payload: Tensor) -> Tensor:
     return payload.clone() if payload.storage_offset() % 8 or payload.data_ptr() % 8 else payload
 
 
+def check_density(density: object) -> None:
+    """Raise ConfigurationError unless it is a share that can be sent."""
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+        raise ConfigurationError(f"density must be above 0 and at most 1 (the share that is sent); got {density!r}")
+
+
+def check_chunk(chunk: object) -> None:
+    """Raise ConfigurationError unless it is a number of elements."""
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+        raise ConfigurationError(f"chunk must be a positive number of elements; got {chunk!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sparse(Codec):
     """Base of the codecs that send ``density`` of the elements. Payload: the values, then where they stand."""
@@ -36,8 +48,7 @@ class Sparse(Codec):
     density: float = 0.01
 
     def __post_init__(self) -> None:
-        if isinstance(self.density, bool) or not isinstance(self.density, int | float) or not 0 < self.density <= 1:
-            raise ConfigurationError(f"density must be above 0 and at most 1 (the share that is sent); got {self.density!r}")
+        check_density(self.density)
 
     def share(self, numel: int) -> int:
         """``ceil(density · numel)``, whatever the density's last bit: 0.07 of 100 are 7."""
@@ -153,8 +164,7 @@ class TopChunks(Sparse):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.chunk, int) or isinstance(self.chunk, bool) or self.chunk < 1:
-            raise ConfigurationError(f"chunk must be a positive number of elements; got {self.chunk!r}")
+        check_chunk(self.chunk)
 
     def shape(self, numel: int) -> tuple[int, int]:
         """Number of chunks sent, and their length: ``chunk`` or less, so that all are nearly equal."""

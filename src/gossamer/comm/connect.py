@@ -12,17 +12,24 @@ from gossamer.errors import ConfigurationError
 torch_departure.listen()
 
 
-def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | None = None) -> Runner:
+def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | None = None, by_machine: bool = False) -> Runner:
     """The runner for this rank: loopback inside :func:`gossamer.loopback`, else torch's, else a world of one.
 
-    ``mesh``: a one-dimensional ``DeviceMesh`` whose ranks are the replicas; it stands for its process group.
+    ``mesh``: a ``DeviceMesh`` whose ranks are the replicas; it stands for its process group. ``by_machine``: it may have
+    two dimensions, machines and the workers of each.
     """
-    group = _group_of(group, mesh)
+    machine = None
+    if mesh is not None:
+        if group is not None:
+            raise ConfigurationError("give group= or mesh=, not both")
+        from gossamer.comm.torch_mesh import place_in
+
+        group, machine = place_in(mesh, by_machine)
     inside = loopback.current_runner()
     from gossamer.comm import torch_runner
 
     if inside is None and torch_runner.initialised():
-        runner = torch_runner.TorchRunner(group, timeout)
+        runner = torch_runner.TorchRunner(group, timeout, machine)
         return runner if runner.world > 1 else solo_runner()
     seconds_of(timeout, timedelta(0))
     if inside is not None:
@@ -34,18 +41,3 @@ def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | No
             "call torch.distributed.init_process_group() before gossamer.replicate()"
         )
     return solo_runner()
-
-
-def _group_of(group: Any, mesh: Any) -> Any:
-    if mesh is None:
-        return group
-    if group is not None:
-        raise ConfigurationError("give group= or mesh=, not both")
-    if not callable(getattr(mesh, "get_group", None)):
-        raise ConfigurationError(f"mesh= takes a torch.distributed.device_mesh.DeviceMesh; got {mesh!r}")
-    if mesh.ndim != 1:
-        raise ConfigurationError(
-            f"mesh= takes the one dimension over which the model is replicated, this one has {mesh.ndim}: "
-            f'pass a slice, such as mesh["replicate"] (dimensions: {mesh.mesh_dim_names})'
-        )
-    return mesh.get_group()

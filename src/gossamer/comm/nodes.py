@@ -10,8 +10,10 @@ from torch import Tensor
 from gossamer.comm.ops import Group
 
 
-def here() -> Tensor:
-    """``int64[1]``: a number for this machine: of torchrun's name for it (``GROUP_RANK``), else of its own name."""
+def here(machine: int | None = None) -> Tensor:
+    """``int64[1]``: a number for this machine: the one given, else of torchrun's name for it (``GROUP_RANK``), or its own."""
+    if machine is not None:
+        return torch.tensor([machine])
     name = os.environ.get("GROUP_RANK") or socket.gethostname()
     return torch.tensor([int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")])
 

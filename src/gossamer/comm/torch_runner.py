@@ -43,8 +43,9 @@ class TorchRunner(Runner):
 
     lanes = 2
 
-    def __init__(self, group: Any = None, timeout: float | timedelta | None = None) -> None:
-        self._group = dist.group.WORLD if group is None else group
+    def __init__(self, group: Any = None, timeout: float | timedelta | None = None, machine: int | None = None) -> None:
+        """``machine``: the number of this rank's machine, if it is known from elsewhere than the environment."""
+        self._group, self._machine = dist.group.WORLD if group is None else group, machine
         self._ranks = _ranks_of(self._group)
         self.rank, self.world = dist.get_rank(self._group), len(self._ranks)
         self._submitted, self._ports = 0, 0
@@ -85,7 +86,7 @@ class TorchRunner(Runner):
         self._beside(lambda: self._open_host_lanes(last_resort, data=not device), what)
         if device:
             self._data = self._open_streams(last_resort)
-        self.nodes = nodes_from(self.run(lambda: all_gather(here()), "the search for machines"))
+        self.nodes = nodes_from(self.run(lambda: all_gather(here(self._machine)), "the search for machines"))
 
     def _beside(self, work: Callable[[], None], what: str) -> None:
         """Do ``work``, which waits for other ranks, on a thread: this one listens for alarms and for Ctrl-C."""

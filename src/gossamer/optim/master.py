@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer.errors import ConfigurationError
+from gossamer.optim.communicating import Communicating
 from gossamer.optim.layerwise import evaluated
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -59,6 +60,11 @@ class MasterWeights(Optimizer):
             raise ConfigurationError(
                 f"the factory must return a torch.optim.Optimizer with the {len(groups)} group(s) it was given; "
                 f"got {type(self._inner).__name__}"
+            )
+        if isinstance(self._inner, Communicating):
+            raise ConfigurationError(
+                f"{type(self._inner).__name__} communicates inside its own step, where MasterWeights hides it: give it float32 "
+                "parameters, without MasterWeights"
             )
         self._constructing = True
         super().__init__([_options(inner) | own for inner, own in zip(self._inner.param_groups, groups, strict=True)], {})

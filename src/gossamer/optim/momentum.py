@@ -1,17 +1,28 @@
-"""Momentum on loan: taken out of an optimizer by an algorithm that accumulates it itself, and given back."""
+"""Momentum on loan: taken out of an optimizer by an algorithm that accumulates it itself, and given back.
+
+An algorithm sees gradients, and not weights, so the momentum of what weight decay adds to them is accumulated here.
+"""
 
 from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch.optim import SGD, Optimizer
 
 from gossamer.errors import ConfigurationError
 
-_LENT = "momentum lent to gossamer"
-"""The key in a param group: it is saved and loaded with the optimizer's state."""
+_LENT, _DECAY = "momentum lent to gossamer", "weight decay lent to gossamer"
+"""The keys in a param group: they are saved and loaded with the optimizer's state."""
+
+_DECAYING = "momentum of the weight decay"
+"""The key in the optimizer's state of a parameter."""
+
+_hooks: "WeakKeyDictionary[Optimizer, Any]" = WeakKeyDictionary()
 
 
 def lend_momentum(optimizers: Sequence[Optimizer]) -> float:
-    """Set the momentum of every param group to 0 and return what it was: one value, of plain SGD with momentum.
+    """Set momentum and weight decay of every param group to 0, and return what the momentum was: one value, of plain SGD.
 
     Raises ConfigurationError for other optimizers, other kinds of momentum, or several values.
     """
@@ -30,12 +41,37 @@ def lend_momentum(optimizers: Sequence[Optimizer]) -> float:
     (momentum,) = values
     for group in groups:
         group[_LENT], group["momentum"] = momentum, 0.0
+        group[_DECAY], group["weight_decay"] = group.get(_DECAY, group["weight_decay"]), 0.0
+    for optimizer in optimizers:
+        if optimizer not in _hooks:
+            _hooks[optimizer] = optimizer.register_step_pre_hook(_decay)
     return momentum
+
+
+@torch.no_grad()
+def _decay(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """v ← momentum·v + weight_decay·w, w ← w − lr·v: with what the gradients do, SGD with momentum and weight decay."""
+    overflow = getattr(optimizer, "found_inf", None)  # from a GradScaler, to optimizers that skip the step by themselves
+    if overflow is not None and overflow.item() > 0:
+        return
+    for group in optimizer.param_groups:
+        decay = group.get(_DECAY, 0.0)
+        for parameter in group["params"] if decay else ():
+            if parameter.grad is not None:
+                state = optimizer.state[parameter]
+                before = state.get(_DECAYING)
+                state[_DECAYING] = (
+                    parameter * decay if before is None else before.mul_(group[_LENT]).add_(parameter, alpha=decay)
+                )
+                parameter.add_(state[_DECAYING], alpha=-float(group["lr"]))
 
 
 def return_momentum(optimizers: Sequence[Optimizer]) -> None:
     """Undo :func:`lend_momentum`."""
     for optimizer in optimizers:
+        if optimizer in _hooks:
+            _hooks.pop(optimizer).remove()
         for group in optimizer.param_groups:
             if _LENT in group:
                 group["momentum"] = group.pop(_LENT)
+                group["weight_decay"] = group.pop(_DECAY, group["weight_decay"])

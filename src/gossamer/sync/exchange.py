@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context, rest, wrong_shape
+from gossamer.algorithms.base import Algorithm, Context, left_alone, wrong_shape
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket, Plan
 from gossamer.comm.ops import Flow
@@ -83,7 +83,8 @@ class Exchange:
         index = len(self._tickets)
         bucket, state, ctx, handler = self.buckets[index], self.states[index], self.context(step), self.handlers[index]
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
-        make_flow = partial(self._checked, handler.exchange if handler.due(step) else rest, bucket, state, ctx)
+        exchange = handler.exchange if handler.due(step) else partial(left_alone, self.algorithm.subject)
+        make_flow = partial(self._checked, exchange, bucket, state, ctx)
         lane = 0 if self.algorithm.serial else self._lanes[index]
         self._tickets.append(self.runner.submit(make_flow, label, lane, prompt=self._prompt))
         self.exchanged_bytes += bucket.flat.nbytes
@@ -114,7 +115,8 @@ class Exchange:
             mine = [i for i, layout in enumerate(self.plan.layouts) if layout.label == label]
             buckets, own = [self.buckets[i] for i in mine], [*(self.states[i] for i in mine), state]
             *states, whole = [each.later() for each in own]
-            flow = self.handlers[mine[0]].finish(buckets, states, whole, self.context(step)) if mine else None
+            due = bool(mine) and self.handlers[mine[0]].due(step)
+            flow = self.handlers[mine[0]].finish(buckets, states, whole, self.context(step)) if due else None
             if flow is not None:
                 ticket = self.runner.submit(lambda flow=flow: flow, f"finish of step {step}", CONTROL)  # type: ignore[misc]
                 self._finishing.append((ticket, list(zip(own, [*states, whole], strict=True))))
@@ -151,9 +153,8 @@ class Exchange:
 
         The results are the same on all ranks, so all of them keep it, or none does.
         """
-        drafts = self.drafts()
-        unseen = [tensor for tensor in (*drafts, *results) if id(tensor) not in self._seen]
-        if drafts and (self._poisoned or any_non_finite(unseen).item() > 0):
+        unseen = [tensor for tensor in (*self.drafts(), *results) if id(tensor) not in self._seen]
+        if any(state.changed for state in self.all_states()) and (self._poisoned or any_non_finite(unseen).item() > 0):
             self.rollback()
         else:
             self.commit()

@@ -19,8 +19,16 @@ from gossamer.sync.statistics import Statistics
 class OptimizerSync:
     """The link of one optimizer. ``exchange`` is that of the compressed means, which remembers what it did not send."""
 
-    def __init__(self, runner: Runner, algorithm: Algorithm, tensors: Mapping[str, Tensor], statistics: Statistics) -> None:
-        self._runner, self._statistics = runner, statistics
+    def __init__(
+        self,
+        runner: Runner,
+        algorithm: Algorithm,
+        tensors: Mapping[str, Tensor],
+        statistics: Statistics,
+        announce: Callable[[], object],
+    ) -> None:
+        """``announce`` is called when a step of the optimizer begins to communicate."""
+        self._runner, self._statistics, self._announce = runner, statistics, announce
         self._tensors = dict(tensors)
         self.exchange = Exchange(runner, algorithm)
         self._exact = Exchange(runner, AllReduce(bucket_bytes=algorithm.bucket_bytes))
@@ -31,6 +39,7 @@ class OptimizerSync:
 
     def used(self, here: Sequence[bool]) -> Callable[[], list[bool]]:
         """Ask which parameters have a gradient on any worker; the answer is waited for when it is called."""
+        self._announce()
         flags, world = torch.tensor(list(here), dtype=torch.uint8), self._runner.world
         ticket = self._runner.submit(lambda: maximum(flags, world), "the use of parameters", CONTROL)
         return lambda: [bool(flag) for flag in self._runner.wait(ticket).tolist()]
@@ -76,6 +85,11 @@ class OptimizerSync:
             for bucket, result in zip(exchange.buckets, results, strict=True)
             for segment, view in zip(bucket.segments, bucket.split(result), strict=True)
         }
+
+    @property
+    def exact_bytes(self) -> int:
+        """Size of everything that was averaged exactly so far."""
+        return self._exact.exchanged_bytes
 
     def state_by_name(self) -> Kept:
         """What the compressed means remember."""

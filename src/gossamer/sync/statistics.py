@@ -27,12 +27,15 @@ class Statistics:
         finally:
             self.exposed_seconds += time.perf_counter() - begin
 
-    def read(self, step: int, exchanges: Sequence[Exchange]) -> dict[str, float]:
-        """All counters, cumulative since the start: bytes, messages, seconds; and how much the algorithm saves and owes."""
+    def read(self, step: int, exchanges: Sequence[Exchange], also: int = 0) -> dict[str, float]:
+        """All counters, cumulative since the start: bytes, messages, seconds; and how much the algorithm saves and owes.
+
+        ``also``: the size of what was exchanged besides.
+        """
         meters = self.runner.meters()
         wire, sent = sum(meter.wire_seconds for meter in meters), sum(meter.bytes for meter in meters)
         world = self.runner.world
-        exact = 2 * (world - 1) / world * sum(exchange.exchanged_bytes for exchange in exchanges)
+        exact = 2 * (world - 1) / world * (also + sum(exchange.exchanged_bytes for exchange in exchanges))
         shares = [exchange.residual_share() for exchange in exchanges]
         owed, held = sum(owed for owed, _ in shares), sum(held for _, held in shares)
         return {

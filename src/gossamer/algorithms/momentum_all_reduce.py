@@ -1,0 +1,30 @@
+"""MomentumAllReduce: the exact mean, with the momentum that was taken out of the optimizer."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gossamer.algorithms.all_reduce import AllReduce
+from gossamer.algorithms.base import Context
+from gossamer.algorithms.lossy import wide
+from gossamer.buckets import Bucket
+from gossamer.comm.ops import Flow
+from gossamer.state import State
+
+MOMENTUM = "momentum"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumAllReduce(AllReduce, register=False):
+    """For the parameters that a sparse algorithm with momentum correction does not handle: u ← momentum·u + mean."""
+
+    exact: ClassVar[bool] = False
+
+    momentum: float
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        mean = yield from super().exchange(bucket, state, ctx)
+        state[MOMENTUM] = torch.add(wide(mean), state[MOMENTUM], alpha=self.momentum)
+        return mean.copy_(state[MOMENTUM])
