@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from gossamer.bench.peers.base import LOCAL_STEPS, Joined, Peer, own_address, wait_for
 
-_PATIENCE = 60.0
+_PATIENCE = 120.0
 
 
 def _hivemind(model: nn.Module, optimizer: Optimizer) -> Joined:
@@ -28,7 +28,7 @@ def _hivemind(model: nn.Module, optimizer: Optimizer) -> Joined:
     handler = signal.getsignal(signal.SIGINT)
     averager: Any = DecentralizedAverager(
         [p.data for p in model.parameters()], dht, start=True, prefix="gossamer", target_group_size=dist.get_world_size(),
-        min_group_size=dist.get_world_size(), min_matchmaking_time=2.0, request_timeout=1.0, compression=Float16Compression(),
+        min_group_size=dist.get_world_size(), compression=Float16Compression(),
     )  # fmt: skip
     signal.signal(signal.SIGINT, handler)  # the averager makes its parent deaf to Ctrl-C
     stack.callback(wait_for, "hivemind's averager", averager.shutdown)

@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 from gossamer.bench.peers.base import Joined, Peer, nothing, own_address, wait_for
 
 _GET = (
-    "its source distribution (0.28.1) does not compile against today's PyTorch as it is; unpack it, write 17 for 14 in "
-    "set(CMAKE_CXX_STANDARD 14) of CMakeLists.txt and horovod/torch/CMakeLists.txt, and in that folder: "
-    "HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 pip install --no-build-isolation . (needs cmake and g++)"
+    "the source distribution (0.28.1) does not compile against today's PyTorch as it is; unpack it, write 17 for 14 in "
+    "set(CMAKE_CXX_STANDARD 14) of CMakeLists.txt and horovod/torch/CMakeLists.txt, and, where hosts are not found by their "
+    "names (emulated ones are not), gloo_iface_ = global_context.gloo_iface_; as first line of "
+    "GlooContext::InitializeForProcessSet in horovod/common/gloo/gloo_context.cc; then HOROVOD_WITH_PYTORCH=1 "
+    "HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 pip install --no-build-isolation . (needs cmake and g++)"
 )
 
 
