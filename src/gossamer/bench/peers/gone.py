@@ -17,8 +17,8 @@ def _gone(what: str, why: str) -> Peer:
 PEERS = {
     "bagua": _gone(
         "BAGUA, from which several of gossamer's algorithms come",
-        "its last release (0.9.2) does not build without nvcc and NCCL, of which its core is made: there is no way over a "
-        "CPU's network; ByteGrad(), QSGD(), DecentralizedSGD(), LowPrecisionDecentralized() and QAdam() are its methods",
+        "its last release (0.9.2) does not build without nvcc and NCCL, and its core moves tensors of GPUs only; ByteGrad(), "
+        "QSGD(), DecentralizedSGD(), LowPrecisionDecentralized() and QAdam() are its methods",
     ),
     "bluefog": _gone(
         "BlueFog, decentralized training over MPI",

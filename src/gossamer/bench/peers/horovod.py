@@ -69,7 +69,7 @@ def _running(variables: dict[str, str]) -> Iterator[None]:
 
     os.environ.update(variables)
     hvd.init()
-    yield
+    yield  # after an error nothing is shut down: that would wait for the other ranks, and the error would not be seen
     wait_for("Horovod's thread", hvd.shutdown)
 
 
