@@ -130,6 +130,9 @@ class Algorithm(ABC):
     def check(self, world: int) -> None:  # noqa: B027  (most run in any world)
         """Raise ConfigurationError if this cannot run among ``world`` workers."""
 
+    def check_machines(self, machines: Sequence[Group]) -> None:  # noqa: B027  (most do not ask who shares one)
+        """Raise ConfigurationError if this cannot run among workers who share ``machines`` in this way."""
+
     def due(self, step: int) -> bool:
         """Whether anything is exchanged at ``step``; if not, gradients or weights stay this worker's own."""
         return True
@@ -152,6 +155,12 @@ class Algorithm(ABC):
 
     def detach(self, optimizers: Sequence[Optimizer]) -> None:  # noqa: B027  (most take nothing)
         """Give back what :meth:`attach` took."""
+
+
+def rest(bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+    """In place of the exchange of weights that is not due while another one is, in the same step: nothing to add."""
+    yield from ()
+    return bucket.fresh().zero_()
 
 
 def wrong_shape(algorithm: Algorithm, bucket: Bucket, result: Tensor) -> ConfigurationError:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.algorithms.base import Algorithm, Context, Subject
+from gossamer.algorithms.base import Algorithm, Context, Subject, rest
 from gossamer.buckets import Bucket, Plan, make_plan
 from gossamer.comm.ops import Flow, Group, all_reduce, broadcast, maximum
 from gossamer.errors import ConfigurationError
@@ -72,7 +72,8 @@ class Part:
         """Start the flow of one bucket."""
         handler, state, ctx = self._handlers[bucket.index], self._states[bucket.index], self._context(number)
         lane = lanes[self._lanes[bucket.index]]
-        self.under_way.append(lane.submit(lambda: handler.exchange(bucket, state, ctx)))
+        exchange = handler.exchange if handler.due(number) else rest
+        self.under_way.append(lane.submit(lambda: exchange(bucket, state, ctx)))
 
     def finish(self, number: int) -> Iterator[Flow[None]]:
         """What the algorithm does once per step."""

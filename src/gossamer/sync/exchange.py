@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context, wrong_shape
+from gossamer.algorithms.base import Algorithm, Context, rest, wrong_shape
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket, Plan
 from gossamer.comm.ops import Flow
@@ -83,7 +83,7 @@ class Exchange:
         index = len(self._tickets)
         bucket, state, ctx, handler = self.buckets[index], self.states[index], self.context(step), self.handlers[index]
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
-        make_flow = partial(self._checked, handler.exchange, bucket, state, ctx)
+        make_flow = partial(self._checked, handler.exchange if handler.due(step) else rest, bucket, state, ctx)
         lane = 0 if self.algorithm.serial else self._lanes[index]
         self._tickets.append(self.runner.submit(make_flow, label, lane, prompt=self._prompt))
         self.exchanged_bytes += bucket.flat.nbytes
