@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format readme topologies bench-speed bench-kernels bench-convergence bench-shuffle bench-hosts bench-efficiency clean
+.PHONY: help setup demo test test-slow check format readme topologies bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-hosts bench-efficiency clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ bench-convergence: $(READY) ## train every relaxation with 8, 16 or 64 workers i
 
 bench-shuffle: $(READY) ## gossip on shards sorted by label, without and with samples that travel (an hour, resumable)
 	$(RUN) -m gossamer.bench.shuffle --save-to benchmarks/results
+
+bench-shuffle-time: $(READY) ## what samples that travel add to the step, 4 emulated hosts at 200 Mbit/s (about 10 minutes)
+	$(RUN) -m gossamer.bench.shuffle_time --save-to benchmarks/results
 
 bench-hosts: $(READY) ## step time over 2 to 16 emulated hosts, without and with 2 ms per message (about 20 minutes)
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 50mbit --network 50mbit+2ms --hosts 2 --hosts 4 --hosts 8 --hosts 16 \

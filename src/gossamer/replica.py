@@ -16,7 +16,7 @@ from gossamer.sync import checkpoint, scaling
 from gossamer.sync.agreement import same_from_rank
 from gossamer.sync.backward import Backward, alarming
 from gossamer.sync.checks import Watch, held_by, named_parameters
-from gossamer.sync.consensus import at_average, distance
+from gossamer.sync.consensus import at_average, become_average, distance
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.history import history
@@ -72,7 +72,7 @@ class Replica:
         }
         self._join = Join(runner, mirror)
         self._handles = self._hook()
-        self._closed = False
+        self._closed = self._at_average = False
 
     # -- what the user calls ------------------------------------------------------------------------------------
 
@@ -106,15 +106,21 @@ class Replica:
     def consensus(self) -> Iterator[nn.Module]:
         """Inside, the model holds the average of all replicas (to evaluate or save it); afterwards its own weights.
 
-        Collective: every rank enters. For gradient algorithms the replicas are equal and nothing is moved.
+        Collective: every rank enters. For gradient algorithms the replicas are equal and nothing is moved. It may be nested,
+        and left by an exception; an optimizer's step inside is refused, because it would be undone. The average of a whole
+        run is left in the model by ``close(average=True)``.
         """
         if not self._weights or self._runner.world == 1:
             yield self._model
             return
         self.wait_for_exchanges()
         tensors = [*self._parameters.values(), *floating(named_buffers(self._model)).values()]
-        with at_average(self._runner, tensors):
-            yield self._model
+        before, self._at_average = self._at_average, True
+        try:
+            with at_average(self._runner, tensors):
+                yield self._model
+        finally:
+            self._at_average = before
 
     def consensus_distance(self) -> float:
         """How far the replicas are apart now: the root mean square over workers of ‖w − w̄‖ / ‖w̄‖, w̄ the mean of the weights.
@@ -173,8 +179,10 @@ class Replica:
             syncs: list[WeightSync | OptimizerSync] = [*self._weights, *self._links]
             self.step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
 
-    def close(self) -> None:
+    def close(self, average: bool = False) -> None:
         """Add what is still under way, remove all hooks and leave. The model stays usable, alone.
+
+        ``average``: it then holds the average of all replicas, the model of the whole run. Every rank closes with it.
 
         Collective where exchanges may lag (``lag=``): a rank that fails had better end without it, so that the others are told.
         """
@@ -192,6 +200,8 @@ class Replica:
             self.wait_for_exchanges()
             for index in range(len(self._weights)):
                 self._land(index)
+            if average and self._weights and self._runner.world > 1:
+                become_average(self._runner, self._optimizers, self._parameters.values(), floating(named_buffers(self._model)))
         finally:
             self._runner.close()
 
@@ -251,6 +261,8 @@ class Replica:
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             with alarming(self._runner):
                 self._watch.check()
+                if self._at_average:
+                    raise UsageError("optimizer.step() inside replica.consensus(): the model's own weights come back after it")
                 # A closure (LBFGS) runs backward inside the step. The first argument is the optimizer itself.
                 if len(args) == 1 and kwargs.get("closure") is None:
                     self._require_backward(index)

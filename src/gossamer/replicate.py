@@ -68,6 +68,8 @@ def replicate(
         _check_lag(algorithm, optimizers, mode, scaler)
         _check_buffers(algorithm, model, mode)
         runner.agree_on_opening()
+        if runner.nodes is not None:
+            algorithm.check_machines(runner.nodes)
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler))
         _start_equal(runner, model)
         running = algorithm.attach(optimizers)

@@ -1,6 +1,7 @@
 """State: what an algorithm remembers about a bucket, written in transactions."""
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -39,6 +40,12 @@ class Ledger(Generic[K]):
         """Forget what was written."""
         self.draft.clear()
 
+    def later(self) -> "Ledger[K]":
+        """One that keeps everything written here so far."""
+        other: Ledger[K] = Ledger()
+        other.kept = self.kept | self.draft
+        return other
+
 
 RESIDUAL = "residual"
 """The name under which algorithms keep what they have not sent yet."""
@@ -63,6 +70,8 @@ class State:
         self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
         self.flats: Ledger[str] = Ledger()
         self.extras: Ledger[tuple[str, str]] = Ledger()
+        self.vouched: list[tuple[Tensor, Sequence[Tensor]]] = []
+        """Witnesses, and for which tensors of the exchange under way they speak: see :meth:`vouch`."""
 
     def __getitem__(self, name: str) -> Tensor:
         value = self.flats.get(name)
@@ -89,6 +98,24 @@ class State:
         """Write an extra: a new tensor, as with the flat ones."""
         self.extras.draft[key, owner] = value
 
+    def vouch(self, witness: Tensor, *tensors: Tensor) -> None:
+        """Say that ``tensors`` (the result, or what was written here) are finite exactly if ``witness`` is.
+
+        Nobody then reads them just to find that out.
+        """
+        self.vouched.append((witness, tensors))
+
+    def later(self) -> "State":
+        """A state of its own that begins with everything written here so far; what is written there comes by :meth:`take`."""
+        other = copy.copy(self)
+        other.flats, other.extras, other.vouched = self.flats.later(), self.extras.later(), []
+        return other
+
+    def take(self, later: "State") -> None:
+        """Keep what was written to a state that :meth:`later` returned."""
+        self.flats.kept.update(later.flats.draft)
+        self.extras.kept.update(later.extras.draft)
+
     def scoped(self, prefix: str) -> "State":
         """A view of this state in which every key begins with ``prefix``: two algorithms may share a bucket."""
         return _Scoped(self, prefix)
@@ -107,11 +134,13 @@ class State:
 
     def commit(self) -> None:
         """Make everything written since the last commit the state to keep."""
+        self.vouched = []
         self.flats.commit()
         self.extras.commit()
 
     def rollback(self) -> None:
         """Forget everything written since the last commit."""
+        self.vouched = []
         self.flats.rollback()
         self.extras.rollback()
 
@@ -121,7 +150,7 @@ class _Scoped(State):
 
     def __init__(self, origin: State, prefix: str) -> None:
         self._shape, self._dtype, self._device = origin._shape, origin._dtype, origin._device
-        self.flats, self.extras = origin.flats, origin.extras
+        self.flats, self.extras, self.vouched = origin.flats, origin.extras, origin.vouched
         self._prefix = prefix
 
     def __getitem__(self, name: str) -> Tensor:

@@ -113,6 +113,17 @@ def test_the_global_average_is_exact(world: int) -> None:
         assert not torch.allclose(stacked(outcomes, 1) + torch.stack(tensors), mean.expand(world, -1), atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world", [4, 16, 64])
+def test_the_global_average_is_computed_in_full_precision(dtype: torch.dtype, world: int) -> None:
+    """Summed in 16 bits its rounding would be as large as what workers differ by."""
+    tensors = [(1 + 0.05 * tensor).to(dtype) for tensor in noise(world, 40)]
+    before = torch.stack(tensors).float()
+    after = before + stacked(exchange(GossipPGA(period=1), [tensors]), 0).float()
+    eps = torch.finfo(dtype).eps
+    assert (after - before.mean(0)).abs().max() < eps * (before - before.mean(0)).abs().max() + 1e-3 * eps
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

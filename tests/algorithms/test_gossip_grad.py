@@ -110,6 +110,37 @@ def test_second_moments_never_become_negative(wire: str) -> None:
     assert all(smallest >= 0 for smallest in loopback(body, 5))
 
 
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda p: torch.optim.Adadelta(p, rho=0.3), "square_avg"),
+        (lambda p: torch.optim.Adadelta(p, rho=0.3), "acc_delta"),
+        (lambda p: torch.optim.RMSprop(p, alpha=0.3), "square_avg"),
+        (lambda p: torch.optim.Adamax(p, betas=(0.9, 0.3)), "exp_inf"),
+        (lambda p: Adam(p, betas=(0.9, 0.3)), "exp_avg_sq"),
+    ],
+    ids=["Adadelta", "Adadelta's updates", "RMSprop", "Adamax", "Adam"],
+)
+def test_what_arrives_late_does_not_make_squares_negative(make: Make, key: str) -> None:
+    """They shrink by 0.3 a step, while half of what they were when they were sent is subtracted."""
+
+    def body(rank: int) -> float:
+        torch.manual_seed(0)
+        model, smallest = nn.Linear(3, 2, bias=False), 1.0
+        optimizer = make(model.parameters())
+        replica = gossamer.replicate(model, optimizer, GossipGraD(late=True))
+        for step in range(8):
+            optimizer.zero_grad()
+            (model.weight.sum() * (1.0 if step == 2 * rank else 0.0)).backward()
+            optimizer.step()
+            smallest = min(smallest, float(optimizer.state[model.weight][key].min()))
+        replica.close()
+        assert model.weight.isfinite().all()
+        return smallest
+
+    assert all(smallest >= 0 for smallest in loopback(body, 3))
+
+
 def test_master_weights_and_their_history() -> None:
     def body(rank: int) -> list[Tensor]:
         torch.manual_seed(0)

@@ -1,17 +1,20 @@
 """Push-sum: sums stay, ratios agree, on graphs where averages would drift."""
 
 import copy
+import random
 
 import pytest
 import torch
 
 import gossamer
 from gossamer import Gossip, PushSum
-from gossamer.comm.digraph import OutNeighbours, RandomPush
+from gossamer.algorithms.base import Context
+from gossamer.comm.digraph import OutNeighbours, RandomPush, digraph
 from gossamer.comm.topology import Complete, Dissemination, Ring
 from gossamer.errors import ConfigurationError
+from gossamer.state import State
 
-from ..contracts.cases import exchange, gossip, noise, stacked
+from ..contracts.cases import bucket_of, exchange, gossip, noise, stacked
 
 UNEVEN = OutNeighbours(((1, 2, 3), (2,), (0,), (0, 2)))
 
@@ -44,6 +47,47 @@ def test_sums_and_weights_are_conserved_on_every_wire(topology, wire):
     assert torch.allclose(sums.double().sum(0), torch.stack(tensors).double().sum(0), rtol=0, atol=2e-6)
     for outcome, tensor, weight, total in zip(outcomes, tensors, weights, sums, strict=True):
         assert torch.allclose(tensor + outcome.results[0], total / weight.item(), atol=1e-6)
+
+
+def with_losses(algorithm, values, steps, lost):
+    """Exchanges among ``values`` by hand: of every message, ``lost(step, sender, receiver)`` says whether it never comes."""
+    world = len(values)
+    buckets = [bucket_of([value.shape], value.dtype) for value in values]
+    states = [State(bucket.flat) for bucket in buckets]
+    for bucket, value in zip(buckets, values, strict=True):
+        bucket.flat.copy_(value)
+    for step in range(steps):
+        graph = digraph(algorithm.topology.at(step, world))
+        contexts = [Context(step, rank, tuple(range(world))) for rank in range(world)]
+        flows = [algorithm.exchange(b, s, c) for b, s, c in zip(buckets, states, contexts, strict=True)]
+        sent = [[next(flow).op.tensor, flow.send("sums").op.tensor] for flow in flows]
+        for rank, flow in enumerate(flows):
+            come = [source for source in graph.sources(rank) if not lost(step, source, rank)]
+            sums, shares = (torch.stack([sent[s][i] for s in come]) if come else sent[0][i].new_empty(0, 1) for i in (0, 1))
+            assert flow.send("shares").handle == "sums"
+            assert flow.send(sums).handle == "shares"
+            with pytest.raises(StopIteration) as ended:
+                flow.send(shares)
+            buckets[rank].flat.add_(ended.value.value)
+            states[rank].commit()
+    return torch.stack([bucket.flat for bucket in buckets])
+
+
+@pytest.mark.parametrize("topology", [UNEVEN, RandomPush(seed=3), Ring(), Dissemination()], ids=str)
+def test_a_lost_message_takes_its_weight_with_it(topology):
+    """Workers that agree stay where they are, and others come to agree, whatever is lost; averages would be pulled to zero."""
+    chance = random.Random(0)
+    drawn = {(step, a, b): chance.random() < 0.3 for step in range(100) for a in range(4) for b in range(4)}
+    same = [torch.full((5,), 3.25, dtype=torch.float64)] * 4
+    stayed = with_losses(PushSum(topology=topology), same, 30, lambda *message: drawn[message])
+    assert torch.allclose(stayed, torch.stack(same), rtol=0, atol=1e-12)
+    tensors = noise(4, 5, torch.float64)
+    together = with_losses(PushSum(topology=topology), tensors, 100, lambda *message: drawn[message])
+    assert torch.allclose(together, together[0].expand(4, -1), rtol=0, atol=1e-6)
+    low, high = torch.stack(tensors).aminmax(dim=0)
+    assert ((together >= low - 1e-9) & (together <= high + 1e-9)).all()
+    nothing_lost = with_losses(PushSum(topology=topology), tensors, 100, lambda *message: False)
+    assert torch.allclose(nothing_lost, torch.stack(tensors).mean(0).expand(4, -1), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])

@@ -15,17 +15,22 @@ CODECS: list[Codec] = [Quantize(), Quantize(bits=4), Quantize(bits=2, scheme="sy
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("feedback", [(True, True), (False, True), (True, False)])
-def test_sent_and_kept_is_had(codec: Codec, world: int, feedback: tuple[bool, bool]) -> None:
-    """With both kinds of feedback nothing is lost. With one, what the other would have kept is."""
+@pytest.mark.parametrize("gather_below", [0, 2**16])
+def test_sent_and_kept_is_had(codec: Codec, world: int, feedback: tuple[bool, bool], gather_below: int) -> None:
+    """With both kinds of feedback nothing is lost. With one, what the other would have kept is.
+
+    Gathered at once, all is the workers' own: nobody encodes a mean.
+    """
     steps = 6
     inputs = [noise(world, 1000, seed=step) for step in range(steps)]
-    algorithm = ScatterReduce(codec=codec, worker_feedback=feedback[0], server_feedback=feedback[1])
+    algorithm = ScatterReduce(codec=codec, worker_feedback=feedback[0], server_feedback=feedback[1], gather_below=gather_below)
     outcomes = exchange(algorithm, inputs)
     had = torch.stack([torch.stack(tensors).double().sum(0) for tensors in inputs]).sum(0)
     sent = world * torch.stack([result.double() for result in outcomes[0].results]).sum(0)
     kept = torch.stack([outcome.state["residual"].double() for outcome in outcomes]).sum(0)
     lost = (sent + kept - had).abs().max()
-    assert lost < 1e-4 if all(feedback) else lost > 1e-3
+    complete = all(feedback) or (feedback[0] and gather_below)
+    assert lost < 1e-4 if complete else lost > 1e-3
 
 
 def test_feedback_makes_up_for_coarse_codes() -> None:
@@ -34,7 +39,7 @@ def test_feedback_makes_up_for_coarse_codes() -> None:
     mean = torch.stack(tensors).mean(0)
     errors = []
     for feedback in (True, False):
-        algorithm = ScatterReduce(codec=Quantize(bits=2), worker_feedback=feedback, server_feedback=feedback)
+        algorithm = ScatterReduce(codec=Quantize(bits=2), worker_feedback=feedback, server_feedback=feedback, gather_below=0)
         results = exchange(algorithm, [tensors] * 40)[0].results
         errors.append((torch.stack(results).mean(0) - mean).norm() / mean.norm())
     assert errors[0] < 0.1 * errors[1]
@@ -56,11 +61,34 @@ def test_bytes_on_the_wire() -> None:
     assert sent / (2 * 3 * 4 * 2**18) == pytest.approx(0.25 * (1 + 8 / 512), rel=1e-3)
 
 
+def test_small_tensors_are_gathered_in_one_round() -> None:
+    """The mean of what each worker's payload says; in three parts they are encoded a second time."""
+    tensors = noise(3, 300)
+    codec = Quantize(bits=4)
+    once = exchange(ScatterReduce(codec=codec), [tensors])[0].results[0]
+    said = [codec.decode(codec.encode(tensor), 300, tensor.dtype) for tensor in tensors]
+    torch.testing.assert_close(once, torch.stack(said).mean(0))
+    assert not exchange(ScatterReduce(codec=codec, gather_below=0), [tensors])[0].results[0].equal(once)
+
+
+def test_what_is_not_finite_is_found_without_reading_the_result() -> None:
+    """Every worker keeps what it kept before, whichever way the tensor goes."""
+    for gather_below in (0, 2**16):
+        for bad in (float("nan"), float("inf")):
+            tensors = noise(3, 3000)
+            tensors[1][1234] = bad
+            algorithm = ScatterReduce(codec=Sign(), gather_below=gather_below)
+            for outcome in exchange(algorithm, [noise(3, 3000), tensors]):
+                assert not outcome.results[1].isfinite().all()
+                assert outcome.state["residual"].isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"codec": "int8"}, "codec must be a codec"),
         ({"codec": ErrorFeedback(Quantize())}, "give the codec alone"),
+        ({"gather_below": -1}, "gather_below must be a number of bytes"),
         ({"residual": "fp8"}, "residual must be one of"),
     ],
 )

@@ -65,11 +65,11 @@ def plain(**fields: Any) -> list[Algorithm]:
 
 def combined() -> list[Algorithm]:
     """Other fields and combinations than :func:`variants` finds."""
-    four_bits = ScatterReduce(codec=Quantize(bits=4))
+    four_bits = ScatterReduce(codec=Quantize(bits=4), gather_below=0)
     return [
         four_bits,
-        ScatterReduce(codec=Sign()),
-        ScatterReduce(residual="bf16"),
+        ScatterReduce(codec=Sign(), gather_below=0),
+        ScatterReduce(residual="bf16", gather_below=0),
         ChunkSparse(chunk=16, density=0.3, bucket_bytes=200),
         ChunkSparse(chunk=16, density=0.3, codec=Quantize(), warmup=1, ramp=2, bucket_bytes=200),
         after(2, four_bits),

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import gossamer
 from gossamer import ConfigurationError, DisagreementError, UsageError, loopback
 from gossamer.data import RingShuffle
+from gossamer.data.ring_shuffle import UNDER_WAY
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 5])
 MIXED = pytest.mark.parametrize("mix", [False, True])
@@ -231,6 +232,35 @@ def test_through_a_data_loader() -> None:
         assert seen == share(rank, 10)[1].tolist() + share(1 - rank, 10)[1].tolist()
 
 
+@MIXED
+def test_a_run_through_a_data_loader_resumes_in_the_middle_of_a_local_epoch(mix: bool) -> None:
+    """With shares that three workers do not divide, at the last but one of the batches of the second epoch."""
+
+    def straight(shuffle: RingShuffle, rank: int) -> tuple[dict[str, Any], list[list[int]]]:
+        loader, seen, state = DataLoader(shuffle, batch_size=None, num_workers=0), [], {}
+        for epoch in range(3):
+            for step, batch in enumerate(loader):
+                seen.append(names_of(batch))
+                if (epoch, step) == (1, 1):
+                    state, seen = shuffle.state_dict(), []
+        return state, seen
+
+    def resumed(shuffle: RingShuffle, rank: int) -> list[list[int]]:
+        shuffle.load_state_dict(state)
+        loader = DataLoader(shuffle, batch_size=None, num_workers=0)
+        return [names_of(batch) for _ in range(2) for batch in loader]
+
+    ranks = each(3, straight, "one apart", mix=mix)
+    state = ranks[0][0]
+    assert each(3, resumed, "one apart", mix=mix) == [seen for _, seen in ranks]
+
+
+def test_a_state_of_another_number_of_ranks_is_refused() -> None:
+    state = each(3, lambda shuffle, rank: shuffle.state_dict())[0]
+    with pytest.raises(ConfigurationError, match=r"shares of \[10, 10, 10\].*this is .*shares of \[10, 10\]"):
+        each(2, lambda shuffle, rank: shuffle.load_state_dict(state))
+
+
 def test_workers_of_a_data_loader_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gossamer.data.ring_shuffle.get_worker_info", lambda: object())
     with pytest.raises(UsageError, match="num_workers=0"):
@@ -269,6 +299,20 @@ def test_samples_travel_while_their_batch_is_in_use() -> None:
     assert events == ["send", "use", "wait"] * 3 + ["send", "use"]
 
 
+def test_a_neighbour_may_fall_some_batches_behind_before_anyone_waits() -> None:
+    """What arrives is needed in the next local epoch only."""
+    shuffle, landed = RingShuffle(torch.arange(40), 4), []
+    wait = shuffle._runner.wait
+    shuffle._runner.arrived = lambda ticket: False  # type: ignore[method-assign]
+    shuffle._runner.wait = lambda ticket: landed.append(step) or wait(ticket)  # type: ignore[method-assign, func-returns-value]
+    for step, batch in enumerate(shuffle):
+        assert len(shuffle._pending) <= UNDER_WAY
+        assert batch.tolist() == list(range(4 * step, 4 * step + 4))
+    assert landed == [UNDER_WAY - 1, *range(UNDER_WAY, 9)]
+    assert shuffle.samples().sort().values.tolist() == list(range(40))
+    assert shuffle.waited_seconds > 0
+
+
 def test_after_its_end_a_shuffle_says_so() -> None:
     shuffle = RingShuffle(torch.arange(8), 4)
     next(iter(shuffle))
@@ -276,6 +320,13 @@ def test_after_its_end_a_shuffle_says_so() -> None:
     shuffle.close()
     with pytest.raises(UsageError, match="closed"):
         next(iter(shuffle))
+
+
+def test_who_does_not_come_is_told_where_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("gossamer.comm.runner.Runner.agree_on_opening", lambda self, what: said.append(what))
+    RingShuffle(torch.arange(8), 4)
+    assert said == ["gossamer.data.RingShuffle()"]
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
@@ -318,7 +369,7 @@ def test_options_that_differ_between_ranks() -> None:
     refused(lambda rank: RingShuffle(torch.zeros(8 + rank), 2, split=True), "8 samples.*9 samples", error=DisagreementError)
 
 
-@pytest.mark.parametrize("batch_size", [0, -1, 2.5])
+@pytest.mark.parametrize("batch_size", [0, -1, 2.5, True])
 def test_a_batch_size_that_is_none(batch_size: Any) -> None:
     with pytest.raises(ConfigurationError, match="batch_size must be a positive integer"):
         RingShuffle(torch.zeros(8), batch_size)

@@ -1,6 +1,7 @@
 """Datasets in memory: whatever torch collates comes back bit for bit."""
 
 from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,17 @@ def test_one_tensor_and_a_dict_and_a_list_of_items() -> None:
         assert same(table.layout.unpack(table.rows), expected)
 
 
+def test_arrays_of_any_layout(tmp_path: Path) -> None:
+    """Backwards, every other row, of a file that may only be read; what is not chosen stays there."""
+    x = np.arange(24, dtype=np.float32).reshape(8, 3)
+    np.save(tmp_path / "x.npy", x)
+    for array in (x[::-1], x[::2], x[:, ::-1], np.load(tmp_path / "x.npy", mmap_mode="r"), np.asfortranarray(x)):
+        expected = torch.from_numpy(array[[3, 0]].copy())
+        for dataset in (array, list(array)):
+            table = load(dataset, [3, 0])
+            assert same(table.layout.unpack(table.rows), expected)
+
+
 def test_a_batch_shares_no_memory_with_the_table() -> None:
     table = load((torch.zeros(3, 2), torch.zeros(3)), [0, 1, 2])
     for tensor in table.layout.unpack(table.rows):
@@ -86,6 +98,8 @@ def test_a_batch_shares_no_memory_with_the_table() -> None:
         ([np.array(["a"])], "array of <U1"),
         (torch.zeros(3, 0), "hold no data"),
         ([()], "hold no data"),
+        (torch.eye(3).to_sparse(), "dense tensors; got one of layout torch.sparse_coo"),
+        ([torch.eye(3).to_sparse()], "dense tensors; got one of layout torch.sparse_coo"),
     ],
 )
 def test_what_cannot_be_stacked_is_refused(dataset: Any, said: str) -> None:

@@ -23,8 +23,11 @@ def algorithms() -> dict[str, Algorithm]:
         made.append(kind(**small))
         if "wire" in kind.__dataclass_fields__:
             made += [kind(wire=wire, **small) for wire in ("fp32", "fp16", "bf16")]
-    made += [Hierarchical(outer, bucket_bytes=64, ranks_per_node=2) for outer in (AllReduce(), Gossip(), ScatterReduce())]
-    made.append(after(2, Gossip(), before=ScatterReduce()))
+    made += [
+        Hierarchical(outer, bucket_bytes=64, ranks_per_node=2)
+        for outer in (AllReduce(), Gossip(), ScatterReduce(gather_below=0))
+    ]
+    made.append(after(2, Gossip(), before=ScatterReduce(gather_below=0)))
     return {repr(algorithm).replace("bucket_bytes=64, ", ""): algorithm for algorithm in made}
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import gossamer
-from gossamer import Gossip, loopback
+from gossamer import Gossip, UsageError, loopback
+from gossamer.optim import MasterWeights
 
 
 def make(rank: int, learning_rate: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer, gossamer.Replica]:
@@ -100,6 +101,85 @@ def test_consensus_leaves_everything_as_it_was() -> None:
         assert step(model, optimizer, 0.0) in (0.5, 1.0, 1.5), "the mean of two"
 
     loopback(body, 3)
+
+
+def test_consensus_may_be_nested_and_left_by_an_error_and_saves_the_average() -> None:
+    """In the middle of an exchange; what that brings is added afterwards, as if nothing had been."""
+
+    def look(model: nn.Module, replica: gossamer.Replica) -> None:
+        with replica.consensus():
+            with replica.consensus():
+                assert model.state_dict()["weight"].item() == 0.0
+            assert model.weight.item() == 0.0, "the mean of 0, 1 and 2, less 1"
+            raise KeyError
+
+    def body(rank: int) -> tuple[list[float], list[float]]:
+        seen: list[list[float]] = []
+        for looks in (False, True):
+            model, optimizer, replica = make(rank)
+            step(model, optimizer, 1.0)
+            if looks:
+                with pytest.raises(KeyError):
+                    look(model, replica)
+            seen.append([model.weight.item(), step(model, optimizer, 1.0), step(model, optimizer, 0.5)])
+        return seen[0], seen[1]
+
+    for without, with_looks in loopback(body, 3):
+        assert without == with_looks
+
+
+def test_no_update_inside_consensus() -> None:
+    def body(rank: int) -> None:
+        model, optimizer, replica = make(rank)
+        step(model, optimizer, 1.0)
+        with replica.consensus():
+            step(model, optimizer, 1.0)
+
+    with pytest.raises(UsageError, match=r"optimizer.step\(\) inside replica.consensus\(\)"):
+        loopback(body, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_final_model_may_be_the_average(dtype: torch.dtype) -> None:
+    """With what was under way when the run ended, the buffers, and the exact weights of an optimizer that keeps them."""
+
+    def body(rank: int) -> list[float]:
+        model = nn.BatchNorm1d(1).to(dtype)
+        optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=1.0)
+        replica = gossamer.replicate(model, optimizer, Gossip(wire="fp32"), buffers="local")
+        (model.weight.sum() * rank * 2**-7).backward()
+        optimizer.step()
+        model.running_mean.fill_(rank)
+        replica.close(average=True)
+        return [model.weight.item(), optimizer.exact_weight(model.weight).item(), model.running_mean.item()]
+
+    for weight, exact, running_mean in loopback(body, 4):
+        assert exact == 1 - 1.5 * 2**-7
+        assert weight == torch.tensor(exact, dtype=dtype).item()
+        assert running_mean == 1.5
+
+
+def test_without_being_asked_everyone_keeps_their_own() -> None:
+    def body(rank: int) -> float:
+        model, _, replica = make(rank)
+        replica.close()
+        return model.weight.item()
+
+    assert loopback(body, 3) == [0.0, 1.0, 2.0]
+
+
+def test_the_average_of_many_replicas_in_sixteen_bits_is_summed_in_more() -> None:
+    """Summed in bfloat16 every addend would be rounded at the size of the sum."""
+
+    def body(rank: int) -> float:
+        model = nn.Linear(1, 1, bias=False).bfloat16()
+        replica = gossamer.replicate(model, torch.optim.SGD(model.parameters()), Gossip())
+        with torch.no_grad():
+            model.weight.fill_(1 + rank / 128)
+        with replica.consensus():
+            return model.weight.item()
+
+    assert loopback(body, 9) == [1 + 4 / 128] * 9
 
 
 def test_the_consensus_distance() -> None:

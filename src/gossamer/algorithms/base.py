@@ -96,6 +96,8 @@ class Algorithm(ABC):
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
         """Once per step after the last bucket, for what belongs to the step; ``None`` (the default) for nothing.
 
+        For gradients, it runs beside the next forward pass: take from ``states`` what it needs, not from the buckets, which
+        are the optimizer's by then. What it writes is there in the next exchange.
         ``states`` are those of ``buckets``; ``state`` is the step's own.
         """
         return None
@@ -128,6 +130,9 @@ class Algorithm(ABC):
     def check(self, world: int) -> None:  # noqa: B027  (most run in any world)
         """Raise ConfigurationError if this cannot run among ``world`` workers."""
 
+    def check_machines(self, machines: Sequence[Group]) -> None:  # noqa: B027  (most do not ask who shares one)
+        """Raise ConfigurationError if this cannot run among workers who share ``machines`` in this way."""
+
     def due(self, step: int) -> bool:
         """Whether anything is exchanged at ``step``; if not, gradients or weights stay this worker's own."""
         return True
@@ -150,6 +155,12 @@ class Algorithm(ABC):
 
     def detach(self, optimizers: Sequence[Optimizer]) -> None:  # noqa: B027  (most take nothing)
         """Give back what :meth:`attach` took."""
+
+
+def rest(bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+    """In place of the exchange of weights that is not due while another one is, in the same step: nothing to add."""
+    yield from ()
+    return bucket.fresh().zero_()
 
 
 def wrong_shape(algorithm: Algorithm, bucket: Bucket, result: Tensor) -> ConfigurationError:

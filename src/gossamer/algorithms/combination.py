@@ -2,8 +2,10 @@
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from gossamer.algorithms.base import Algorithm
+from gossamer.comm.ops import Group
 from gossamer.errors import ConfigurationError
 
 
@@ -24,6 +26,10 @@ class Combination(Algorithm, register=False):
     def averages_buffers(self) -> bool:  # type: ignore[override]
         """As the strictest part."""
         return all(part.averages_buffers for part in self.parts)
+
+    def check_machines(self, machines: Sequence[Group]) -> None:
+        for part in self.parts:
+            part.check_machines(machines)
 
     @property
     def traffic_period(self) -> int:

@@ -22,6 +22,8 @@ class GossipGraD(Gossip):
     Per step one message of the weights' size, and one as large for each thing that the optimizer remembers per weight:
     three in all with Adam, half of that with a 16-bit ``wire``. ``"bf16"`` rather than ``"fp16"``, which second moments are
     too small for.
+    History is that of the first step: parameters whose first gradient comes later keep theirs to themselves. Workers whose
+    first gradients are of different parameters are told, and need ``history=False``.
     Not the choice if bytes are what is scarce: ``history=False``, or :class:`QuantizedGossip`.
 
     Source: Daily et al. 2018 (arXiv 1803.05880); the mean-preserving form is ours.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Gossip, check_steps
+from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.state import State
@@ -38,8 +39,10 @@ class GossipPGA(Gossip):
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.step // self.every % self.period:
             return (yield from super().exchange(bucket, state, ctx))
-        mean = yield from all_reduce(torch.div(bucket.flat, ctx.world, out=bucket.fresh()))
-        rounding = bucket.flat.abs() * (ctx.world * torch.finfo(mean.dtype).eps)
-        delta = mean.sub_(bucket.flat)
+        weights = wide(bucket.flat)  # in 16 bits the rounding of a sum would be as large as what workers differ by
+        share = torch.div(weights, ctx.world, out=bucket.fresh() if weights is bucket.flat else None)
+        mean = yield from all_reduce(share)
+        rounding = weights.abs() * (ctx.world * torch.finfo(mean.dtype).eps)
+        delta = mean.sub_(weights)
         # What may be the rounding of a sum is no difference: workers that agree stay where they are, to the bit.
-        return delta.masked_fill_(delta.abs() <= rounding, 0)
+        return delta.masked_fill_(delta.abs() <= rounding, 0).to(bucket.flat.dtype)

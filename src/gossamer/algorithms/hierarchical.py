@@ -1,6 +1,6 @@
 """Hierarchical: exact inside a machine, any relaxation between machines."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,7 +22,8 @@ class Hierarchical(Combination, register=False):
 
     ``inner`` averages the gradients inside each machine, every step. Then the first worker of each runs ``outer`` with
     the first workers of the other machines, and its result is broadcast inside the machine. Where ``outer`` moves weights, that
-    happens between two steps, and the workers of one machine stay bit-identical.
+    happens between two steps, and the workers of one machine stay bit-identical; machines then count alike, however many
+    workers each has.
 
     Which ranks share a machine is known from the launcher (torchrun's ``GROUP_RANK``, else the host's name);
     ``ranks_per_node`` says it instead: consecutive ranks.
@@ -75,7 +76,8 @@ class Hierarchical(Combination, register=False):
         return Inside(inner=self.inner, ranks_per_node=self.ranks_per_node) if subject == "gradients" else None
 
     def due(self, step: int) -> bool:
-        return self.outer.due(step)
+        # Gradients are averaged inside every machine in every step: its workers stay equal.
+        return self.subject == "gradients" or self.outer.due(step)
 
     def route(self, name: str, tensor: Tensor) -> str:
         return self.outer.route(name, tensor)
@@ -89,10 +91,26 @@ class Hierarchical(Combination, register=False):
     def detach(self, optimizers: Sequence[Optimizer]) -> None:
         self.outer.detach(optimizers)
 
+    def check(self, world: int) -> None:
+        if self.ranks_per_node is not None:
+            self._check(tuple(range(world))[i : i + self.ranks_per_node] for i in range(0, world, self.ranks_per_node))
+
+    def check_machines(self, machines: Sequence[Group]) -> None:
+        if self.ranks_per_node is None:
+            self._check(machines)
+
+    def _check(self, machines: Iterable[Group]) -> None:
+        sizes = [len(machine) for machine in machines]
+        self.outer.check(len(sizes))
+        for size in set(sizes):
+            self.inner.check(size)
+
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         machines = machines_of(ctx, self.ranks_per_node)
         node, leaders, most = machine(ctx, machines), leaders_of(machines), max(map(len, machines))
         mean = bucket.flat
+        if not self.outer.due(ctx.step):
+            return (yield from average_inside(self.inner, bucket, state, ctx, node))
         # The mean over machines is the mean over workers only if all machines have as many.
         uneven = self.subject == "gradients" and most * len(leaders) != ctx.world
         if self.subject == "gradients":

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from gossamer.algorithms.base import Context
 from gossamer.codecs.base import Codec
-from gossamer.comm.ops import AllGather, AllToAll, Flow, start, wait
+from gossamer.comm.ops import SMALL, AllGather, AllToAll, Flow, all_gather, start, wait
 
 _ALIGNMENT = 64  # elements; a part begins at a whole byte of every code, and at a cache line
 
@@ -36,18 +36,24 @@ def scatter_reduce(
     mean: Tensor,
     rest: Tensor | None,
     feedback: Feedback = Feedback(),
-) -> Flow[None]:
+    gather_below: int = SMALL,
+) -> Flow[list[Tensor]]:
     """The mean of ``flat + owed`` over the workers into ``mean``; what this worker owes from now on into ``rest``.
 
-    Long tensors go in pieces: one is encoded or decoded while others are on the wire.
+    Long tensors go in pieces: one is encoded or decoded while others are on the wire. A tensor of which at most
+    ``gather_below`` bytes arrive is gathered whole from all workers instead, in one round of messages.
+
+    Returns witnesses: numbers that are all finite exactly if ``mean`` and ``rest`` are (``Codec.witness``); or nothing.
     """
     if ctx.world == 1:
         torch.add(flat, 0 if owed is None else owed, out=mean)
         if rest is not None:
             rest.zero_()
-        return
+        return []
     if rest is not None and not (feedback.worker and feedback.server):
         rest.zero_()  # nobody writes all of it
+    if (ctx.world - 1) * payload_bytes(codec, flat.numel(), flat.dtype) <= gather_below:
+        return (yield from _gather(flat, owed, codec, ctx, index, mean, rest, feedback))
     size = elements_per_piece(codec, flat.numel(), flat.dtype)
     pieces = []
     for number, begin in enumerate(range(0, max(1, flat.numel()), size)):
@@ -60,8 +66,39 @@ def scatter_reduce(
     for piece, handle in zip(pieces, scattered, strict=True):
         arrived = yield wait(handle)
         gathered.append((yield start(AllGather(piece.reduce(arrived)))))
+    witnesses: list[Tensor] = []
     for piece, handle in zip(pieces, gathered, strict=True):
-        piece.assemble((yield wait(handle)))
+        payloads = yield wait(handle)
+        piece.assemble(payloads)
+        witnesses += _witnesses(codec, payloads, piece.parts.size)
+    return witnesses
+
+
+def _gather(
+    flat: Tensor,
+    owed: Tensor | None,
+    codec: Codec,
+    ctx: Context,
+    index: int,
+    mean: Tensor,
+    rest: Tensor | None,
+    feedback: Feedback,
+) -> Flow[list[Tensor]]:
+    """Every worker sends its whole tensor to all, once: who averages has nothing more to encode, so nothing more to lose."""
+    seed, remembers = ctx.seed(index, ctx.rank), feedback.worker
+    own = _encode(codec, flat, owed if remembers else None, seed, rest if remembers else None, flat.numel())
+    payloads = yield from all_gather(own)
+    mean.zero_()
+    for payload in payloads:
+        codec.add_decoded(payload, mean)
+    mean /= ctx.world
+    return _witnesses(codec, payloads, flat.numel())
+
+
+def _witnesses(codec: Codec, payloads: Tensor, numel: int) -> list[Tensor]:
+    """What shows whether the payloads decode to anything that is not finite; nothing if one of them cannot tell."""
+    found = [witness for payload in payloads if (witness := codec.witness(payload, numel)) is not None]
+    return found if len(found) == len(payloads) else []
 
 
 PIECE_BYTES = 2**19
@@ -72,10 +109,16 @@ _MANY_BUCKETS = 2**20
 
 
 @lru_cache(maxsize=1024)
+def payload_bytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:
+    """How long the payload of a tensor is."""
+    payload = codec.encode(torch.empty(numel, dtype=dtype, device="meta"))
+    return payload.numel() * payload.element_size()
+
+
+@lru_cache(maxsize=1024)
 def elements_per_piece(codec: Codec, numel: int, dtype: torch.dtype) -> int:
     """Into how long pieces a tensor is cut."""
-    payload = codec.encode(torch.empty(numel, dtype=dtype, device="meta"))
-    pieces = max(1, round(payload.numel() * payload.element_size() / PIECE_BYTES))
+    pieces = max(1, round(payload_bytes(codec, numel, dtype) / PIECE_BYTES))
     return max(_ALIGNMENT, -(-numel // (pieces * _ALIGNMENT)) * _ALIGNMENT)
 
 

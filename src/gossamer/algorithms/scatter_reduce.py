@@ -13,7 +13,7 @@ from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.codecs.error_feedback import ErrorFeedback
 from gossamer.codecs.quantize import Quantize
-from gossamer.comm.ops import Flow
+from gossamer.comm.ops import SMALL, Flow
 from gossamer.errors import ConfigurationError
 from gossamer.state import RESIDUAL, State
 
@@ -27,7 +27,9 @@ class ScatterReduce(Lossy):
     need not send, p·ε. So a residual is what this worker still owes to the sum, wherever parts are cut.
 
     Per bucket and step 2·(p−1)/p of the encoded gradient (with 8 bits, a quarter of an all-reduce), in two rounds of
-    messages. All workers decode the same payloads, so they stay bit-identical. Memory: one residual per element.
+    messages. A bucket of which a worker would receive at most ``gather_below`` bytes goes whole from all to all, once:
+    messages that wait for each other also wait for what is queued before them. All workers decode the same payloads, so they
+    stay bit-identical. Memory: one residual per element.
 
     Not the choice when messages, not bytes, are what costs: p−1 small ones go out twice per bucket.
 
@@ -38,10 +40,13 @@ class ScatterReduce(Lossy):
     worker_feedback: bool = True
     server_feedback: bool = True
     residual: Wire = "fp32"
+    gather_below: int = SMALL
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire("residual", self.residual)
+        if not isinstance(self.gather_below, int) or self.gather_below < 0:
+            raise ConfigurationError(f"gather_below must be a number of bytes, or 0 for never; got {self.gather_below!r}")
         if not isinstance(self.codec, Codec):
             raise ConfigurationError(f"codec must be a codec, such as Quantize(bits=8); got {self.codec!r}")
         if isinstance(self.codec, ErrorFeedback):
@@ -53,7 +58,12 @@ class ScatterReduce(Lossy):
         owed = wide(state[RESIDUAL]) if feedback.any and RESIDUAL in state else None
         rest = state.fresh(RESIDUAL, flat) if feedback.any else None
         mean = bucket.fresh() if flat is bucket.flat else torch.empty_like(flat)
-        yield from scatter_reduce(flat, owed, self.codec, ctx, bucket.index, mean, rest, feedback)
+        witnesses = yield from scatter_reduce(
+            flat, owed, self.codec, ctx, bucket.index, mean, rest, feedback, self.gather_below
+        )
         if rest is not None:
-            state[RESIDUAL] = rest.to(wire_codec(self.residual).wire_dtype(rest.dtype))
+            state[RESIDUAL] = kept = rest.to(wire_codec(self.residual).wire_dtype(rest.dtype))
+            if kept is rest and flat is bucket.flat:  # narrower ones may overflow
+                for witness in witnesses:
+                    state.vouch(witness, mean, rest)
         return mean.to(bucket.flat.dtype)

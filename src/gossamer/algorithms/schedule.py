@@ -131,6 +131,15 @@ class BySize(Combination, register=False):
                 f"by_size(): {type(self.small).__name__} moves {self.small.subject}, {type(self.large).__name__} moves "
                 f"{self.large.subject}; both must move the same"
             )
+        for part in self.parts:
+            if part.subject == "weights" and part.part("gradients") is not None:
+                raise ConfigurationError(
+                    f"by_size() takes what moves weights alone; {part!r} moves gradients as well: "
+                    "write after(…, by_size(…)), or Hierarchical(by_size(…))"
+                )
+        for name in ("exchanges_history", "lands_late"):
+            if getattr(self.small, name) != getattr(self.large, name):
+                raise ConfigurationError(f"by_size(): both parts must have the same history= and late=; got {self!r}")
 
     @property
     def parts(self) -> tuple[Algorithm, ...]:
@@ -140,6 +149,14 @@ class BySize(Combination, register=False):
     def subject(self) -> Subject:  # type: ignore[override]
         """That of both."""
         return self.small.subject
+
+    @property
+    def exchanges_history(self) -> bool:
+        return self.large.exchanges_history
+
+    @property
+    def lands_late(self) -> bool:
+        return self.large.lands_late
 
     def route(self, name: str, tensor: Tensor) -> str:
         which = "small" if tensor.numel() * tensor.element_size() < self.threshold else "large"

@@ -251,6 +251,19 @@ def all_reduce(tensor: Tensor, reduce: Literal["sum", "max"] = "sum") -> Flow[Te
     return (yield from perform(AllReduce(tensor, reduce)))
 
 
+SMALL = 2**16
+"""Bytes received up to which gathering everything from all is better than passing parts on: on a busy link every message
+that waits for another one also waits for what is queued before it (2.4 kB among four, beside 1.6 MB at 200 Mbit/s: 150 ms
+as a ring)."""
+
+
+def total(tensor: Tensor, world: int) -> Flow[Tensor]:
+    """The sum of ``tensor`` over all ``world`` ranks; a small one is gathered and summed by everyone in the same order."""
+    if 1 < world <= 1 + SMALL / max(1, tensor.nbytes):
+        return torch.sum((yield from all_gather(tensor)), 0, dtype=tensor.dtype)
+    return (yield from all_reduce(tensor))
+
+
 def permute(tensor: Tensor, permutation: Permutation, into: Tensor | None = None) -> Flow[Tensor]:
     """Send ``tensor`` along ``permutation``; the result is what arrived (in ``into``, or in another tensor)."""
     return (yield from perform(Permute(tensor, permutation, into)))

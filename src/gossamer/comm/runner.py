@@ -137,8 +137,8 @@ class Runner(ABC):
     def alarm(self, message: str) -> None:  # noqa: B027  (a world of one has nobody to tell)
         """Tell the other ranks that this one failed, so that none of them waits for it."""
 
-    def agree_on_opening(self) -> None:  # noqa: B027  (a world of one has nobody to tell)
-        """Meet the other ranks before the first exchange."""
+    def agree_on_opening(self, what: str = "gossamer.replicate()") -> None:  # noqa: B027  (a world of one has nobody to tell)
+        """Meet the other ranks, who have called ``what`` as well, before the first exchange."""
 
     def close(self, graceful: bool = True) -> None:  # noqa: B027  (a world of one has nobody to tell)
         """Leave. Ranks that still wait for this one are told."""

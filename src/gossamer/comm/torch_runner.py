@@ -73,24 +73,24 @@ class TorchRunner(Runner):
         """The global ranks of the group."""
         return tuple(self._ranks)
 
-    def agree_on_opening(self) -> None:
+    def agree_on_opening(self, what: str = "gossamer.replicate()") -> None:
         """Meet the other ranks, then make the lanes' process groups (each warmed by one collective)."""
         try:
-            self._board.arrive(self._patience.timeout, "gossamer.replicate()")
+            self._board.arrive(self._patience.timeout, what)
         except StoreLostError as error:
-            raise CommunicationError(f"rank {self.rank}: gossamer.replicate(): the key-value store is lost: {error}") from error
+            raise CommunicationError(f"rank {self.rank}: {what}: the key-value store is lost: {error}") from error
         # The groups' own timeout is only the last resort: the main thread's patience ends first.
         last_resort = timedelta(seconds=self._patience.timeout + 60)
         device = dist.get_backend(self._group) == "nccl"
-        self._beside(lambda: self._open_host_lanes(last_resort, data=not device), "making connections")
+        self._beside(lambda: self._open_host_lanes(last_resort, data=not device), what)
         if device:
             self._data = self._open_streams(last_resort)
         self.nodes = nodes_from(self.run(lambda: all_gather(here()), "the search for machines"))
 
-    def _beside(self, work: Callable[[], None], doing: str) -> None:
+    def _beside(self, work: Callable[[], None], what: str) -> None:
         """Do ``work``, which waits for other ranks, on a thread: this one listens for alarms and for Ctrl-C."""
-        ticket: Ticket[None] = Ticket(0, "gossamer.replicate()")
-        ticket.doing = doing
+        ticket: Ticket[None] = Ticket(0, what)
+        ticket.doing = "making connections"
         self._under_way[0] = ticket
 
         def body() -> None:

@@ -1,5 +1,7 @@
 """Ring shuffle: every worker holds its share of the samples, and passes on each batch that it has used."""
 
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
@@ -19,6 +21,9 @@ from gossamer.errors import CommunicationError, ConfigurationError, UsageError
 from gossamer.sync.agreement import agree
 from gossamer.sync.backward import alarming
 
+UNDER_WAY = 4
+"""Batches that may travel at once: what arrives is needed in the next local epoch only, so a neighbour may be late."""
+
 
 class RingShuffle(IterableDataset[Any]):
     """GossipGraD's distributed sample shuffle: batches that wander around the ring of workers while they are computed on.
@@ -33,10 +38,12 @@ class RingShuffle(IterableDataset[Any]):
     Every step, the batch in use is sent to rank − 1, and the one that rank + 1 uses arrives and takes its place, while
     forward and backward run. After one local epoch a worker holds what was its neighbour's share; over ``world`` local
     epochs every sample visits every worker exactly once. Nothing is read from disk again, and no worker ever holds more
-    than about its share (plus the batch under way).
+    than about its share (plus the batches under way, at most four: so far a neighbour may fall behind before anyone waits).
 
     All ranks take the same number of batches, ⌈largest share / batch_size⌉. Where shares differ in size, a rank whose
     share would not fill them cuts it into that many of equal size (±1): no sample is lost, repeated or padded.
+
+    What travels in a step is a batch as the dataset holds it: bytes rather than floats, where other messages fill the network.
 
     A batch is a structure like the dataset's items, of CPU tensors ``(n, *shape)`` that belong to the caller. A loop that
     is left early goes on where it stopped; every rank must leave it at the same batch. To wrap it:
@@ -73,14 +80,16 @@ class RingShuffle(IterableDataset[Any]):
     ) -> None:
         self._batch_size, self._seed, self._mix = batch_size, seed, mix
         self._epoch = self._step = 0
-        self._pending: tuple[Ticket[Tensor], Tensor] | None = None
+        self._pending: deque[tuple[Ticket[Tensor], Tensor]] = deque()
         self._closed = False
+        self.waited_seconds = 0.0
+        """For so long the loop has stood still for a batch that had not arrived, since the start."""
         self._home = self._free = torch.empty(0, dtype=torch.int64)
         self._runner = connect(group, None, timeout)
         try:
             with alarming(self._runner):
                 check_integers(batch_size, seed)
-                self._runner.agree_on_opening()
+                self._runner.agree_on_opening("gossamer.data.RingShuffle()")
                 options = f"batch_size={batch_size}, seed={seed}, mix={mix}, split={split}"
                 agree(self._runner, {"the options of RingShuffle": options})
                 self._open(dataset, split)
@@ -125,7 +134,7 @@ class RingShuffle(IterableDataset[Any]):
         return self._epoch
 
     def samples(self) -> Any:
-        """All samples that this rank holds now, in no particular order, as one batch. Waits for the one under way."""
+        """All samples that this rank holds now, in no particular order, as one batch. Waits for those under way."""
         self._land()
         left = [self._home[indices] for indices in self._using[self._step :]]
         come = [self._next_home[indices] for indices in self._coming[: self._step]]
@@ -156,7 +165,7 @@ class RingShuffle(IterableDataset[Any]):
             self._advance()
 
     def close(self) -> None:
-        """Take in the batch under way and leave. Every rank closes at the same batch."""
+        """Take in the batches under way and leave. Every rank closes at the same batch."""
         if self._closed:
             return
         self._closed = True
@@ -183,7 +192,7 @@ class RingShuffle(IterableDataset[Any]):
         """The rows of the next batch; they leave for rank − 1, and what rank + 1 uses comes."""
         if self._closed:
             raise UsageError("the shuffle is closed")
-        self._land()
+        self._land(at_most=UNDER_WAY - 1)
         places = self._home[self._using[self._step]]
         message = torch.zeros(self._batch_size, self._storage.shape[1], dtype=torch.uint8)
         message[: len(places)] = self._storage[places]
@@ -191,20 +200,23 @@ class RingShuffle(IterableDataset[Any]):
         along = shift(1, self._runner.world)
         label = f"the samples of batch {self._step} in local epoch {self._epoch}"
         ticket = self._runner.submit(lambda: permute(message, along), label, lane_for(message))
-        self._pending = ticket, self._coming[self._step]
+        self._pending.append((ticket, self._coming[self._step]))
         self._step += 1
         return message[: len(places)]  # to be read only, while it is on the wire
 
-    def _land(self) -> None:
-        """Put what has come where there is room. Which samples they are, every rank knows by itself."""
-        if self._pending is None:
-            return
-        (ticket, indices), self._pending = self._pending, None
-        rows = self._runner.wait(ticket)
-        places = self._free[: len(indices)]
-        self._free = self._free[len(indices) :]
-        self._storage[places] = rows[: len(indices)]
-        self._next_home[indices] = places
+    def _land(self, at_most: int = 0) -> None:
+        """Put what has come where there is room, and wait until ``at_most`` so many batches are under way.
+
+        Which samples they are, every rank knows by itself.
+        """
+        while self._pending and (len(self._pending) > at_most or self._runner.arrived(self._pending[0][0])):
+            ticket, indices = self._pending.popleft()
+            begin = time.perf_counter()
+            rows = self._runner.wait(ticket)
+            self.waited_seconds += time.perf_counter() - begin
+            places, self._free = self._free[: len(indices)], self._free[len(indices) :]
+            self._storage[places] = rows[: len(indices)]
+            self._next_home[indices] = places
 
     # -- local epochs -------------------------------------------------------------------------------------------
 

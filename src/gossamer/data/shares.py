@@ -36,7 +36,7 @@ def batches_of(sizes: list[int], batch_size: int) -> int:
 
 
 def check_integers(batch_size: Any, seed: Any) -> None:
-    if not isinstance(batch_size, int) or batch_size < 1:
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise ConfigurationError(f"batch_size must be a positive integer; got {batch_size!r}")
     if not isinstance(seed, int):
         raise ConfigurationError(f"seed must be an integer; got {seed!r}")

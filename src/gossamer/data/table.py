@@ -112,7 +112,9 @@ def _columns(dataset: Any) -> Any:
 def _from_columns(columns: Any, chosen: Sequence[int]) -> Table:
     parts, structure = tree_flatten(columns)
     index = torch.as_tensor(chosen, dtype=torch.int64)
-    tensors = [_tensor(part).cpu()[index] for part in parts]
+    # Rows of an array are chosen first: it may lie in a file, be read-only, or run backwards.
+    taken = (part[index.numpy()] if isinstance(part, np.ndarray) else _tensor(part)[index.to(part.device)] for part in parts)
+    tensors = [_tensor(rows).cpu() for rows in taken]
     fields = tuple(Field(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors)
     rows = [_bytes(tensor).reshape(len(index), field.nbytes) for tensor, field in zip(tensors, fields, strict=True)]
     return Table(Layout(structure, fields), torch.cat(rows, 1))
@@ -143,12 +145,14 @@ def _flattened(item: Any) -> tuple[Layout, Tensor]:
 
 def _tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise ConfigurationError(f"samples must be dense tensors; got one of layout {value.layout}")
         return value.detach()
     if not isinstance(value, bool | int | float | complex | np.ndarray | np.generic):
         raise ConfigurationError(f"samples must be made of tensors, arrays and numbers; got {type(value).__name__}")
     array = np.asarray(value)  # Python's floats become doubles, as in torch's own collation
     try:
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
+        return torch.from_numpy(array if array.flags.writeable and min(array.strides, default=0) >= 0 else array.copy())
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"samples must hold numbers that torch knows; got an array of {array.dtype}") from error
 

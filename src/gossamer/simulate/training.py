@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.algorithms.base import Algorithm, Context, Subject
+from gossamer.algorithms.base import Algorithm, Context, Subject, rest
 from gossamer.buckets import Bucket, Plan, make_plan
 from gossamer.comm.ops import Flow, Group, all_reduce, broadcast, maximum
 from gossamer.errors import ConfigurationError
@@ -62,6 +62,7 @@ class Part:
         self._lanes = [0] * len(plan.layouts) if algorithm.serial else plan.lanes(lanes)
         self.buckets = [Bucket(index, replace(layout, device=META)) for index, layout in enumerate(plan.layouts)]
         self.under_way: list[Event] = []
+        self.finishing: list[Event] = []
         self._handlers = [algorithm.of(bucket.layout.label) for bucket in self.buckets]
         self._states = [State(bucket.flat) for bucket in self.buckets]
         self._step_states = {bucket.layout.label: State(torch.zeros((), device=META)) for bucket in self.buckets}
@@ -71,7 +72,8 @@ class Part:
         """Start the flow of one bucket."""
         handler, state, ctx = self._handlers[bucket.index], self._states[bucket.index], self._context(number)
         lane = lanes[self._lanes[bucket.index]]
-        self.under_way.append(lane.submit(lambda: handler.exchange(bucket, state, ctx)))
+        exchange = handler.exchange if handler.due(number) else rest
+        self.under_way.append(lane.submit(lambda: exchange(bucket, state, ctx)))
 
     def finish(self, number: int) -> Iterator[Flow[None]]:
         """What the algorithm does once per step."""
@@ -121,6 +123,9 @@ class Training:
             yield from self._wait([self._control.submit(make_flow)])
         begin = self.clock.now + self._compute.forward
         if self._gradients is not None and self._gradients.algorithm.due(number):
+            yield begin  # what finished the step before may take as long as this forward pass
+            yield from self._wait(self._gradients.finishing)
+            begin = self.clock.now
             yield from self._send_gradients(self._gradients, number, begin)
         yield begin + self._compute.backward
         for part in (self._gradients, self._weights):
@@ -147,8 +152,9 @@ class Training:
         if not part.under_way:
             return
         yield from self._wait(part.under_way)
-        for flow in part.finish(number):
-            yield from self._wait([self._control.submit(lambda flow=flow: flow)])  # type: ignore[misc]
+        part.finishing = [self._control.submit(lambda flow=flow: flow) for flow in part.finish(number)]  # type: ignore[misc]
+        if part is self._weights:
+            yield from self._wait(part.finishing)
         part.commit()
 
     def _wait(self, events: list[Event]) -> Process:

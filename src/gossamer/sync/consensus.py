@@ -1,14 +1,17 @@
 """Consensus: the average of all replicas, for a while in place of each, and how far they are from it."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gossamer.algorithms.lossy import wide
 from gossamer.comm.runner import Runner
+from gossamer.sync.checks import held_by
+from gossamer.sync.exact import changing, exact
 from gossamer.sync.module_buffers import average
 
 
@@ -22,6 +25,19 @@ def at_average(runner: Runner, tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             torch._foreach_copy_([tensor.detach() for tensor in tensors], own)
+
+
+@torch.no_grad()
+def become_average(
+    runner: Runner, optimizers: Iterable[Optimizer], parameters: Iterable[Tensor], buffers: Mapping[str, Tensor]
+) -> None:
+    """Make parameters, where an optimizer keeps them exactly those, and ``buffers`` the average over all ranks. Collective."""
+    with ExitStack() as stack:
+        kept: dict[int, Tensor] = {}
+        for optimizer in optimizers:
+            stack.enter_context(changing(optimizer))
+            kept |= {id(parameter): exact(optimizer, parameter) for parameter in held_by(optimizer)}
+        average(runner, [kept.get(id(parameter), parameter).detach() for parameter in parameters] + list(buffers.values()))
 
 
 @torch.no_grad()

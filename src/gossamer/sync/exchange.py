@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context, wrong_shape
+from gossamer.algorithms.base import Algorithm, Context, rest, wrong_shape
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket, Plan
 from gossamer.comm.ops import Flow
-from gossamer.comm.runner import Runner, Ticket
+from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.state import RESIDUAL, WHOLE, State
 from gossamer.sync.scaling import any_non_finite
 
@@ -43,6 +43,8 @@ class Exchange:
         """Size of everything that was exchanged so far, before any encoding."""
         self._lanes: tuple[int, ...] = ()
         self._tickets: list[Ticket[Tensor]] = []
+        self._finishing: list[tuple[Ticket[None], list[tuple[State, State]]]] = []
+        """Flows that finish a step, and the states that take what they write, each with where it is written."""
         self._seen: set[int] = set()
         """Which results and drafts were searched for what is not finite; they are alive until they are committed."""
         self._poisoned: list[int] = []
@@ -50,6 +52,7 @@ class Exchange:
 
     def adopt(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
+        self.land()
         kept, extras = self.state_by_name(), self.extras_by_name()
         self.plan, self._lanes = plan, plan.lanes(self.runner.lanes)
         self.buckets = [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
@@ -80,7 +83,7 @@ class Exchange:
         index = len(self._tickets)
         bucket, state, ctx, handler = self.buckets[index], self.states[index], self.context(step), self.handlers[index]
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
-        make_flow = partial(self._checked, handler.exchange, bucket, state, ctx)
+        make_flow = partial(self._checked, handler.exchange if handler.due(step) else rest, bucket, state, ctx)
         lane = 0 if self.algorithm.serial else self._lanes[index]
         self._tickets.append(self.runner.submit(make_flow, label, lane, prompt=self._prompt))
         self.exchanged_bytes += bucket.flat.nbytes
@@ -90,7 +93,9 @@ class Exchange:
         result = yield from exchange(bucket, state, ctx)
         if result.device.type == "cpu" and (drafts := state.drafts()):
             self._seen |= set(map(id, (result, *drafts)))
-            if any_non_finite([result, *drafts]).item() > 0:
+            spoken_for = {id(tensor) for _, tensors in state.vouched for tensor in tensors}
+            others = [tensor for tensor in (result, *drafts) if id(tensor) not in spoken_for]
+            if any_non_finite([*(witness for witness, _ in state.vouched), *others]).item() > 0:
                 self._poisoned.append(bucket.index)
         return result
 
@@ -104,13 +109,28 @@ class Exchange:
         return results
 
     def finish(self, step: int) -> None:
-        """What the algorithm does once per step."""
+        """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`."""
         for label, state in self.step_states.items():
             mine = [i for i, layout in enumerate(self.plan.layouts) if layout.label == label]
-            buckets, states = [self.buckets[i] for i in mine], [self.states[i] for i in mine]
-            flow = self.handlers[mine[0]].finish(buckets, states, state, self.context(step)) if mine else None
+            buckets, own = [self.buckets[i] for i in mine], [*(self.states[i] for i in mine), state]
+            *states, whole = [each.later() for each in own]
+            flow = self.handlers[mine[0]].finish(buckets, states, whole, self.context(step)) if mine else None
             if flow is not None:
-                self.runner.run(lambda flow=flow: flow, f"finish of step {step}")  # type: ignore[misc]
+                ticket = self.runner.submit(lambda flow=flow: flow, f"finish of step {step}", CONTROL)  # type: ignore[misc]
+                self._finishing.append((ticket, list(zip(own, [*states, whole], strict=True))))
+
+    def land(self) -> None:
+        """Wait for what :meth:`finish` began, and keep what it wrote."""
+        finishing, self._finishing = self._finishing, []
+        for ticket, states in finishing:
+            self.runner.wait(ticket)
+            for state, later in states:
+                state.take(later)
+
+    @property
+    def finishing(self) -> bool:
+        """Whether :meth:`land` has anything to wait for."""
+        return bool(self._finishing)
 
     def forget(self) -> None:
         """Nothing is under way any more, whatever was."""
@@ -154,6 +174,7 @@ class Exchange:
         """Drop what the flows wrote."""
         for state in self.all_states():
             state.rollback()
+        self._finishing = [(ticket, []) for ticket, _ in self._finishing]  # it began with what is forgotten now
         self._unsee()
 
     def _unsee(self) -> None:
@@ -165,6 +186,7 @@ class Exchange:
 
     def state_by_name(self) -> Kept:
         """The elementwise state: tensors in the shape of their parameters."""
+        self.land()
         kept: Kept = {}
         for bucket, state in zip(self.buckets, self.states, strict=True):
             for key, flat in state.items():
@@ -178,6 +200,7 @@ class Exchange:
 
     def extras_by_name(self) -> Kept:
         """Everything else: by key, or by bucket and key; then by parameter."""
+        self.land()
         kept: Kept = {}
         for index, state in enumerate(self.states):
             for (key, owner), value in state.extras.kept.items():
@@ -188,6 +211,7 @@ class Exchange:
 
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` and :meth:`extras_by_name` returned, whatever the plan is now."""
+        self.land()
         self.states = [State(bucket.flat) for bucket in self.buckets]
         for bucket, state in zip(self.buckets, self.states, strict=True):
             state.load({key: bucket.gather(tensors) for key, tensors in kept.items()})

@@ -107,6 +107,9 @@ class GradientSync:
 
     def begin(self) -> None:
         """A backward pass has produced its first gradient."""
+        if self.exchange.finishing:
+            with self._statistics.exposed():
+                self.exchange.land()
         self._idle = not self._algorithm.due(self.step)
         self._reset()
 

@@ -10,8 +10,8 @@ _OF = " of "
 
 _COUNTERS = ("step",)
 
-_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
-"""What torch's optimizers call sums and means of squares."""
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf")
+"""What torch's optimizers call sums, means and bounds of squares or magnitudes."""
 
 
 def history(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from gossamer.algorithms.lossy import wide
 from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import ConfigurationError
@@ -57,10 +58,10 @@ def synchronise_buffers(runner: Runner, model: nn.Module, mode: Buffers, source:
 
 
 def average(runner: Runner, tensors: list[Tensor]) -> None:
-    """Overwrite floating-point ``tensors`` with their means over all ranks."""
+    """Overwrite floating-point ``tensors`` with their means over all ranks; those of 16 bits are summed in full precision."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         group = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group]).div_(runner.world)
+        flat = wide(torch.cat([tensor.detach().reshape(-1) for tensor in group])).div_(runner.world)
         unflatten(runner.run(lambda flat=flat: all_reduce(flat), "the average of buffers", lane_for(flat)), group)  # type: ignore[misc]
 
 

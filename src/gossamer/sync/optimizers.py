@@ -42,6 +42,7 @@ class OptimizerSync:
         return [means[name] for name in self._tensors]
 
     def _exchange(self, exchange: Exchange, named: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        exchange.land()
         for bucket, used in zip(exchange.buckets, self._results, strict=False):
             bucket.recycle(used)  # the optimizer has done with the means of its step before
         for bucket in exchange.buckets:

@@ -121,6 +121,7 @@ class WeightSync:
         with self._statistics.exposed():
             deltas = self.exchange.collect()
         self.exchange.finish(self._step)
+        self.exchange.land()
         self._deltas = deltas
         self.exchange.commit()
 

@@ -1,0 +1,192 @@
+"""Shuffle time: what samples that travel add to the step, beside the same samples that stay, on emulated hosts.
+
+python -m gossamer.bench.shuffle_time --save-to benchmarks/results
+
+Two sides train in the same processes and take turns: one on batches of a share that stays in its worker's memory, one on
+those of a RingShuffle of the same share. With ``--in-place`` this is the script of the lab (or of torchrun on a real
+cluster), and rank 0 prints one JSON object.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+
+from gossamer.bench.catalogue import find_workload
+from gossamer.bench.in_lab import lab_json
+from gossamer.bench.matrix import Turns
+from gossamer.bench.paired import compare, make_side, take_turns
+from gossamer.bench.shuffle import Shard, staying
+from gossamer.bench.workload import Workload
+from gossamer.data import RingShuffle
+from gossamer.lab import LabSpec
+
+WORKLOADS = ("examples/02_convnet.py", "Convnet(0.1)")
+"""The same twice: computed, by workers that share this machine's cores, and emulated, so that the network decides."""
+
+SIDES = ("compute", "Gossip(wire='bf16')")
+"""What else travels: nothing at all, or the weights."""
+
+STORED = ("float32", "uint8")
+"""How the pixels of a sample are kept, and so how many bytes travel."""
+
+console = Console(stderr=True)
+
+
+def share_of(workload: Workload, rank: int, batches: int, stored: str) -> Shard:
+    """So many random batches as one worker's share: inputs kept as ``stored``, and labels."""
+    generator = torch.Generator().manual_seed(rank)
+    drawn = [workload.random_batch(generator) for _ in range(batches)]
+    inputs, targets = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+    return (inputs.mul(255).to(torch.uint8) if stored == "uint8" else inputs), targets
+
+
+def endless(shuffle: RingShuffle) -> Iterator[Shard]:
+    """Local epoch after local epoch."""
+    while True:
+        yield from shuffle
+
+
+def fed(workload: Workload, batches: Iterator[Shard], emulated: bool) -> Workload:
+    """The workload on these batches; one with emulated compute takes them, and trains on what it always does."""
+
+    def following(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        inputs, targets = next(batches)
+        inputs = inputs if inputs.is_floating_point() else inputs.float().div_(255)
+        return workload.random_batch(generator) if emulated else (inputs, targets)
+
+    return replace(workload, random_batch=following)
+
+
+def measure(workload: Workload, samples: Workload, side: str, stored: str, turns: Turns, batches: int) -> dict[str, Any]:
+    """Step times of ``side`` on ``samples`` that travel, relative to those that stay; and how long the loop waited for any."""
+    rank, rounds, steps = dist.get_rank(), turns.rounds, turns.steps
+    own = share_of(samples, rank, batches, stored)
+    batch = len(own[1]) // batches
+    with RingShuffle(own, batch) as shuffle:
+        sources = {"staying": staying(own, batch, rank, 0), "travelling": endless(shuffle)}
+        made = {name: make_side(fed(workload, each, samples is not workload), side, rank) for name, each in sources.items()}
+        for trained in made.values():
+            for _ in range(trained.timed(turns.warmup)):
+                trained.step()
+        before = shuffle.waited_seconds
+        results = take_turns(made, rounds, steps)
+        travelling = made["travelling"]
+        waited = (shuffle.waited_seconds - before) / (rounds * (travelling.period + travelling.timed(steps)))
+    seconds = {name: [each.seconds for each in results[name]] for name in made}
+    figures = compare(seconds["travelling"], seconds["staying"])
+    return {
+        "workload": workload.name,
+        "samples": samples.name,
+        "side": side,
+        "stored": stored,
+        "world": dist.get_world_size(),
+        "rate": os.environ.get("GOSSAMER_LAB_RATE", "unshaped"),
+        "batch_bytes": sum(part[:batch].nbytes for part in own),
+        "rounds": rounds,
+        "steps_per_round": steps,
+        **figures,
+        "waited_seconds": waited,
+        "waited_share": waited / figures["step_seconds"],
+        "seconds": seconds,
+        "load": os.getloadavg()[0],
+        "torch": torch.__version__,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: one row per way to communicate and to keep the samples."""
+    head = (
+        "workload", "hosts", "network", "communication", "samples kept as", "a batch, kB", "ms per step, staying",
+        "ms per step, travelling", "travelling / staying (95 % interval)", "waited for a batch, ms", "share of the step",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [
+            row["workload"],
+            str(row["world"]),
+            row["rate"],
+            "none" if row["side"] == "compute" else f"`{row['side']}`",
+            row["stored"],
+            f"{row['batch_bytes'] / 1e3:.0f}",
+            f"{1e3 * row['reference_seconds']:.1f}",
+            f"{1e3 * row['step_seconds']:.1f}",
+            f"{row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f})",
+            f"{1e3 * row['waited_seconds']:.2f}",
+            f"{100 * row['waited_share']:.2f} %",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="Python files, or emulated models")
+    parser.add_argument("--samples-of", default=WORKLOADS[0], help="a Python file: what travels with an emulated model")
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), help="what else travels: compute (nothing), or algorithms")
+    parser.add_argument("--stored", nargs="+", default=list(STORED), choices=STORED, help="how the samples' pixels are kept")
+    parser.add_argument("--batches", type=int, default=234, help="batches per local epoch; the default is Fashion-MNIST's")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rate", default="200mbit")
+    parser.add_argument("--save-to", type=Path, default=Path("out/shuffle"))
+    parser.add_argument("--in-place", action="store_true", help="measure the first case here, among the ranks of this launch")
+    return parser.parse_args(arguments)
+
+
+def in_lab(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every case in a lab of its own."""
+    rows = []
+    for workload, side, stored in itertools.product(options.workloads, options.sides, options.stored):
+        console.log(f"{workload}, {side}, samples kept as {stored}: {options.rounds} rounds")
+        case = {"--workloads": workload, "--sides": side, "--stored": stored, "--samples-of": options.samples_of}
+        case |= {f"--{name}": str(getattr(options, name)) for name in ("batches", "rounds", "steps", "warmup")}
+        command = ["-m", "gossamer.bench.shuffle_time", "--in-place", *itertools.chain(*case.items())]
+        rows.append(lab_json(LabSpec(hosts=options.hosts, rate=options.rate), command)[-1])
+        console.log(f"{rows[-1]['ratio']:.3f}; waited {100 * rows[-1]['waited_share']:.2f} % of the step")
+    return rows
+
+
+def in_place(options: argparse.Namespace) -> None:
+    """Measure the first case, and print it from rank 0."""
+    dist.init_process_group("gloo")
+    name = options.workloads[0]
+    workload = find_workload(name)
+    samples = workload if name.endswith(".py") else find_workload(options.samples_of)
+    turns = Turns(options.rounds, options.steps, options.warmup)
+    row = measure(workload, samples, options.sides[0], options.stored[0], turns, options.batches)
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Measure every case and save ``shuffle-time.json`` and ``shuffle-time.md``."""
+    options = options_of()
+    if options.in_place:
+        in_place(options)
+        return
+    rows = in_lab(options)
+    options.save_to.mkdir(parents=True, exist_ok=True)
+    (options.save_to / "shuffle-time.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (options.save_to / "shuffle-time.md").write_text("\n".join(table(rows)) + "\n")
+    console.log(f"wrote {options.save_to / 'shuffle-time.md'} and shuffle-time.json")
+
+
+if __name__ == "__main__":
+    main()

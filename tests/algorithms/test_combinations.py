@@ -1,0 +1,127 @@
+"""Algorithms made of others: every part at its own time, and what one of a kind cannot do is refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+import gossamer
+from gossamer import AllReduce, Gossip, GossipGraD, Hierarchical, ScatterReduce, after, by_size, loopback
+from gossamer.comm.loopback import LoopbackRunner
+from gossamer.comm.topology import Exchange, Hypercube, Permutation, Topology
+from gossamer.errors import ConfigurationError
+from gossamer.simulate import Compute, Link, step_time
+
+
+class OneWay(Topology):
+    """Ranks 0 and 1 exchange; nobody else ever does."""
+
+    def at(self, step: int, world: int) -> Exchange:
+        return Exchange(world, (Permutation((1, 0, *range(2, world))),))
+
+
+def train(algorithm: gossamer.Algorithm, world: int, steps: int, make: Callable[..., Optimizer] = SGD) -> list[list[Tensor]]:
+    """Every worker pulls its weights towards its rank; weights and bias of each after ``steps`` steps."""
+
+    def body(rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(20, 3)
+        optimizer = make(model.parameters(), lr=0.05)
+        gossamer.replicate(model, optimizer, algorithm)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            sum((p - rank).square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    return loopback(body, world)
+
+
+OUTER = [
+    Gossip(every=3),
+    after(3, Gossip()),
+    after(3, AllReduce(), before=Gossip()),
+    after(3, Gossip(), before=ScatterReduce()),
+    by_size(100, small=Gossip(every=2), large=Gossip()),
+]
+
+
+@pytest.mark.parametrize("outer", OUTER, ids=repr)
+def test_workers_of_one_machine_stay_equal_whatever_machines_do_when(outer: gossamer.Algorithm) -> None:
+    found = train(Hierarchical(outer, ranks_per_node=2), world=4, steps=8)
+    for mine, neighbour in (found[:2], found[2:]):
+        assert all(torch.equal(a, b) for a, b in zip(mine, neighbour, strict=True))
+
+
+def test_by_size_lets_every_part_keep_its_own_steps() -> None:
+    """The weight is large and the bias small: each ends as if its part had been alone."""
+    both = train(by_size(100, small=Gossip(every=2), large=Gossip(every=3)), world=4, steps=7)
+    small, large = train(Gossip(every=2), world=4, steps=7), train(Gossip(every=3), world=4, steps=7)
+    for (weight, bias), (_, only_bias), (only_weight, _) in zip(both, small, large, strict=True):
+        assert torch.equal(weight, only_weight)
+        assert torch.equal(bias, only_bias)
+
+
+def test_a_simulated_part_keeps_its_own_steps() -> None:
+    def bytes_of(algorithm: gossamer.Algorithm) -> float:
+        model = nn.Linear(20, 3)
+        compute = Compute.uniform(model, forward=0.1, backward=0.2, optimizer=0.01)
+        return step_time(
+            model, algorithm, world=4, link=Link(bandwidth=1e9, latency=0), compute=compute, steps=6
+        ).bytes_per_step
+
+    weight, bias = 60 * 2, 3 * 2  # in bf16
+    assert bytes_of(Gossip()) == weight + bias
+    assert bytes_of(by_size(100, small=Gossip(every=2), large=Gossip(every=3))) == weight / 3 + bias / 2
+
+
+def test_by_size_exchanges_what_the_optimizer_remembers() -> None:
+    def body(rank: int) -> list[str]:
+        model = nn.Linear(20, 3)
+        optimizer = Adam(model.parameters())
+        replica = gossamer.replicate(model, optimizer, by_size(100, small=GossipGraD(), large=GossipGraD(wire="fp16")))
+        for _ in range(2):
+            model(torch.ones(1, 20)).sum().backward()
+            optimizer.step()
+        return [name for bucket in replica._weights[0].exchange.buckets for name in bucket.layout.names]
+
+    for names in loopback(body, 2):
+        assert {"weight", "exp_avg of weight", "exp_avg_sq of weight", "bias", "exp_avg of bias"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("outer", "message"),
+    [(Gossip(topology=Hypercube()), "3 ranks are not a power of two"), (Gossip(topology=OneWay()), "does not connect 3 ranks")],
+)
+@pytest.mark.parametrize("per_node", [None, 2])
+def test_a_topology_is_checked_for_the_number_of_machines(
+    outer: gossamer.Algorithm, message: str, per_node: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six workers on three machines, known from the launcher or as given."""
+    monkeypatch.setattr(LoopbackRunner, "nodes", ((0, 1), (2, 3), (4, 5)))
+
+    def body(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        algorithm = after(3, Hierarchical(outer, ranks_per_node=per_node))
+        gossamer.replicate(model, SGD(model.parameters(), lr=0.1), algorithm)
+
+    with pytest.raises(ConfigurationError, match=message):
+        loopback(body, 6)
+    Hierarchical(Gossip(topology=Hypercube()), ranks_per_node=3).check(12)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: by_size(9, small=Gossip(), large=after(5, Gossip())), r"moves gradients as well: write after\(…, by_size"),
+        (lambda: by_size(9, small=Hierarchical(Gossip()), large=Gossip()), "moves gradients as well"),
+        (lambda: by_size(9, small=Gossip(), large=GossipGraD()), "the same history= and late="),
+        (lambda: by_size(9, small=GossipGraD(late=True), large=GossipGraD()), "the same history= and late="),
+        (lambda: by_size(9, small=Gossip(), large=AllReduce()), "both must move the same"),
+    ],
+)
+def test_what_by_size_cannot_combine(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()

@@ -1,0 +1,62 @@
+"""The timing of samples that travel: fed with the right batches, and reported in full."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossamer.bench.matrix import Turns
+from gossamer.bench.shuffle_time import fed, measure, options_of, share_of, table
+from gossamer.bench.workload import Workload
+
+SMALL = Workload(
+    "small",
+    build_model=lambda: torch.nn.Linear(4, 2),
+    build_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    random_batch=lambda generator: (torch.rand(5, 4, generator=generator), torch.randint(0, 2, (5,), generator=generator)),
+    loss=torch.nn.functional.cross_entropy,
+)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("stored", "nbytes"), [("float32", 5 * (16 + 8)), ("uint8", 5 * (4 + 8))])
+def test_both_sides_train_and_the_row_says_what_travelled(alone: None, stored: str, nbytes: int) -> None:
+    row = measure(SMALL, SMALL, "compute", stored, Turns(rounds=3, steps=2, warmup=1), batches=7)
+    assert row["batch_bytes"] == nbytes
+    assert {name: len(seconds) for name, seconds in row["seconds"].items()} == {"staying": 3, "travelling": 3}
+    assert all(second > 0 for seconds in row["seconds"].values() for second in seconds)
+    assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+    assert row["waited_share"] == row["waited_seconds"] / row["step_seconds"]
+
+
+def test_every_step_takes_a_batch_whether_or_not_compute_is_emulated() -> None:
+    share, generator = share_of(SMALL, 0, 2, "uint8"), torch.Generator().manual_seed(0)
+    source = zip(share[0].split(5), share[1].split(5), strict=True)
+    inputs, targets = fed(SMALL, source, emulated=False).random_batch(generator)
+    assert inputs.sub(share[0][:5] / 255).abs().max() < 1e-6
+    assert torch.equal(targets, share[1][:5])
+    emulated = replace(SMALL, random_batch=lambda generator: (torch.zeros(1), torch.zeros(1)))
+    assert fed(emulated, source, emulated=True).random_batch(generator)[0].shape == (1,)
+    assert next(source, None) is None
+
+
+def test_the_table_has_every_figure() -> None:
+    row = {"workload": "w", "side": "compute", "stored": "uint8", "world": 4, "rate": "200mbit", "batch_bytes": 51200}
+    row |= {"reference_seconds": 0.1, "step_seconds": 0.101, "ratio": 1.01, "ratio_low": 1.0, "ratio_high": 1.02}
+    head, rule, line = table([row | {"waited_seconds": 0.00123, "waited_share": 0.0122}])
+    assert len(head.split("|")) == len(rule.split("|")) == len(line.split("|"))
+    assert line == "| w | 4 | 200mbit | none | uint8 | 51 | 100.0 | 101.0 | 1.010 (1.000 to 1.020) | 1.23 | 1.22 % |"
+
+
+def test_the_default_is_the_convnet_computed_and_emulated() -> None:
+    options = options_of([])
+    assert (options.hosts, options.rate, options.workloads) == (4, "200mbit", ["examples/02_convnet.py", "Convnet(0.1)"])
+    assert options.sides == ["compute", "Gossip(wire='bf16')"]
