@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format readme topologies bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-hosts bench-efficiency clean
+.PHONY: help setup peers demo test test-slow check format readme topologies bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-hosts bench-efficiency clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,6 +18,9 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 setup: $(READY) ## make the virtual environment and install everything into it
+
+peers: $(READY) ## install what gossamer bench can put beside gossamer: Accelerate, DeepSpeed, torchft, hivemind
+	$(RUN) -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,peers]'
 
 demo: $(READY) ## train a GPT on 4 emulated hosts at 200 Mbit/s: DDP, then gossamer (about 3 minutes)
 	$(RUN) -m gossamer.bench.demo

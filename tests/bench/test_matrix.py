@@ -78,10 +78,12 @@ def test_the_command_measures_and_goes_on_where_it_was(tmp_path):
     runner = CliRunner()
     words = ["bench", "Convnet(0.05)", "--network", "1gbit", "--hosts", "2", "--rounds", "2", "--steps", "1", "--warmup", "1"]
     words += ["--save-to", str(tmp_path)]
-    first = runner.invoke(app, [*words, "--side", "AllReduce()", "--side", "ddp-powersgd", "--side", "post-localsgd"])
+    sides = ["AllReduce()", "ddp-powersgd", "bluefog", "post-localsgd"]
+    first = runner.invoke(app, [*words, *(word for side in sides for word in ("--side", side))])
     assert first.exit_code == 0, first.output
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [row["side"] for row in rows] == ["ddp", "compute", "AllReduce()", "ddp-powersgd", "post-localsgd"]
+    assert [row["side"] for row in rows] == ["bluefog", "ddp", "compute", "AllReduce()", "ddp-powersgd", "post-localsgd"]
+    assert "does not build" in rows[0]["missing"]
     by_side = {row["side"]: row for row in rows}
     assert by_side["compute"]["step_seconds"] >= 0.05
     assert by_side["AllReduce()"]["payload_bytes"] == pytest.approx(4 * 1_630_090, rel=0.01)

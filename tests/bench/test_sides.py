@@ -51,7 +51,7 @@ def test_an_optimizer_that_communicates_takes_the_others_place() -> None:
     side = parse_side("OneBitAdam(warmup=3)")
     assert isinstance(side, partial)
     model = torch.nn.Linear(2, 2)
-    trained, optimizer, _ = join(side, model, torch.optim.SGD(model.parameters(), lr=0.5))
-    assert trained is model
-    assert isinstance(optimizer, OneBitAdam)
-    assert optimizer.param_groups[0]["lr"] == 0.5
+    joined = join(side, model, torch.optim.SGD(model.parameters(), lr=0.5))
+    assert joined.model is model
+    assert isinstance(joined.optimizer, OneBitAdam)
+    assert joined.optimizer.param_groups[0]["lr"] == 0.5

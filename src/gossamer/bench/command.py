@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gossamer.bench.in_lab import Record
-from gossamer.bench.matrix import Case, Results, Turns, cases, draw, measure, portions, table
+from gossamer.bench.listing import listing
+from gossamer.bench.matrix import Case, Results, Turns, absent, cases, draw, measure, portions, table
 from gossamer.bench.plots import require_matplotlib
 from gossamer.errors import GossamerError
 from gossamer.lab import LabError
@@ -16,12 +17,18 @@ from gossamer.lab import LabError
 SIDES = ["AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')"]
 
 
+def _list_sides(wanted: bool) -> None:
+    if wanted:
+        typer.echo("\n".join(listing()))
+        raise typer.Exit
+
+
 def bench(
     workloads: Annotated[list[str], typer.Argument(help="Python files, or emulated models such as 'ResNet50(2.0)'.")],
     network: Annotated[list[str] | None, typer.Option(help="A rate, with a latency if you like: 200mbit, 50mbit+2ms.")] = None,
     hosts: Annotated[list[int] | None, typer.Option(help="Number of emulated hosts; may be given several times.")] = None,
     side: Annotated[
-        list[str] | None, typer.Option(help="A way to train, beside DDP: AllReduce(), Gossip(wire='bf16').")
+        list[str] | None, typer.Option(help="A way to train, beside DDP: AllReduce(), Gossip(wire='bf16'), ddp-fp16, horovod.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 20,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a side in its turn.")] = 5,
@@ -29,6 +36,9 @@ def bench(
     at_once: Annotated[int, typer.Option(min=1, help="Sides that share a run and its memory with DDP and compute only.")] = 6,
     save_to: Annotated[Path, typer.Option(help="Folder for results.jsonl, results.md and pictures.")] = Path("out/bench"),
     again: Annotated[bool, typer.Option(help="Measure anew what the folder has already.")] = False,
+    list_sides: Annotated[
+        bool, typer.Option("--list-sides", is_eager=True, callback=_list_sides, help="Show what --side can be, and leave.")
+    ] = False,
 ) -> None:
     """Time ways to train beside PyTorch DDP on emulated networks; stop and go on as you like.
 
@@ -53,7 +63,12 @@ def _run(chosen: list[Case], sides: list[str], turns: Turns, at_once: int, resul
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for case in chosen:
-            for portion in portions(sides if again else results.lacking(case, sides, turns), at_once):
+            lacking = sides if again else results.lacking(case, sides, turns)
+            rows = absent(case, lacking)
+            results.add(rows)
+            _log(progress, case, rows)
+            there = [side for side in lacking if side not in {row["side"] for row in rows}]
+            for portion in portions(there, at_once):
                 if not again and not results.lacking(case, portion, turns):
                     continue
                 bar = progress.add_task(f"{case}: {len(portion)} sides", total=turns.rounds)
@@ -65,5 +80,14 @@ def _run(chosen: list[Case], sides: list[str], turns: Turns, at_once: int, resul
                 rows = measure(case, portion, turns, note)
                 results.add(rows)
                 progress.remove_task(bar)
-                for row in rows:
-                    progress.log(f"{case}: {row['side']} {1e3 * row['step_seconds']:.1f} ms, {row['ratio']:.3f} of DDP")
+                _log(progress, case, rows)
+
+
+def _log(progress: Progress, case: Case, rows: list[Record]) -> None:
+    for row in rows:
+        found = f"not run: {row['missing']}" if "missing" in row else f"{_ms(row)}, {row['ratio']:.3f} of DDP"
+        progress.log(f"{case}: {row['side']} {found}")
+
+
+def _ms(row: Record) -> str:
+    return f"{1e3 * row['step_seconds']:.1f} ms"

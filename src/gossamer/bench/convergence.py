@@ -97,18 +97,18 @@ def train(workload: Workload, run: Training, batches: Batches | None = None) -> 
         optimizer = workload.build_optimizer(model)
         for group in optimizer.param_groups:
             group["lr"] = run.lr or group["lr"]
-        trained, optimizer, replica = join(parse_side(run.side), model, optimizer)
+        joined = join(parse_side(run.side), model, optimizer)
         source = batches(rank, run.workers, run.seed)
         for inputs, targets in islice(cut(source, run.cut), run.steps):
-            optimizer.zero_grad()
-            workload.loss(trained(inputs), targets).backward()
-            optimizer.step()
+            joined.optimizer.zero_grad()
+            joined.backward(workload.loss(joined.model(inputs), targets))
+            joined.optimizer.step()
         if isinstance(source, Generator):  # all ranks together, and not when its memory is freed
             source.close()
-        assert replica is not None
-        with replica.consensus():
+        assert joined.replica is not None
+        with joined.replica.consensus():
             result = quality(model) if rank == 0 else {}
-        replica.close()
+        joined.replica.close()
         return result
 
     return loopback(body, run.workers)[0]

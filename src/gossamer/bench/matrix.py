@@ -1,7 +1,8 @@
 """Matrix: workloads × networks × numbers of hosts × ways to communicate, each case in the lab; kept as they are measured.
 
 Every case times its sides in one run, taking turns (:mod:`gossamer.bench.paired`). What a results file has already is
-not measured again, so a stopped run goes on where it was, and a new side is added beside the reference.
+not measured again, so a stopped run goes on where it was, and a new side is added beside the reference. A side that
+cannot run here is a row that says why; it is measured when it is asked for again and can.
 """
 
 import itertools
@@ -68,11 +69,16 @@ class Results:
     def lacking(self, case: Case, sides: Iterable[str], turns: Turns) -> list[str]:
         """Those of ``sides`` that have not been measured in this case, or in fewer rounds."""
         rows = [row for row in self.rows if asdict(case).items() <= row.items()]
-        there = {row["side"] for row in rows if row["rounds"] >= turns.rounds}
+        there = {row["side"] for row in rows if "missing" not in row and row["rounds"] >= turns.rounds}
         return [side for side in sides if side not in there]
 
     def add(self, rows: Sequence[Record]) -> None:
-        """Keep rows, in place of older ones of the same case and side, and write them down."""
+        """Keep rows, in place of older ones of the same case and side, and write them down.
+
+        What could not run does not take the place of what was measured.
+        """
+        measured = {_key(row) for row in self.rows if "missing" not in row}
+        rows = [row for row in rows if "missing" not in row or _key(row) not in measured]
         fresh = {_key(row) for row in rows}
         self.rows = [row for row in self.rows if _key(row) not in fresh] + list(rows)
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,15 +110,27 @@ def portions(sides: Sequence[str], at_once: int) -> Iterator[list[str]]:
         yield [*ALWAYS, *others[start : start + at_once]]
 
 
+def absent(case: Case, sides: Iterable[str]) -> list[Record]:
+    """Rows of those of ``sides`` that cannot run on this machine."""
+    reasons = {side: PEERS[side].missing() for side in sides if side in PEERS}
+    name = find_workload(case.workload).name
+    return [_absence(case, name, side, reason) for side, reason in reasons.items() if reason is not None]
+
+
+def _absence(case: Case, name: str, side: str, reason: str) -> Record:
+    return asdict(case) | {"side": side, "name": name, "missing": reason, "when": round(time.time())}
+
+
 def measure(case: Case, sides: Sequence[str], turns: Turns, on_record: Callable[[Record], None] | None = None) -> list[Record]:
-    """Rows of one case: figures of every side, and what they were measured with."""
+    """Rows of one case: figures of every side, and what they were measured with; or why a side cannot run."""
     command = ["-m", "gossamer.bench.paired", "--workload", case.workload, "--sides", *sides]
     numbers = {"--rounds": turns.rounds, "--steps": turns.steps, "--warmup": turns.warmup}
     command += [str(part) for pair in numbers.items() for part in pair]
     found = lab_json(case.spec(), command, on_record)[-1]
     kept = ("rounds", "steps_per_round", "tcp_bits_per_second", "load", "torch")
     shared = {"when": round(time.time()), "name": found["workload"]} | {name: found[name] for name in kept}
-    return [asdict(case) | {"side": side} | figures | shared for side, figures in found["sides"].items()]
+    rows = [asdict(case) | {"side": side} | figures | shared for side, figures in found["sides"].items()]
+    return rows + [_absence(case, found["workload"], side, reason) for side, reason in found["missing"].items()]
 
 
 def table(rows: Sequence[Record]) -> list[str]:
@@ -129,6 +147,9 @@ def table(rows: Sequence[Record]) -> list[str]:
 
 
 def _cells(row: Record) -> list[str]:
+    if "missing" in row:
+        reason = row["missing"].replace("|", "\\|")
+        return [row["name"], row["network"], str(row["hosts"]), f"`{row['side']}`", "", f"not run: {reason}", *[""] * 7]
     noisy = " (noisy)" if row["ratio_high"] - row["ratio_low"] > 2 * NOISY * row["ratio"] else ""
     ratio = f"{row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f}){noisy}"
     bound = row.get("bound_seconds")
@@ -152,7 +173,7 @@ def _cells(row: Record) -> list[str]:
 
 def draw(rows: Sequence[Record], folder: Path) -> list[Path]:
     """A picture of step times over the number of hosts, for every workload that was measured with several."""
-    made = []
+    made, rows = [], [row for row in rows if "missing" not in row]
     for workload in dict.fromkeys(row["workload"] for row in rows):
         panels = []
         for network in dict.fromkeys(row["network"] for row in rows if row["workload"] == workload):

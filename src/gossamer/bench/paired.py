@@ -26,12 +26,12 @@ from gossamer.algorithms import Algorithm
 from gossamer.bench.bound import Ready, joined, measure_ready, overlapped
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.counters import Counters
-from gossamer.bench.peers import PEERS
+from gossamer.bench.peers import PEERS, Joined
 from gossamer.bench.sides import join, parse_side
 from gossamer.bench.workload import Workload
+from gossamer.errors import ConfigurationError
 from gossamer.lab.line_rate import lab_addresses, line_rate
 from gossamer.lab.rates import parse_rate
-from gossamer.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One side: its training step, and its replica if it has one.
+    """One side: its training step, and what takes it.
 
     ``payload_bytes``: what a step sends, known beforehand, where nobody counts it.
     """
 
     step: Callable[[], None]
-    replica: Replica | None
+    joined: Joined
     overlaps: bool
     """Whether what is exchanged may travel during the next step's compute."""
     payload_bytes: float | None
@@ -67,21 +67,22 @@ def make_side(workload: Workload, side: str, rank: int) -> Trained:
     torch.manual_seed(0)
     model, generator = workload.build_model(), torch.Generator().manual_seed(rank)
     parsed = parse_side(side)
-    trained, optimizer, replica = join(parsed, model, workload.build_optimizer(model))
-    overlaps = isinstance(parsed, Algorithm) and parsed.part("gradients") is None
     nbytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    world = dist.get_world_size()
-    share = PEERS[side].payload if side in PEERS else None
-    known = None if share is None else 2 * (world - 1) / world * nbytes * share
+    made = join(parsed, model, workload.build_optimizer(model))
 
     def step() -> None:
         inputs, targets = workload.random_batch(generator)
-        optimizer.zero_grad()
-        workload.loss(trained(inputs), targets).backward()
-        optimizer.step()
+        made.optimizer.zero_grad()
+        made.backward(workload.loss(made.model(inputs), targets))
+        made.optimizer.step()
 
-    period = parsed.traffic_period if isinstance(parsed, Algorithm) else PEERS[side].period if side in PEERS else 1
-    return Trained(step, replica, overlaps, known, period)
+    if isinstance(parsed, str):
+        peer, world = PEERS[parsed], dist.get_world_size()
+        known = None if peer.payload is None else 2 * (world - 1) / world * nbytes * peer.payload
+        return Trained(step, made, peer.overlaps, known, peer.period)
+    if isinstance(parsed, Algorithm):
+        return Trained(step, made, parsed.part("gradients") is None, None, parsed.traffic_period)
+    return Trained(step, made, False, None, 1)
 
 
 def take_turns(
@@ -100,21 +101,29 @@ def take_turns(
 
 
 def _time(side: Trained, steps: int) -> Round:
-    for _ in range(side.period):
-        side.step()  # what the side before left in caches and token buckets is not this side's
-    before = Counters.read(side.replica)
-    _meet(side)
-    begin, steps = time.perf_counter(), side.timed(steps)
-    for _ in range(steps):
-        side.step()
-    _meet(side)
-    seconds = (time.perf_counter() - begin) / steps
-    return Round(seconds, Counters.read(side.replica).per_step(before, steps))
+    with side.joined.turn():
+        for _ in range(side.period):
+            side.step()  # what the side before left in caches and token buckets is not this side's
+        before = Counters.read(side.joined.replica)
+        _meet(side)
+        begin, steps = time.perf_counter(), side.timed(steps)
+        for _ in range(steps):
+            side.step()
+        _meet(side)
+        seconds = (time.perf_counter() - begin) / steps
+        return Round(seconds, Counters.read(side.joined.replica).per_step(before, steps))
+
+
+def _warm_up(side: Trained, steps: int) -> None:
+    with side.joined.turn():
+        for _ in range(side.timed(steps)):
+            side.step()
+        _meet(side)
 
 
 def _meet(side: Trained) -> None:
-    if side.replica is not None:
-        side.replica.catch_up()
+    if side.joined.replica is not None:
+        side.joined.replica.catch_up()
     dist.barrier()
 
 
@@ -138,34 +147,24 @@ def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, f
 
 
 def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmup: int = 4) -> dict[str, Any]:
-    """Time all ``sides``; the first one is the reference of the ratios.
+    """Time all ``sides`` that can run here; the first one is the reference of the ratios.
 
     In the lab, and with a side ``compute``, every side also gets its bound: see :mod:`gossamer.bench.bound`.
     """
     rank = dist.get_rank()
+    lacking = missing(sides)
+    sides = [name for name in sides if name not in lacking]
+    if not sides:
+        raise ConfigurationError("none of the sides can run here: " + "; ".join(f"{k}: {v}" for k, v in lacking.items()))
     made = {name: make_side(workload, name, rank) for name in sides}
     lines = plain_tcp()
     ready = measure_ready(workload, rank)
     for side in made.values():
-        for _ in range(side.timed(warmup)):
-            side.step()
-        _meet(side)
-    before = _payloads(made)
-    results = take_turns(made, rounds, steps, lambda index: _tell(index, rounds))
-    # Over all rounds, because what a round's last step sends is still under way at its end.
-    after, taken = _payloads(made), {name: rounds * (side.period + side.timed(steps)) for name, side in made.items()}
-    sent = {name: (after[name] - before[name]) / taken[name] for name in made}
-    sent |= {name: side.payload_bytes for name, side in made.items() if side.payload_bytes is not None}
+        _warm_up(side, warmup)
+    results, sent = _measure(made, rounds, steps)
     lines += plain_tcp()
-    seconds = {name: [each.seconds for each in results[name]] for name in sides}
-    compared = {name: compare(seconds[name], seconds[sides[0]]) for name in sides}
-    figures = {name: compared[name] | _counted(results[name]) | {"payload_bytes": sent[name]} for name in sides}
-    line = statistics.median(lines) if lines else None
-    if line is not None and "compute" in figures:
-        for name, figure in figures.items():
-            if name in PEERS and PEERS[name].payload is None:
-                continue
-            figure["bound_seconds"] = _bound(figure["payload_bytes"], line, figures["compute"], ready, made[name].overlaps)
+    for side in made.values():
+        side.joined.close()
     return {
         "workload": workload.name,
         "world": dist.get_world_size(),
@@ -173,12 +172,46 @@ def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmu
         "latency": float(os.environ.get("GOSSAMER_LAB_LATENCY_S", "0")),
         "rounds": rounds,
         "steps_per_round": steps,
-        "sides": figures,
-        "seconds": seconds,
-        "tcp_bits_per_second": line,
+        "sides": _figures(made, results, sent, statistics.median(lines) if lines else None, ready),
+        "missing": lacking,
+        "seconds": {name: [each.seconds for each in results[name]] for name in made},
+        "tcp_bits_per_second": statistics.median(lines) if lines else None,
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
     }
+
+
+def _measure(made: dict[str, Trained], rounds: int, steps: int) -> tuple[dict[str, list[Round]], dict[str, float]]:
+    """Every side's rounds, and the bytes that it sends per step."""
+    before = _payloads(made)
+    results = take_turns(made, rounds, steps, lambda index: _tell(index, rounds))
+    # Over all rounds, because what a round's last step sends is still under way at its end.
+    after, taken = _payloads(made), {name: rounds * (side.period + side.timed(steps)) for name, side in made.items()}
+    sent = {name: (after[name] - before[name]) / taken[name] for name in made}
+    return results, sent | {name: side.payload_bytes for name, side in made.items() if side.payload_bytes is not None}
+
+
+def _figures(
+    made: dict[str, Trained], results: dict[str, list[Round]], sent: dict[str, float], line: float | None, ready: Ready
+) -> dict[str, dict[str, float]]:
+    """Of every side: medians and ratios, means of what was counted, payload and bound."""
+    seconds = [[each.seconds for each in results[name]] for name in made]
+    compared = {name: compare(own, seconds[0]) for name, own in zip(made, seconds, strict=True)}
+    figures = {name: compared[name] | _counted(results[name]) | {"payload_bytes": sent[name]} for name in made}
+    if line is not None and "compute" in figures:
+        for name, figure in figures.items():
+            if name in PEERS and PEERS[name].payload is None:
+                continue
+            figure["bound_seconds"] = _bound(figure["payload_bytes"], line, figures["compute"], ready, made[name].overlaps)
+    return figures
+
+
+def missing(sides: Sequence[str]) -> dict[str, str]:
+    """Those of ``sides`` that cannot run on some rank, and why; the same on all ranks."""
+    reasons = {name: PEERS[name].missing(load=True) for name in sides if name in PEERS}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {name: reason for name, reason in reasons.items() if reason is not None})
+    return {name: reason for reasons in reversed(everyone) for name, reason in reasons.items()}
 
 
 def plain_tcp() -> list[float]:
@@ -199,9 +232,10 @@ def _tell(index: int, rounds: int) -> None:
 def _payloads(sides: dict[str, Trained]) -> dict[str, float]:
     """Bytes that this rank's replicas have sent so far, with nothing under way."""
     for side in sides.values():
-        if side.replica is not None:
-            side.replica.wait_for_exchanges()
-    return {name: 0.0 if side.replica is None else side.replica.metrics()["bytes_sent"] for name, side in sides.items()}
+        if side.joined.replica is not None:
+            side.joined.replica.wait_for_exchanges()
+    replicas = {name: side.joined.replica for name, side in sides.items()}
+    return {name: 0.0 if replica is None else replica.metrics()["bytes_sent"] for name, replica in replicas.items()}
 
 
 def _counted(rounds: Sequence[Round]) -> dict[str, float]:

@@ -8,12 +8,11 @@ from torch.optim import Optimizer
 
 from gossamer import codecs, optim
 from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, registry
-from gossamer.bench.peers import PEERS
+from gossamer.bench.peers import PEERS, Joined
 from gossamer.bench.spelled import value_of
 from gossamer.comm import digraph, topology
 from gossamer.comm.topology import Pattern
 from gossamer.errors import ConfigurationError
-from gossamer.replica import Replica
 from gossamer.replicate import replicate
 
 PLAIN = tuple(PEERS)
@@ -21,7 +20,8 @@ PLAIN = tuple(PEERS)
 
 Side = Algorithm | partial[Optimizer] | str
 
-_OPTIMIZERS = ("OneBitAdam", "QAdam")
+OPTIMIZERS = ("OneBitAdam", "QAdam")
+"""Optimizers that communicate themselves."""
 
 
 def known_names() -> dict[str, Any]:
@@ -32,12 +32,12 @@ def known_names() -> dict[str, Any]:
     patterns = {**vars(topology), **vars(digraph)}.items()
     made_of |= {name: made for name, made in patterns if isinstance(made, type) and issubclass(made, Pattern)}
     made_of |= {"Hierarchical": Hierarchical, "after": after, "by_size": by_size}
-    return made_of | dict(registry()) | {name: partial(partial, getattr(optim, name)) for name in _OPTIMIZERS}
+    return made_of | dict(registry()) | {name: partial(partial, getattr(optim, name)) for name in OPTIMIZERS}
 
 
 def parse_side(text: str) -> Side:
     """One of ``PLAIN``, an algorithm, or a maker of an optimizer that communicates. Raises ConfigurationError."""
-    if text in PLAIN:
+    if text in PEERS:
         return text
     names = known_names()
     try:
@@ -49,15 +49,14 @@ def parse_side(text: str) -> Side:
     return made
 
 
-def join(side: Side, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer, Replica | None]:
-    """Let ``model`` communicate as ``side`` says; returns what to train, with which optimizer, and the replica.
+def join(side: Side, model: nn.Module, optimizer: Optimizer) -> Joined:
+    """Let ``model`` communicate as ``side`` says; returns what to train with.
 
     An optimizer that communicates takes the place of the workload's, with its learning rate unless it has one.
     """
     if isinstance(side, Algorithm):
-        return model, optimizer, replicate(model, optimizer, side)
+        return Joined(model, optimizer, replica=replicate(model, optimizer, side))
     if isinstance(side, partial):
         optimizer = side(model.parameters(), **{"lr": optimizer.param_groups[0]["lr"]} | side.keywords)
-        return model, optimizer, replicate(model, optimizer)
-    trained, optimizer = PEERS[side].join(model, optimizer)
-    return trained, optimizer, None
+        return Joined(model, optimizer, replica=replicate(model, optimizer))
+    return PEERS[side].join(model, optimizer)

@@ -1,0 +1,107 @@
+"""Peer: one alternative to gossamer that a user of PyTorch could take, as a side of a comparison."""
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from threading import Thread
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossamer.errors import GossamerError
+from gossamer.replica import Replica
+
+LOCAL_STEPS = 8
+"""Steps between two averages, for those that do not average in every step."""
+
+
+class Steps(Protocol):
+    """What a training loop needs of an optimizer."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+
+    def step(self) -> Any:
+        """Update the weights."""
+
+
+def nothing() -> None:
+    """Nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What to train with: ``model``, ``optimizer``, and ``backward`` in place of ``loss.backward()``.
+
+    ``turn()``: a context within which it is trained; outside it does nothing in the background that others would feel.
+    ``close()`` ends what it started; raises GossamerError that says what it waited for. Both are called on all ranks.
+    """
+
+    model: nn.Module
+    optimizer: Steps
+    backward: Callable[[Tensor], Any] = Tensor.backward
+    turn: Callable[[], AbstractContextManager[Any]] = nullcontext
+    close: Callable[[], None] = nothing
+    replica: Replica | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One of them. ``payload``: bytes per step relative to an exact ring all-reduce of the gradients; None if unknown.
+
+    ``period``: after how many steps what travels repeats itself; ``overlaps``: whether it may travel during later steps.
+    ``module``: what must be there to be imported, and ``get``: how to get it. ``gone``: why nobody can have it.
+    """
+
+    what: str
+    join: Callable[[nn.Module, Optimizer], Joined]
+    payload: float | None
+    period: int = 1
+    overlaps: bool = False
+    module: str = "torch"
+    get: str = ""
+    gone: str | None = None
+
+    def missing(self, load: bool = False) -> str | None:
+        """Why it cannot run here, and how to get it; None if it can. ``load``: import it to find out, which takes seconds."""
+        if self.gone is not None:
+            return self.gone
+        if find_spec(self.module) is None:
+            return f"{self.module} is not installed: {self.get}"
+        try:
+            import_module(self.module) if load else None
+        except Exception as error:  # built for another version, say
+            return f"{self.module} is installed but cannot be imported ({type(error).__name__}: {error}): {self.get}"
+        return None
+
+
+def own_address() -> str:
+    """The address of this host as the others see it: that from which it reaches rank 0."""
+    family, kind, _, _, rank0 = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(rank0)  # sends nothing: that is how datagrams are
+        return str(probe.getsockname()[0])
+
+
+def wait_for(what: str, end: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Call ``end``; GossamerError that names ``what`` if it fails, or is not done after that many seconds."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            end()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = Thread(target=run, name=f"the end of {what}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise GossamerError(f"waited {seconds:g} s for the end of {what}; it did not come")
+    if failed:
+        raise GossamerError(f"{what} did not end well: {failed[0]}") from failed[0]
