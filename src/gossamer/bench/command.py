@@ -18,7 +18,10 @@ SIDES = ["AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')
 
 def bench(
     workloads: Annotated[list[str], typer.Argument(help="Python files, or emulated models such as 'ResNet50(2.0)'.")],
-    network: Annotated[list[str] | None, typer.Option(help="A rate, with a latency if you like: 200mbit, 50mbit+2ms.")] = None,
+    network: Annotated[
+        list[str] | None,
+        typer.Option(help="A rate: 200mbit, unshaped; if you like with +LATENCY, /slow-link=RATE, /slow-host=FACTORx."),
+    ] = None,
     hosts: Annotated[list[int] | None, typer.Option(help="Number of emulated hosts; may be given several times.")] = None,
     side: Annotated[
         list[str] | None, typer.Option(help="A way to train, beside DDP: AllReduce(), Gossip(wire='bf16').")

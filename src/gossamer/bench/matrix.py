@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gossamer.bench.catalogue import find_workload
+from gossamer.bench.catalogue import find_workload, is_emulated
 from gossamer.bench.in_lab import Record, lab_json
+from gossamer.bench.network import parse_network
 from gossamer.bench.peers import PEERS
 from gossamer.bench.plots import Panel, times_over_hosts
 from gossamer.bench.sides import parse_side
-from gossamer.errors import ConfigurationError
 from gossamer.lab import LabSpec
 
 ALWAYS = ("ddp", "compute")
@@ -30,7 +30,7 @@ NOISY = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One workload on one network. ``network``: a rate of the lab, and a latency after a plus: ``50mbit+2ms``."""
+    """One workload on one network, spelled as in :mod:`gossamer.bench.network`."""
 
     workload: str
     network: str
@@ -38,11 +38,7 @@ class Case:
 
     def spec(self) -> LabSpec:
         """The emulated hosts. Raises ConfigurationError for a network that cannot be made."""
-        rate, _, latency = self.network.partition("+")
-        try:
-            return LabSpec(hosts=self.hosts, rate=rate, latency=latency or "0")
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from error
+        return parse_network(self.network).spec(self.hosts, waits=is_emulated(self.workload))
 
     def __str__(self) -> str:
         name = Path(self.workload).stem if self.workload.endswith(".py") else self.workload

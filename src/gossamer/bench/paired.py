@@ -10,7 +10,7 @@ sides alternating from round to round; what counts is the ratio of two sides wit
 
 import argparse
 import json
-import math
+import operator
 import os
 import statistics
 import sys
@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 
 from gossamer.algorithms import Algorithm
-from gossamer.bench.bound import Ready, joined, measure_ready, overlapped
+from gossamer.bench.bound import Ready, joined, measure_ready, overlapped, wire
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.counters import Counters
+from gossamer.bench.line import plain_tcp
 from gossamer.bench.peers import PEERS
+from gossamer.bench.ranks import of_all
 from gossamer.bench.sides import join, parse_side
 from gossamer.bench.workload import Workload
-from gossamer.lab.line_rate import lab_addresses, line_rate
-from gossamer.lab.rates import parse_rate
 from gossamer.replica import Replica
 
 
@@ -144,7 +144,7 @@ def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmu
     """
     rank = dist.get_rank()
     made = {name: make_side(workload, name, rank) for name in sides}
-    lines = plain_tcp()
+    lines_before = plain_tcp()
     ready = measure_ready(workload, rank)
     for side in made.values():
         for _ in range(side.timed(warmup)):
@@ -156,16 +156,17 @@ def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmu
     after, taken = _payloads(made), {name: rounds * (side.period + side.timed(steps)) for name, side in made.items()}
     sent = {name: (after[name] - before[name]) / taken[name] for name in made}
     sent |= {name: side.payload_bytes for name, side in made.items() if side.payload_bytes is not None}
-    lines += plain_tcp()
+    lines = [statistics.median(both) for both in map(operator.add, lines_before, plain_tcp())]
     seconds = {name: [each.seconds for each in results[name]] for name in sides}
     compared = {name: compare(seconds[name], seconds[sides[0]]) for name in sides}
     figures = {name: compared[name] | _counted(results[name]) | {"payload_bytes": sent[name]} for name in sides}
-    line = statistics.median(lines) if lines else None
-    if line is not None and "compute" in figures:
-        for name, figure in figures.items():
+    if lines and "compute" in figures:
+        sent_by_rank = of_all(sent)
+        for name in figures:
             if name in PEERS and PEERS[name].payload is None:
                 continue
-            figure["bound_seconds"] = _bound(figure["payload_bytes"], line, figures["compute"], ready, made[name].overlaps)
+            seconds_of_wire = wire([each[name] for each in sent_by_rank], lines)
+            figures[name]["bound_seconds"] = _bound(seconds_of_wire, figures["compute"], ready, made[name].overlaps)
     return {
         "workload": workload.name,
         "world": dist.get_world_size(),
@@ -175,19 +176,10 @@ def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmu
         "steps_per_round": steps,
         "sides": figures,
         "seconds": seconds,
-        "tcp_bits_per_second": line,
+        "tcp_bits_per_second": min(lines) if lines else None,
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
     }
-
-
-def plain_tcp() -> list[float]:
-    """Bits per second that plain TCP sockets reach around a ring of the lab's hosts; empty outside of it."""
-    if "GOSSAMER_LAB" not in os.environ or dist.get_world_size() == 1:
-        return []
-    rate = parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped")).bps or math.inf
-    nbytes = round(min(max(rate / 8 * 0.5, 1e6), 16e6))  # half a second
-    return [8 * nbytes / s for s in line_rate(dist.get_rank(), dist.get_world_size(), lab_addresses(), "ring", nbytes, 3)]
 
 
 def _tell(index: int, rounds: int) -> None:
@@ -209,9 +201,9 @@ def _counted(rounds: Sequence[Round]) -> dict[str, float]:
     return {each.name: statistics.fmean(getattr(row.counted, each.name) for row in rounds) for each in fields(Counters)}
 
 
-def _bound(payload: float, line: float, compute: dict[str, float], ready: Ready, overlaps: bool) -> float:
-    wire, ready = 8 * payload / line, ready.within(compute["step_seconds"])
-    return overlapped(compute["step_seconds"], wire) if overlaps else joined(compute["step_seconds"], wire, ready)
+def _bound(seconds_of_wire: float, compute: dict[str, float], ready: Ready, overlaps: bool) -> float:
+    step = compute["step_seconds"]
+    return overlapped(step, seconds_of_wire) if overlaps else joined(step, seconds_of_wire, ready.within(step))
 
 
 def main() -> None:
