@@ -1,17 +1,23 @@
 """Bench command: ``gossamer bench``, for Typer."""
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from gossamer.bench.in_lab import Record
-from gossamer.bench.matrix import Case, Results, Turns, cases, draw, measure, portions, table
+from gossamer.bench.matrix import Case, Results, Turns, cases, draw, measure, measure_memory, portions, table
 from gossamer.bench.plots import require_matplotlib
 from gossamer.errors import GossamerError
 from gossamer.lab import LabError
+
+SHOWN = ("side", "ms per step", "relative to DDP (95 % interval)", "step / bound", "payload, MB", "memory / gradients")
+"""Columns of the whole table that are shown on the terminal."""
 
 SIDES = ["AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')"]
 
@@ -31,6 +37,7 @@ def bench(
     warmup: Annotated[int, typer.Option(min=1, help="Steps of every side before the first turn.")] = 4,
     at_once: Annotated[int, typer.Option(min=1, help="Sides that share a run and its memory with DDP and compute only.")] = 6,
     save_to: Annotated[Path, typer.Option(help="Folder for results.jsonl, results.md and pictures.")] = Path("out/bench"),
+    memory: Annotated[bool, typer.Option(help="Measure each side's peak memory too, once per number of hosts.")] = True,
     again: Annotated[bool, typer.Option(help="Measure anew what the folder has already.")] = False,
 ) -> None:
     """Time ways to train beside PyTorch DDP on emulated networks; stop and go on as you like.
@@ -39,34 +46,95 @@ def bench(
     """
     try:
         require_matplotlib()  # and what else comes with it; before an hour of measuring, not after
-        chosen = cases(workloads, network or ["200mbit"], hosts or [4])
-        results = Results(save_to / "results.jsonl")
-        _run(chosen, side or SIDES, Turns(rounds, steps, warmup), at_once, results, again)
+        plan = Plan(side or SIDES, Turns(rounds, steps, warmup), at_once, memory, again)
+        path = save_to / "results.jsonl"
+        _run(LAB, cases(workloads, network or ["200mbit"], hosts or [4]), plan, Results(path))
     except (GossamerError, LabError) as error:
         typer.echo(f"gossamer bench: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    (save_to / "results.md").write_text("\n".join(table(results.rows)) + "\n")
-    drawn = draw(results.rows, save_to)
-    typer.echo(f"{save_to / 'results.md'} and results.jsonl hold {len(results.rows)} rows" + "".join(f"; {p}" for p in drawn))
+    _conclude(Results(path).rows, save_to)
 
 
-def _run(chosen: list[Case], sides: list[str], turns: Turns, at_once: int, results: Results, again: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured of every case."""
+
+    sides: Sequence[str]
+    turns: Turns
+    at_once: int
+    memory: bool
+    again: bool
+
+    def portions(self, case: Case, results: Results) -> Iterator[list[str]]:
+        """The sides that are to be measured together, one portion after the other."""
+        wanted = self.sides if self.again else results.lacking(case, self.sides, self.turns)
+        for portion in portions(wanted, self.at_once):
+            if self.again or results.lacking(case, portion, self.turns):
+                yield portion
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where it is measured."""
+
+    measure: Callable[[Case, Sequence[str], Turns, Callable[[Record], None]], list[Record]]
+    memory: Callable[[Case, Sequence[str]], dict[str, Record]]
+
+
+LAB = Place(measure, measure_memory)
+
+
+def _run(place: Place, chosen: Sequence[Case], plan: Plan, results: Results) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for case in chosen:
-            for portion in portions(sides if again else results.lacking(case, sides, turns), at_once):
-                if not again and not results.lacking(case, portion, turns):
-                    continue
-                bar = progress.add_task(f"{case}: {len(portion)} sides", total=turns.rounds)
+            for portion in plan.portions(case, results):
+                bar = progress.add_task(f"{case}: {len(portion)} sides", total=plan.turns.rounds)
 
-                def note(record: Record, bar: object = bar) -> None:
+                def note(record: Record, bar: TaskID = bar) -> None:
                     if "round" in record:
-                        progress.update(bar, completed=record["round"])  # type: ignore[arg-type]
+                        progress.update(bar, completed=record["round"])
 
-                rows = measure(case, portion, turns, note)
+                rows = place.measure(case, portion, plan.turns, note)
+                if plan.memory:
+                    progress.update(bar, description=f"{case}: memory of {len(portion)} sides", total=None)
+                    rows = _with_memory(place, case, rows, {} if plan.again else results.memory(case))
                 results.add(rows)
                 progress.remove_task(bar)
                 for row in rows:
                     progress.log(f"{case}: {row['side']} {1e3 * row['step_seconds']:.1f} ms, {row['ratio']:.3f} of DDP")
+
+
+def _with_memory(place: Place, case: Case, rows: Sequence[Record], known: dict[str, Record]) -> list[Record]:
+    """The rows with what their sides need of memory, measured where it is not known."""
+    lacking = [row["side"] for row in rows if row["side"] not in known]
+    known = known | (place.memory(case, lacking) if lacking else {})
+    return [row | known.get(row["side"], {}) for row in rows]
+
+
+def _conclude(rows: Sequence[Record], folder: Path) -> None:
+    """Show the table, and save it and the pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.md").write_text("\n".join(table(rows)) + "\n")
+    drawn = draw(rows, folder)
+    Console().print(*_shown(rows), sep="\n")
+    typer.echo(f"{folder / 'results.md'} and results.jsonl hold {len(rows)} rows" + "".join(f"; {path}" for path in drawn))
+
+
+def _shown(rows: Sequence[Record]) -> Iterator[Table]:
+    """For a terminal: a table for every case, with the columns that matter most."""
+    for case in dict.fromkeys(Case(row["workload"], row["network"], row["hosts"]) for row in rows):
+        head, _, *lines = table([row for row in rows if asdict(case).items() <= row.items()])
+        places = [_cells(head).index(name) for name in SHOWN]
+        shown = Table(title=str(case), title_justify="left")
+        for name in SHOWN:
+            shown.add_column(name, justify="left" if name == "side" else "right", no_wrap=name == "side")
+        for line in lines:
+            shown.add_row(*(_cells(line)[place].strip("`") for place in places))
+        yield shown
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
