@@ -1,19 +1,23 @@
 """Bench command: ``gossamer bench``, for Typer."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from gossamer.bench.cluster import cases_here, is_here, joined, measure_here, measure_memory_here
 from gossamer.bench.in_lab import Record
 from gossamer.bench.matrix import Case, Results, Turns, cases, draw, measure, measure_memory, portions, table
 from gossamer.bench.plots import require_matplotlib
-from gossamer.errors import GossamerError
+from gossamer.bench.ranks import of_all
+from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabError
 
 SHOWN = ("side", "ms per step", "relative to DDP (95 % interval)", "step / bound", "payload, MB", "memory / gradients")
@@ -43,18 +47,26 @@ def bench(
     """Time ways to train beside PyTorch DDP on emulated networks; stop and go on as you like.
 
     Example: gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --side "Gossip(wire='bf16')"
+
+    On a cluster, on the network that there is: torchrun ... -m gossamer.bench mine.py --side "Gossip(wire='bf16')"
     """
+    first = os.environ.get("RANK", "0") == "0"
     try:
         require_matplotlib()  # and what else comes with it; before an hour of measuring, not after
         plan = Plan(side or SIDES, Turns(rounds, steps, warmup), at_once, memory, again)
         path = save_to / "results.jsonl"
-        _run(LAB, cases(workloads, network or ["200mbit"], hosts or [4]), plan, Results(path))
+        if is_here():
+            _on_cluster(workloads, network, hosts, plan, path)
+        else:
+            _run(LAB, cases(workloads, network or ["200mbit"], hosts or [4]), plan, Results(path))
     except (GossamerError, LabError) as error:
-        typer.echo(f"gossamer bench: {error}", err=True)
+        if first:
+            typer.echo(f"gossamer bench: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    _conclude(Results(path).rows, save_to)
+    if first:
+        _conclude(Results(path).rows, save_to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +89,32 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where it is measured."""
+    """Where it is measured: in the lab, or where these ranks are."""
 
     measure: Callable[[Case, Sequence[str], Turns, Callable[[Record], None]], list[Record]]
     memory: Callable[[Case, Sequence[str]], dict[str, Record]]
 
 
 LAB = Place(measure, measure_memory)
+CLUSTER = Place(measure_here, measure_memory_here)
 
 
-def _run(place: Place, chosen: Sequence[Case], plan: Plan, results: Results) -> None:
+def _on_cluster(
+    workloads: Sequence[str], network: Sequence[str] | None, hosts: Sequence[int] | None, plan: Plan, path: Path
+) -> None:
+    """Every rank goes through the same, with what the first has on its disk; only that one writes and shows."""
+    if network or hosts:
+        raise ConfigurationError("under torchrun hosts and network are what they are: leave --network and --hosts out")
+    with joined(workloads):
+        writes = dist.get_rank() == 0
+        results = Results(path, writes)
+        results.rows = of_all(results.rows)[0]
+        _run(CLUSTER, cases_here(workloads), plan, results, quiet=not writes)
+
+
+def _run(place: Place, chosen: Sequence[Case], plan: Plan, results: Results, quiet: bool = False) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
         for case in chosen:
             for portion in plan.portions(case, results):
                 bar = progress.add_task(f"{case}: {len(portion)} sides", total=plan.turns.rounds)
@@ -103,8 +129,9 @@ def _run(place: Place, chosen: Sequence[Case], plan: Plan, results: Results) -> 
                     rows = _with_memory(place, case, rows, {} if plan.again else results.memory(case))
                 results.add(rows)
                 progress.remove_task(bar)
-                for row in rows:
-                    progress.log(f"{case}: {row['side']} {1e3 * row['step_seconds']:.1f} ms, {row['ratio']:.3f} of DDP")
+                if not quiet:
+                    for row in rows:
+                        progress.log(f"{case}: {row['side']} {1e3 * row['step_seconds']:.1f} ms, {row['ratio']:.3f} of DDP")
 
 
 def _with_memory(place: Place, case: Case, rows: Sequence[Record], known: dict[str, Record]) -> list[Record]:

@@ -115,6 +115,8 @@ def _time(side: Trained, steps: int) -> Round:
 def _meet(side: Trained) -> None:
     if side.replica is not None:
         side.replica.catch_up()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     dist.barrier()
 
 
@@ -137,10 +139,25 @@ def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, f
     }
 
 
-def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmup: int = 4) -> dict[str, Any]:
-    """Time all ``sides``; the first one is the reference of the ratios.
+def tell(index: int, rounds: int) -> None:
+    """Print from rank 0 which round begins."""
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps({"round": index, "of": rounds}) + "\n")
+        sys.stdout.flush()
 
-    In the lab, and with a side ``compute``, every side also gets its bound: see :mod:`gossamer.bench.bound`.
+
+def run(
+    workload: Workload,
+    sides: Sequence[str],
+    rounds: int,
+    steps: int,
+    warmup: int = 4,
+    told: Callable[[int, int], None] = tell,
+) -> dict[str, Any]:
+    """Time all ``sides``; the first one is the reference of the ratios. ``told`` hears of every round, and of how many.
+
+    Where plain TCP can be measured, and with a side ``compute``, every side also gets its bound: see
+    :mod:`gossamer.bench.bound`.
     """
     rank = dist.get_rank()
     made = {name: make_side(workload, name, rank) for name in sides}
@@ -151,7 +168,7 @@ def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmu
             side.step()
         _meet(side)
     before = _payloads(made)
-    results = take_turns(made, rounds, steps, lambda index: _tell(index, rounds))
+    results = take_turns(made, rounds, steps, lambda index: told(index, rounds))
     # Over all rounds, because what a round's last step sends is still under way at its end.
     after, taken = _payloads(made), {name: rounds * (side.period + side.timed(steps)) for name, side in made.items()}
     sent = {name: (after[name] - before[name]) / taken[name] for name in made}
@@ -161,31 +178,29 @@ def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmu
     compared = {name: compare(seconds[name], seconds[sides[0]]) for name in sides}
     figures = {name: compared[name] | _counted(results[name]) | {"payload_bytes": sent[name]} for name in sides}
     if lines and "compute" in figures:
-        sent_by_rank = of_all(sent)
-        for name in figures:
-            if name in PEERS and PEERS[name].payload is None:
-                continue
-            seconds_of_wire = wire([each[name] for each in sent_by_rank], lines)
-            figures[name]["bound_seconds"] = _bound(seconds_of_wire, figures["compute"], ready, made[name].overlaps)
+        _add_bounds(figures, of_all(sent), lines, ready, made)
+    for side in made.values():
+        if side.replica is not None:
+            side.replica.close()
     return {
         "workload": workload.name,
-        "world": dist.get_world_size(),
-        "rate": os.environ.get("GOSSAMER_LAB_RATE", "unshaped"),
-        "latency": float(os.environ.get("GOSSAMER_LAB_LATENCY_S", "0")),
         "rounds": rounds,
         "steps_per_round": steps,
         "sides": figures,
         "seconds": seconds,
         "tcp_bits_per_second": min(lines) if lines else None,
+    } | _conditions()
+
+
+def _conditions() -> dict[str, Any]:
+    """Where and under which load it was measured."""
+    return {
+        "world": dist.get_world_size(),
+        "rate": os.environ.get("GOSSAMER_LAB_RATE", "unshaped"),
+        "latency": float(os.environ.get("GOSSAMER_LAB_LATENCY_S", "0")),
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
     }
-
-
-def _tell(index: int, rounds: int) -> None:
-    if dist.get_rank() == 0:
-        sys.stdout.write(json.dumps({"round": index, "of": rounds}) + "\n")
-        sys.stdout.flush()
 
 
 def _payloads(sides: dict[str, Trained]) -> dict[str, float]:
@@ -201,9 +216,21 @@ def _counted(rounds: Sequence[Round]) -> dict[str, float]:
     return {each.name: statistics.fmean(getattr(row.counted, each.name) for row in rounds) for each in fields(Counters)}
 
 
-def _bound(seconds_of_wire: float, compute: dict[str, float], ready: Ready, overlaps: bool) -> float:
-    step = compute["step_seconds"]
-    return overlapped(step, seconds_of_wire) if overlaps else joined(step, seconds_of_wire, ready.within(step))
+def _add_bounds(
+    figures: dict[str, dict[str, float]],
+    sent: Sequence[dict[str, float]],
+    lines: Sequence[float],
+    ready: Ready,
+    sides: dict[str, Trained],
+) -> None:
+    """Add to each side's figures its bound; ``sent`` and ``lines`` are by rank."""
+    step = figures["compute"]["step_seconds"]
+    for name, figure in figures.items():
+        if name in PEERS and PEERS[name].payload is None:
+            continue
+        seconds = wire([each[name] for each in sent], lines)
+        bound = overlapped(step, seconds) if sides[name].overlaps else joined(step, seconds, ready.within(step))
+        figure["bound_seconds"] = bound
 
 
 def main() -> None:
