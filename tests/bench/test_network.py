@@ -74,6 +74,7 @@ def test_there_is_a_ring_for_every_rate():
     assert rings([2.0, 1.0]) == [[0, 1]]
 
 
+@pytest.mark.slow
 def test_every_rank_has_the_rate_of_its_own_line(tmp_path):
     script = tmp_path / "lines.py"
     script.write_text(
