@@ -61,7 +61,7 @@ bench-hosts: $(READY) ## step time over 2 to 16 emulated hosts, without and with
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 50mbit --network 50mbit+2ms --hosts 2 --hosts 4 --hosts 8 --hosts 16 \
 	  --side 'AllReduce()' --side "Gossip(wire='bf16')" --rounds 5 --steps 3 --warmup 3 --save-to benchmarks/results/hosts
 
-bench-efficiency: $(READY) ## GossipGraD on ResNet-50 with emulated compute, 8 hosts, its message 0.8 of the compute (about 15 minutes)
+bench-efficiency: $(READY) ## GossipGraD on ResNet-50 with emulated compute, 8 hosts, its message 0.8 of the compute (about 20 minutes)
 	$(VENV)/bin/gossamer bench 'ResNet50(12)' --network 90mbit --hosts 8 --side "GossipGraD(wire='bf16')" \
 	  --rounds 3 --steps 2 --warmup 2 --save-to benchmarks/results/efficiency
 

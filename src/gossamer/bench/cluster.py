@@ -29,6 +29,8 @@ def is_here() -> bool:
 def joined(workloads: Sequence[str]) -> Iterator[None]:
     """Inside, all ranks are a process group: of NCCL if the first workload's model is on a GPU, otherwise of Gloo."""
     device = next(find_workload(workloads[0]).build_model().parameters()).device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield
