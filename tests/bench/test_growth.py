@@ -59,6 +59,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("side", SIDES)
 def test_memory_does_not_grow_over_two_thousand_steps(tmp_path, side):
     script = tmp_path / "train.py"

