@@ -7,7 +7,7 @@ A script of the lab; every rank prints one JSON object:
 Every rank forks a process for each side in turn, so that sides do not share memory. It first trains a tiny model, which
 loads code and compiles kernels: what counts is what grows with the model. Then the kernel's own mark of the most memory
 resident since (VmHWM), from before the workload's model is made until after its last step, less that of the side
-``compute``: model, gradients, optimizer and activations cancel out.
+``compute``: model, gradients, optimizer and activations cancel out. The C library is told to keep no freed memory.
 """
 
 import argparse
@@ -40,6 +40,8 @@ REPEATS = 2
 
 _PATIENCE = timedelta(minutes=5)
 
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
+
 _TINY = Workload(
     "tiny",
     build_model=lambda: nn.Linear(256, 256),
@@ -59,6 +61,7 @@ class Peak:
 
 def measure(workload: Workload, side: str, steps: int) -> Peak:
     """The peak of this process, which trains nothing else. Collective: the process group exists."""
+    _keep_nothing()
     _train(_TINY, side, steps)
     _give_back()
     before = _status("VmRSS")
@@ -90,6 +93,13 @@ def _give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _keep_nothing() -> None:
+    """Have the C library return what is freed at once, all but small pieces: what it would keep differs from run to run."""
+    option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if option is not None:
+        option(_MMAP_THRESHOLD, 1 << 16)
 
 
 def in_turn(workload: Workload, sides: Iterable[str], steps: int = STEPS, repeats: int = REPEATS) -> dict[str, list[Peak]]:

@@ -133,7 +133,8 @@ def quality_over_time(
     for index, (side, runs) in enumerate(curves.items()):
         for number, run in enumerate(runs):
             label = side if number == 0 else None
-            axis.plot([x for x, _ in run], [y for _, y in run], color=colours[index % 10], linewidth=1.2, label=label)
+            style = {"color": colours[index % 10], "linewidth": 1.2, "marker": "o", "markersize": 2.5}
+            axis.plot([x for x, _ in run], [y for _, y in run], label=label, **style)
     axis.axhline(target, color="black", linestyle=":", linewidth=1.0, label=f"target {target:.4g}")
     axis.set_xlim(left=0)
     axis.set_title(title, loc="left", fontsize=12, fontweight="bold")
