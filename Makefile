@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow check format readme topologies bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-hosts bench-efficiency clean
+.PHONY: help setup peers demo test test-slow check format readme topologies bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-hosts bench-efficiency bench-quality clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,9 +67,13 @@ bench-hosts: $(READY) ## step time over 2 to 16 emulated hosts, without and with
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 50mbit --network 50mbit+2ms --hosts 2 --hosts 4 --hosts 8 --hosts 16 \
 	  --side 'AllReduce()' --side "Gossip(wire='bf16')" --rounds 5 --steps 3 --warmup 3 --save-to benchmarks/results/hosts
 
-bench-efficiency: $(READY) ## GossipGraD on ResNet-50 with emulated compute, 8 hosts, its message 0.8 of the compute (about 15 minutes)
+bench-efficiency: $(READY) ## GossipGraD on ResNet-50 with emulated compute, 8 hosts, its message 0.8 of the compute (about 20 minutes)
 	$(VENV)/bin/gossamer bench 'ResNet50(12)' --network 90mbit --hosts 8 --side "GossipGraD(wire='bf16')" \
 	  --rounds 3 --steps 2 --warmup 2 --save-to benchmarks/results/efficiency
+
+bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, beside DDP (hours, resumable)
+	$(RUN) -m gossamer.bench.time_to_quality --workload examples/02_convnet.py --target 0.905 --save-to benchmarks/results
+	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --save-to benchmarks/results
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (about a minute)
 	$(RUN) -m gossamer.bench.kernels --save-to benchmarks/results

@@ -95,16 +95,21 @@ def training_batches(rank: int, world: int, seed: int) -> Iterator[tuple[Tensor,
 
 def quality(net: nn.Module) -> dict[str, float]:
     """The loss on the held-out windows."""
-    return {"loss": validate(net, standard_library(0, 1)[1], 0, 1, torch.device("cpu"))["validation_loss"]}
+    return {"loss": sum_of_losses(net, standard_library(0, 1)[1], 0, 1, torch.device("cpu")) / WINDOWS}
 
 
 @torch.no_grad()
-def validate(net: nn.Module, text: Tensor, rank: int, world: int, device: torch.device) -> dict[str, float]:
-    """The loss on windows spread over the held-out text; each rank computes its share of them."""
+def sum_of_losses(net: nn.Module, text: Tensor, rank: int, world: int, device: torch.device) -> float:
+    """Of this rank's share of the windows, which are spread over the held-out text."""
     places = torch.linspace(0, len(text) - CONTEXT - 1, WINDOWS).long()[rank::world, None]
     windows = text[places + torch.arange(CONTEXT + 1)].long().to(device)
-    losses = [loss(net(part[:, :-1]), part[:, 1:]).item() * len(part) for part in windows.split(32)]
-    return {"validation_loss": mean_over_ranks(sum(losses), device) * world / WINDOWS}
+    return sum(loss(net(part[:, :-1]), part[:, 1:]).item() * len(part) for part in windows.split(32))
+
+
+def validate(net: nn.Module, text: Tensor, rank: int, world: int, device: torch.device) -> dict[str, float]:
+    """The loss on the held-out windows; each rank computes its share of them."""
+    total = sum_of_losses(net, text, rank, world, device)
+    return {"validation_loss": mean_over_ranks(total, device) * world / WINDOWS}
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gossamer.bench.bound import Ready, joined, measure_ready, overlapped
+from gossamer.bench.bound import Ready, joined, measure_ready, overlapped, wire
 from gossamer.bench.catalogue import find_workload
 
 
@@ -11,8 +11,13 @@ def test_side_by_side_the_longer_one_counts():
     assert overlapped(1.0, 3.0) == 3.0
 
 
+def test_the_wire_of_the_rank_that_takes_longest_counts():
+    assert wire([1e6, 1e6], [8e6, 2e6]) == 4.0
+    assert wire([9e6, 1e6], [8e6, 2e6]) == 9.0
+
+
 @pytest.mark.parametrize(
-    ("wire", "bound"),
+    ("seconds", "bound"),
     [
         (0.0, 10.0),  # nothing to send: the compute
         (4.0, 10.0),  # all of it travels while the step goes on
@@ -20,8 +25,8 @@ def test_side_by_side_the_longer_one_counts():
         (40.0, 44.0),
     ],
 )
-def test_a_join_begins_with_the_first_gradient_and_ends_with_the_wire_of_the_last(wire, bound):
-    assert joined(10.0, wire, Ready((4.0, 8.0), (0.5, 0.5), 10.0)) == bound
+def test_a_join_begins_with_the_first_gradient_and_ends_with_the_wire_of_the_last(seconds, bound):
+    assert joined(10.0, seconds, Ready((4.0, 8.0), (0.5, 0.5), 10.0)) == bound
 
 
 def test_a_large_gradient_that_comes_last_hides_nothing():

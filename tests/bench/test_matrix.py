@@ -77,7 +77,7 @@ def test_a_picture_is_drawn_where_there_are_several_numbers_of_hosts(tmp_path):
 def test_the_command_measures_and_goes_on_where_it_was(tmp_path):
     runner = CliRunner()
     words = ["bench", "Convnet(0.05)", "--network", "1gbit", "--hosts", "2", "--rounds", "2", "--steps", "1", "--warmup", "1"]
-    words += ["--save-to", str(tmp_path)]
+    words += ["--no-memory", "--save-to", str(tmp_path)]
     sides = ["AllReduce()", "ddp-powersgd", "bluefog", "post-localsgd"]
     first = runner.invoke(app, [*words, *(word for side in sides for word in ("--side", side))])
     assert first.exit_code == 0, first.output
@@ -93,6 +93,20 @@ def test_the_command_measures_and_goes_on_where_it_was(tmp_path):
     assert second.exit_code == 0, second.output
     assert {row["side"]: row["when"] for row in Results(tmp_path / "results.jsonl").rows} == when
     assert "AllReduce()" in (tmp_path / "results.md").read_text()
+
+
+def test_memory_is_known_for_all_networks_of_a_workload(tmp_path):
+    results = Results(tmp_path / "results.jsonl")
+    results.add([a_row("ddp", memory=1.5, memory_noise=0.1), a_row("AllReduce()")])
+    assert results.memory(Case(CASE.workload, "1gbit", 4)) == {"ddp": {"memory": 1.5, "memory_noise": 0.1}}
+    assert results.memory(Case(CASE.workload, "1gbit", 8)) == {}
+
+
+def test_only_the_first_of_several_ranks_writes(tmp_path):
+    results = Results(tmp_path / "results.jsonl", writes=False)
+    results.add([a_row("ddp")])
+    assert len(results.rows) == 1
+    assert not (tmp_path / "results.jsonl").exists()
 
 
 def test_the_command_says_what_is_wrong(tmp_path):

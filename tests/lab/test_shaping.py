@@ -91,6 +91,20 @@ def test_a_slow_host_takes_its_factor_longer(lab: Lab) -> None:
     assert 2.4 < float(slow[0]) < 2 * 3.0 * max(1.0, float(quick[0]))
 
 
+def test_a_slow_host_that_is_told_is_not_stopped(lab: Lab) -> None:
+    source = """
+        import os, time
+        wall = time.perf_counter()
+        for _ in range(100):
+            time.sleep(0.001)
+        print(time.perf_counter() - wall, os.environ["GOSSAMER_LAB_SLOWDOWN"])
+    """
+    run = lab(LabSpec(hosts=2, slow={1: 50.0}, slow_by="telling", shaping="none"), source)
+    quick, slow = (run.stdout(rank)[0].split() for rank in range(2))
+    assert (quick[1], slow[1]) == ("1", "50")
+    assert float(slow[0]) < 5 * max(0.15, float(quick[0]))  # stopped, it would take 50 times as long
+
+
 def test_latency_is_added_somewhere_and_said(lab: Lab, namespaces: None) -> None:
     run = lab(LabSpec(hosts=2, latency="2ms"), 'import os; print(os.environ.get("GOSSAMER_LAB_LATENCY_S"))')
     left_to_the_runner = run.stdout(0) == ["0.002"]

@@ -24,6 +24,9 @@ from gossamer.lab import LabSpec
         ({"hosts": 2, "slow": {2: 3.0}}, "slow names host 2"),
         ({"hosts": 2, "slow": {1: 0.5}}, "factor must be"),
         ({"hosts": 2, "slow": {1: float("nan")}}, "factor must be"),
+        ({"hosts": 2, "slow_by": "magic"}, "slow_by is 'magic'"),
+        ({"hosts": 2, "slow_links": {2: "1gbit"}}, "slow_links names host 2"),
+        ({"hosts": 2, "slow_links": {1: "fast"}}, "is no rate"),
         ({"hosts": 2, "shaping": "magic"}, "shaping is 'magic'"),
         ({"hosts": 2, "timeout": 0}, "timeout is 0"),
         ({"hosts": 2, "timeout": float("inf")}, "timeout is inf"),
@@ -48,8 +51,13 @@ def test_rates_per_host() -> None:
         assert [each.bps for each in LabSpec(hosts=3, rate=rate).rates] == [200e6, 50e6, None]
 
 
+def test_one_link_may_be_slower() -> None:
+    assert [rate.bps for rate in LabSpec(hosts=3, rate="200mbit", slow_links={1: "50mbit"}).rates] == [200e6, 50e6, 200e6]
+
+
 def test_survives_json() -> None:
-    spec = LabSpec(hosts=4, rate="200mbit,1gbit,1gbit,none", latency="2ms", slow={2: 3.0}, timeout=9, procs_per_host=2)
+    links = {"rate": "200mbit,1gbit,1gbit,none", "slow_links": {3: "50mbit"}}
+    spec = LabSpec(hosts=4, latency="2ms", slow={2: 3.0}, slow_by="telling", timeout=9, procs_per_host=2, **links)
     again = LabSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert (again.rates, again.slow, again.latency_s, again.timeout) == (spec.rates, spec.slow, 0.002, 9)
-    assert again.world == 8
+    assert (again.slow_by, again.rates[3].bps, again.world) == ("telling", 50e6, 8)

@@ -1,4 +1,9 @@
-"""Bound: the least time that a step can take, from measured compute and a measured line. No simulator is involved."""
+"""Bound: the least time that a step can take, from measured compute and a measured line. No simulator is involved.
+
+*Compute* is that of the slowest host: sides are timed from barrier to barrier, and so is the side that does not
+communicate. *Wire* is that of the rank which takes longest to send its own payload over its own line, both as measured:
+of a symmetric method the one behind a slow link. What a rank receives is not counted, and none sends more than it must.
+"""
 
 import statistics
 import time
@@ -51,6 +56,11 @@ def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
     whole = sum(nbytes for _, nbytes in order)
     step = statistics.median(steps[1:])
     return Ready(tuple(seconds for seconds, _ in order), tuple(nbytes / whole for _, nbytes in order), step)
+
+
+def wire(payloads: Sequence[float], lines: Sequence[float]) -> float:
+    """Seconds until the last rank has sent its bytes per step over its line of so many bits per second."""
+    return max(8 * payload / line for payload, line in zip(payloads, lines, strict=True))
 
 
 def overlapped(compute: float, wire: float) -> float:

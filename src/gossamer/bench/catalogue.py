@@ -17,7 +17,7 @@ _FUNCTIONS = ("build_model", "build_optimizer", "random_batch", "loss")
 
 def find_workload(text: str | Path) -> Workload:
     """The workload of a Python file, or an emulated model with its seconds per step. Raises ConfigurationError."""
-    name = str(text).partition("(")[0]
+    name = _model(text)
     if name not in MODELS:
         return load_workload(Path(text))
     try:
@@ -25,6 +25,15 @@ def find_workload(text: str | Path) -> Workload:
     except (SyntaxError, TypeError) as error:
         raise ConfigurationError(f"{text!s}: an emulated model takes its seconds per step, as in {name}(2.0)") from error
     return made
+
+
+def is_emulated(text: str | Path) -> bool:
+    """Whether this names an emulated model, whose compute is waiting."""
+    return _model(text) in MODELS
+
+
+def _model(text: str | Path) -> str:
+    return str(text).partition("(")[0]
 
 
 def load_workload(path: Path) -> Workload:

@@ -1,18 +1,28 @@
 """Bench command: ``gossamer bench``, for Typer."""
 
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch.distributed as dist
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
+from gossamer.bench.cluster import cases_here, is_here, joined, measure_here, measure_memory_here
 from gossamer.bench.in_lab import Record
 from gossamer.bench.listing import listing
-from gossamer.bench.matrix import Case, Results, Turns, absent, cases, draw, measure, portions, table
+from gossamer.bench.matrix import Case, Results, Turns, absent, cases, draw, measure, measure_memory, portions, table
 from gossamer.bench.plots import require_matplotlib
-from gossamer.errors import GossamerError
+from gossamer.bench.ranks import of_all
+from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabError
+
+SHOWN = ("side", "ms per step", "relative to DDP (95 % interval)", "step / bound", "payload, MB", "memory / gradients")
+"""Columns of the whole table that are shown on the terminal."""
 
 SIDES = ["AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')"]
 
@@ -25,7 +35,10 @@ def _list_sides(wanted: bool) -> None:
 
 def bench(
     workloads: Annotated[list[str], typer.Argument(help="Python files, or emulated models such as 'ResNet50(2.0)'.")],
-    network: Annotated[list[str] | None, typer.Option(help="A rate, with a latency if you like: 200mbit, 50mbit+2ms.")] = None,
+    network: Annotated[
+        list[str] | None,
+        typer.Option(help="A rate: 200mbit, unshaped; if you like with +LATENCY, /slow-link=RATE, /slow-host=FACTORx."),
+    ] = None,
     hosts: Annotated[list[int] | None, typer.Option(help="Number of emulated hosts; may be given several times.")] = None,
     side: Annotated[
         list[str] | None, typer.Option(help="A way to train, beside DDP: AllReduce(), Gossip(wire='bf16'), ddp-fp16, horovod.")
@@ -35,6 +48,7 @@ def bench(
     warmup: Annotated[int, typer.Option(min=1, help="Steps of every side before the first turn.")] = 4,
     at_once: Annotated[int, typer.Option(min=1, help="Sides that share a run and its memory with DDP and compute only.")] = 6,
     save_to: Annotated[Path, typer.Option(help="Folder for results.jsonl, results.md and pictures.")] = Path("out/bench"),
+    memory: Annotated[bool, typer.Option(help="Measure each side's peak memory too, once per number of hosts.")] = True,
     again: Annotated[bool, typer.Option(help="Measure anew what the folder has already.")] = False,
     list_sides: Annotated[
         bool, typer.Option("--list-sides", is_eager=True, callback=_list_sides, help="Show what --side can be, and leave.")
@@ -43,47 +57,104 @@ def bench(
     """Time ways to train beside PyTorch DDP on emulated networks; stop and go on as you like.
 
     Example: gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --side "Gossip(wire='bf16')"
+
+    On a cluster, on the network that there is: torchrun ... -m gossamer.bench mine.py --side "Gossip(wire='bf16')"
     """
+    first = os.environ.get("RANK", "0") == "0"
     try:
         require_matplotlib()  # and what else comes with it; before an hour of measuring, not after
-        chosen = cases(workloads, network or ["200mbit"], hosts or [4])
-        results = Results(save_to / "results.jsonl")
-        _run(chosen, side or SIDES, Turns(rounds, steps, warmup), at_once, results, again)
+        plan = Plan(side or SIDES, Turns(rounds, steps, warmup), at_once, memory, again)
+        path = save_to / "results.jsonl"
+        if is_here():
+            _on_cluster(workloads, network, hosts, plan, path)
+        else:
+            _run(LAB, cases(workloads, network or ["200mbit"], hosts or [4]), plan, Results(path))
     except (GossamerError, LabError) as error:
-        typer.echo(f"gossamer bench: {error}", err=True)
+        if first:
+            typer.echo(f"gossamer bench: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    (save_to / "results.md").write_text("\n".join(table(results.rows)) + "\n")
-    drawn = draw(results.rows, save_to)
-    typer.echo(f"{save_to / 'results.md'} and results.jsonl hold {len(results.rows)} rows" + "".join(f"; {p}" for p in drawn))
+    if first:
+        _conclude(Results(path).rows, save_to)
 
 
-def _run(chosen: list[Case], sides: list[str], turns: Turns, at_once: int, results: Results, again: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured of every case."""
+
+    sides: Sequence[str]
+    turns: Turns
+    at_once: int
+    memory: bool
+    again: bool
+
+    def lacking(self, case: Case, results: Results) -> list[str]:
+        """The sides that are to be measured."""
+        return list(self.sides) if self.again else results.lacking(case, self.sides, self.turns)
+
+    def portions(self, case: Case, results: Results, missing: set[str]) -> Iterator[list[str]]:
+        """Those of them that are not ``missing``, as they are to be measured together: one portion after the other."""
+        wanted = [side for side in self.lacking(case, results) if side not in missing]
+        for portion in portions(wanted, self.at_once):
+            if self.again or results.lacking(case, portion, self.turns):
+                yield portion
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where it is measured: in the lab, or where these ranks are."""
+
+    absent: Callable[[Case, Sequence[str]], list[Record]]
+    """Rows of sides that need not be tried, because they cannot run."""
+    measure: Callable[[Case, Sequence[str], Turns, Callable[[Record], None]], list[Record]]
+    memory: Callable[[Case, Sequence[str]], dict[str, Record]]
+
+
+LAB = Place(absent, measure, measure_memory)
+# Here every rank has its own installation; they find out together when they measure.
+CLUSTER = Place(lambda case, sides: [], measure_here, measure_memory_here)
+
+
+def _on_cluster(
+    workloads: Sequence[str], network: Sequence[str] | None, hosts: Sequence[int] | None, plan: Plan, path: Path
+) -> None:
+    """Every rank goes through the same, with what the first has on its disk; only that one writes and shows."""
+    if network or hosts:
+        raise ConfigurationError("under torchrun hosts and network are what they are: leave --network and --hosts out")
+    with joined(workloads):
+        writes = dist.get_rank() == 0
+        results = Results(path, writes)
+        results.rows = of_all(results.rows)[0]
+        _run(CLUSTER, cases_here(workloads), plan, results, quiet=not writes)
+
+
+def _run(place: Place, chosen: Sequence[Case], plan: Plan, results: Results, quiet: bool = False) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
         for case in chosen:
-            lacking = sides if again else results.lacking(case, sides, turns)
-            rows = absent(case, lacking)
-            results.add(rows)
-            _log(progress, case, rows)
-            there = [side for side in lacking if side not in {row["side"] for row in rows}]
-            for portion in portions(there, at_once):
-                if not again and not results.lacking(case, portion, turns):
-                    continue
-                bar = progress.add_task(f"{case}: {len(portion)} sides", total=turns.rounds)
+            missing = place.absent(case, plan.lacking(case, results))
+            results.add(missing)
+            _log(progress, case, missing)
+            for portion in plan.portions(case, results, {row["side"] for row in missing}):
+                bar = progress.add_task(f"{case}: {len(portion)} sides", total=plan.turns.rounds)
 
-                def note(record: Record, bar: object = bar) -> None:
+                def note(record: Record, bar: TaskID = bar) -> None:
                     if "round" in record:
-                        progress.update(bar, completed=record["round"])  # type: ignore[arg-type]
+                        progress.update(bar, completed=record["round"])
 
-                rows = measure(case, portion, turns, note)
+                rows = place.measure(case, portion, plan.turns, note)
+                if plan.memory:
+                    progress.update(bar, description=f"{case}: memory of {len(portion)} sides", total=None)
+                    rows = _with_memory(place, case, rows, {} if plan.again else results.memory(case))
                 results.add(rows)
                 progress.remove_task(bar)
                 _log(progress, case, rows)
 
 
-def _log(progress: Progress, case: Case, rows: list[Record]) -> None:
+def _log(progress: Progress, case: Case, rows: Sequence[Record]) -> None:
+    if progress.disable:
+        return
     for row in rows:
         found = f"not run: {row['missing']}" if "missing" in row else f"{_ms(row)}, {row['ratio']:.3f} of DDP"
         progress.log(f"{case}: {row['side']} {found}")
@@ -91,3 +162,36 @@ def _log(progress: Progress, case: Case, rows: list[Record]) -> None:
 
 def _ms(row: Record) -> str:
     return f"{1e3 * row['step_seconds']:.1f} ms"
+
+
+def _with_memory(place: Place, case: Case, rows: Sequence[Record], known: dict[str, Record]) -> list[Record]:
+    """The rows with what their sides need of memory, measured where it is not known."""
+    lacking = [row["side"] for row in rows if row["side"] not in known and "missing" not in row]
+    known = known | (place.memory(case, lacking) if lacking else {})
+    return [row | known.get(row["side"], {}) for row in rows]
+
+
+def _conclude(rows: Sequence[Record], folder: Path) -> None:
+    """Show the table, and save it and the pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.md").write_text("\n".join(table(rows)) + "\n")
+    drawn = draw(rows, folder)
+    Console().print(*_shown(rows), sep="\n")
+    typer.echo(f"{folder / 'results.md'} and results.jsonl hold {len(rows)} rows" + "".join(f"; {path}" for path in drawn))
+
+
+def _shown(rows: Sequence[Record]) -> Iterator[Table]:
+    """For a terminal: a table for every case, with the columns that matter most."""
+    for case in dict.fromkeys(Case(row["workload"], row["network"], row["hosts"]) for row in rows):
+        head, _, *lines = table([row for row in rows if asdict(case).items() <= row.items()])
+        places = [_cells(head).index(name) for name in SHOWN]
+        shown = Table(title=str(case), title_justify="left")
+        for name in SHOWN:
+            shown.add_column(name, justify="left" if name == "side" else "right", no_wrap=name == "side")
+        for line in lines:
+            shown.add_row(*(_cells(line)[place].strip("`") for place in places))
+        yield shown
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]

@@ -3,10 +3,11 @@
 Gradients have the real sizes and come in the real order, so that what is sent, and when, is as in training; but two
 cores can carry sixteen workers, and the network decides. A layer's time is its share of the model's multiplications;
 backward takes twice as long as forward. Compute and network are slowed by the same factor: AlexNet's 38.8 ms at
-56 Gbit/s become 3.88 s at 560 Mbit/s.
+56 Gbit/s become 3.88 s at 560 Mbit/s. A slow host of the lab waits longer, by its factor.
 """
 
 import math
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,7 @@ class Emulated(nn.Module):
     def __init__(self, layers: Sequence[Layer], seconds: float) -> None:
         super().__init__()
         total = sum(layer.multiplications for layer in layers)
+        seconds *= float(os.environ.get("GOSSAMER_LAB_SLOWDOWN", "1"))
         self._seconds = [seconds * layer.multiplications / total for layer in layers]
         self.layers = nn.ModuleList(nn.ParameterList(_parameters(layer.shapes)) for layer in layers)
 

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gossamer.bench.catalogue import find_workload
+from gossamer.bench.catalogue import find_workload, is_emulated
 from gossamer.bench.in_lab import Record, lab_json
+from gossamer.bench.memory import BASELINE, FIGURES, beyond, read
+from gossamer.bench.network import parse_network
 from gossamer.bench.peers import PEERS
 from gossamer.bench.plots import Panel, times_over_hosts
 from gossamer.bench.sides import parse_side
-from gossamer.errors import ConfigurationError
 from gossamer.lab import LabSpec
 
 ALWAYS = ("ddp", "compute")
@@ -31,7 +32,7 @@ NOISY = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One workload on one network. ``network``: a rate of the lab, and a latency after a plus: ``50mbit+2ms``."""
+    """One workload on one network, spelled as in :mod:`gossamer.bench.network`."""
 
     workload: str
     network: str
@@ -39,15 +40,11 @@ class Case:
 
     def spec(self) -> LabSpec:
         """The emulated hosts. Raises ConfigurationError for a network that cannot be made."""
-        rate, _, latency = self.network.partition("+")
-        try:
-            return LabSpec(hosts=self.hosts, rate=rate, latency=latency or "0")
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from error
+        return parse_network(self.network).spec(self.hosts, waits=is_emulated(self.workload))
 
     def __str__(self) -> str:
         name = Path(self.workload).stem if self.workload.endswith(".py") else self.workload
-        return f"{name} on {self.network}, {self.hosts} hosts"
+        return f"{name} on {self.network}, {self.hosts} host{'s' if self.hosts > 1 else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +57,10 @@ class Turns:
 
 
 class Results:
-    """Rows of a file of JSON lines: one per case and side."""
+    """Rows of a file of JSON lines: one per case and side. ``writes``: whether new ones are written down."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, writes: bool = True) -> None:
+        self._path, self._writes = path, writes
         self.rows: list[Record] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def lacking(self, case: Case, sides: Iterable[str], turns: Turns) -> list[str]:
@@ -71,6 +68,11 @@ class Results:
         rows = [row for row in self.rows if asdict(case).items() <= row.items()]
         there = {row["side"] for row in rows if "missing" not in row and row["rounds"] >= turns.rounds}
         return [side for side in sides if side not in there]
+
+    def memory(self, case: Case) -> dict[str, Record]:
+        """What sides need of memory with this workload and number of hosts, on whichever network it was measured."""
+        same = [row for row in self.rows if (row["workload"], row["hosts"]) == (case.workload, case.hosts)]
+        return {row["side"]: {name: row[name] for name in FIGURES} for row in same if FIGURES[0] in row}
 
     def add(self, rows: Sequence[Record]) -> None:
         """Keep rows, in place of older ones of the same case and side, and write them down.
@@ -81,6 +83,8 @@ class Results:
         rows = [row for row in rows if "missing" not in row or _key(row) not in measured]
         fresh = {_key(row) for row in rows}
         self.rows = [row for row in self.rows if _key(row) not in fresh] + list(rows)
+        if not self._writes:
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         whole = self._path.with_suffix(".new")
         whole.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
@@ -126,11 +130,21 @@ def measure(case: Case, sides: Sequence[str], turns: Turns, on_record: Callable[
     command = ["-m", "gossamer.bench.paired", "--workload", case.workload, "--sides", *sides]
     numbers = {"--rounds": turns.rounds, "--steps": turns.steps, "--warmup": turns.warmup}
     command += [str(part) for pair in numbers.items() for part in pair]
-    found = lab_json(case.spec(), command, on_record)[-1]
+    return rows_of(case, lab_json(case.spec(), command, on_record)[-1])
+
+
+def rows_of(case: Case, found: Record) -> list[Record]:
+    """What :func:`gossamer.bench.paired.run` found, as a row for every side."""
     kept = ("rounds", "steps_per_round", "tcp_bits_per_second", "load", "torch")
     shared = {"when": round(time.time()), "name": found["workload"]} | {name: found[name] for name in kept}
     rows = [asdict(case) | {"side": side} | figures | shared for side, figures in found["sides"].items()]
     return rows + [_absence(case, found["workload"], side, reason) for side, reason in found["missing"].items()]
+
+
+def measure_memory(case: Case, sides: Sequence[str]) -> dict[str, Record]:
+    """What every side needs at its peak beyond training without communication; see :mod:`gossamer.bench.memory`."""
+    command = ["-m", "gossamer.bench.memory", "--workload", case.workload, "--sides", *sides]
+    return beyond(read(lab_json(case.spec(), command)))
 
 
 def table(rows: Sequence[Record]) -> list[str]:
@@ -138,6 +152,7 @@ def table(rows: Sequence[Record]) -> list[str]:
     head = (
         "workload", "network", "hosts", "side", "ms per step", "relative to DDP (95 % interval)", "bound, ms", "step / bound",
         "payload, MB", "on the wire, MB", "communication, ms", "exposed, ms", "CPU, ms",
+        "memory / gradients",
     )  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     order = {key: place for place, key in enumerate(dict.fromkeys(_key(row)[:3] for row in rows))}
@@ -168,7 +183,15 @@ def _cells(row: Record) -> list[str]:
         f"{1e3 * row['wire_seconds']:.1f}" if row["wire_seconds"] else "",
         f"{1e3 * row['exposed_seconds']:.1f}" if row["wire_seconds"] else "",
         f"{1e3 * row['cpu_seconds']:.1f}",
+        _memory(row),
     ]
+
+
+def _memory(row: Record) -> str:
+    """The peak beyond ``compute``, with its noise, unless it is zero by definition."""
+    if "memory" not in row or row["side"] == BASELINE:
+        return ""
+    return f"{row['memory']:.2f} ± {row['memory_noise']:.2f}"
 
 
 def draw(rows: Sequence[Record], folder: Path) -> list[Path]:

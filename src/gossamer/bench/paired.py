@@ -10,7 +10,7 @@ sides alternating from round to round; what counts is the ratio of two sides wit
 
 import argparse
 import json
-import math
+import operator
 import os
 import statistics
 import sys
@@ -23,15 +23,15 @@ import torch
 import torch.distributed as dist
 
 from gossamer.algorithms import Algorithm
-from gossamer.bench.bound import Ready, joined, measure_ready, overlapped
+from gossamer.bench.bound import Ready, joined, measure_ready, overlapped, wire
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.counters import Counters
+from gossamer.bench.line import plain_tcp
 from gossamer.bench.peers import PEERS, Joined
+from gossamer.bench.ranks import of_all
 from gossamer.bench.sides import join, parse_side
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError
-from gossamer.lab.line_rate import lab_addresses, line_rate
-from gossamer.lab.rates import parse_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,8 @@ def _warm_up(side: Trained, steps: int) -> None:
 def _meet(side: Trained) -> None:
     if side.joined.replica is not None:
         side.joined.replica.catch_up()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     dist.barrier()
 
 
@@ -146,10 +148,25 @@ def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, f
     }
 
 
-def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmup: int = 4) -> dict[str, Any]:
+def tell(index: int, rounds: int) -> None:
+    """Print from rank 0 which round begins."""
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps({"round": index, "of": rounds}) + "\n")
+        sys.stdout.flush()
+
+
+def run(
+    workload: Workload,
+    sides: Sequence[str],
+    rounds: int,
+    steps: int,
+    warmup: int = 4,
+    told: Callable[[int, int], None] = tell,
+) -> dict[str, Any]:
     """Time all ``sides`` that can run here; the first one is the reference of the ratios.
 
-    In the lab, and with a side ``compute``, every side also gets its bound: see :mod:`gossamer.bench.bound`.
+    ``told`` hears of every round, and of how many. Where plain TCP can be measured, and with a side ``compute``, every side
+    also gets its bound: see :mod:`gossamer.bench.bound`.
     """
     rank = dist.get_rank()
     lacking = missing(sides)
@@ -157,76 +174,63 @@ def run(workload: Workload, sides: Sequence[str], rounds: int, steps: int, warmu
     if not sides:
         raise ConfigurationError("none of the sides can run here: " + "; ".join(f"{k}: {v}" for k, v in lacking.items()))
     made = {name: make_side(workload, name, rank) for name in sides}
-    lines = plain_tcp()
+    lines_before = plain_tcp()
     ready = measure_ready(workload, rank)
     for side in made.values():
         _warm_up(side, warmup)
-    results, sent = _measure(made, rounds, steps)
-    lines += plain_tcp()
+    results, sent = _measure(made, rounds, steps, told)
+    lines = [statistics.median(both) for both in map(operator.add, lines_before, plain_tcp())]
+    figures = _figures(made, results, sent)
+    if lines and "compute" in figures:
+        _add_bounds(figures, of_all(sent), lines, ready, made)
     for side in made.values():
         side.joined.close()
     return {
         "workload": workload.name,
+        "rounds": rounds,
+        "steps_per_round": steps,
+        "sides": figures,
+        "missing": lacking,
+        "seconds": {name: [each.seconds for each in results[name]] for name in made},
+        "tcp_bits_per_second": min(lines) if lines else None,
+    } | _conditions()
+
+
+def _conditions() -> dict[str, Any]:
+    """Where and under which load it was measured."""
+    return {
         "world": dist.get_world_size(),
         "rate": os.environ.get("GOSSAMER_LAB_RATE", "unshaped"),
         "latency": float(os.environ.get("GOSSAMER_LAB_LATENCY_S", "0")),
-        "rounds": rounds,
-        "steps_per_round": steps,
-        "sides": _figures(made, results, sent, statistics.median(lines) if lines else None, ready),
-        "missing": lacking,
-        "seconds": {name: [each.seconds for each in results[name]] for name in made},
-        "tcp_bits_per_second": statistics.median(lines) if lines else None,
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
     }
 
 
-def _measure(made: dict[str, Trained], rounds: int, steps: int) -> tuple[dict[str, list[Round]], dict[str, float]]:
+def _measure(
+    made: dict[str, Trained], rounds: int, steps: int, told: Callable[[int, int], None]
+) -> tuple[dict[str, list[Round]], dict[str, float]]:
     """Every side's rounds, and the bytes that it sends per step."""
     before = _payloads(made)
-    results = take_turns(made, rounds, steps, lambda index: _tell(index, rounds))
+    results = take_turns(made, rounds, steps, lambda index: told(index, rounds))
     # Over all rounds, because what a round's last step sends is still under way at its end.
     after, taken = _payloads(made), {name: rounds * (side.period + side.timed(steps)) for name, side in made.items()}
     sent = {name: (after[name] - before[name]) / taken[name] for name in made}
     return results, sent | {name: side.payload_bytes for name, side in made.items() if side.payload_bytes is not None}
 
 
-def _figures(
-    made: dict[str, Trained], results: dict[str, list[Round]], sent: dict[str, float], line: float | None, ready: Ready
-) -> dict[str, dict[str, float]]:
-    """Of every side: medians and ratios, means of what was counted, payload and bound."""
+def _figures(made: dict[str, Trained], results: dict[str, list[Round]], sent: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Of every side: medians and ratios, means of what was counted, and payload."""
     seconds = [[each.seconds for each in results[name]] for name in made]
     compared = {name: compare(own, seconds[0]) for name, own in zip(made, seconds, strict=True)}
-    figures = {name: compared[name] | _counted(results[name]) | {"payload_bytes": sent[name]} for name in made}
-    if line is not None and "compute" in figures:
-        for name, figure in figures.items():
-            if name in PEERS and PEERS[name].payload is None:
-                continue
-            figure["bound_seconds"] = _bound(figure["payload_bytes"], line, figures["compute"], ready, made[name].overlaps)
-    return figures
+    return {name: compared[name] | _counted(results[name]) | {"payload_bytes": sent[name]} for name in made}
 
 
 def missing(sides: Sequence[str]) -> dict[str, str]:
     """Those of ``sides`` that cannot run on some rank, and why; the same on all ranks."""
     reasons = {name: PEERS[name].missing(load=True) for name in sides if name in PEERS}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: reason for name, reason in reasons.items() if reason is not None})
+    everyone = of_all({name: reason for name, reason in reasons.items() if reason is not None})
     return {name: reason for reasons in reversed(everyone) for name, reason in reasons.items()}
-
-
-def plain_tcp() -> list[float]:
-    """Bits per second that plain TCP sockets reach around a ring of the lab's hosts; empty outside of it."""
-    if "GOSSAMER_LAB" not in os.environ or dist.get_world_size() == 1:
-        return []
-    rate = parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped")).bps or math.inf
-    nbytes = round(min(max(rate / 8 * 0.5, 1e6), 16e6))  # half a second
-    return [8 * nbytes / s for s in line_rate(dist.get_rank(), dist.get_world_size(), lab_addresses(), "ring", nbytes, 3)]
-
-
-def _tell(index: int, rounds: int) -> None:
-    if dist.get_rank() == 0:
-        sys.stdout.write(json.dumps({"round": index, "of": rounds}) + "\n")
-        sys.stdout.flush()
 
 
 def _payloads(sides: dict[str, Trained]) -> dict[str, float]:
@@ -243,9 +247,21 @@ def _counted(rounds: Sequence[Round]) -> dict[str, float]:
     return {each.name: statistics.fmean(getattr(row.counted, each.name) for row in rounds) for each in fields(Counters)}
 
 
-def _bound(payload: float, line: float, compute: dict[str, float], ready: Ready, overlaps: bool) -> float:
-    wire, ready = 8 * payload / line, ready.within(compute["step_seconds"])
-    return overlapped(compute["step_seconds"], wire) if overlaps else joined(compute["step_seconds"], wire, ready)
+def _add_bounds(
+    figures: dict[str, dict[str, float]],
+    sent: Sequence[dict[str, float]],
+    lines: Sequence[float],
+    ready: Ready,
+    sides: dict[str, Trained],
+) -> None:
+    """Add to each side's figures its bound; ``sent`` and ``lines`` are by rank."""
+    step = figures["compute"]["step_seconds"]
+    for name, figure in figures.items():
+        if name in PEERS and PEERS[name].payload is None:
+            continue
+        seconds = wire([each[name] for each in sent], lines)
+        bound = overlapped(step, seconds) if sides[name].overlaps else joined(step, seconds, ready.within(step))
+        figure["bound_seconds"] = bound
 
 
 def main() -> None:

@@ -121,3 +121,28 @@ def times_over_hosts(path: Path, panels: Sequence[Panel], *, title: str) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def quality_over_time(
+    path: Path, curves: dict[str, list[Sequence[tuple[float, float]]]], *, title: str, measure: str, target: float
+) -> None:
+    """Draw qualities over seconds of training, a thin line for each of a side's runs, and the target; save them as ``path``."""
+    pyplot = require_matplotlib()
+    figure, axis = pyplot.subplots(figsize=(8.6, 4.8), dpi=160, layout="constrained")
+    colours = pyplot.get_cmap("tab10").colors
+    for index, (side, runs) in enumerate(curves.items()):
+        for number, run in enumerate(runs):
+            label = side if number == 0 else None
+            style = {"color": colours[index % 10], "linewidth": 1.2, "marker": "o", "markersize": 2.5}
+            axis.plot([x for x, _ in run], [y for _, y in run], label=label, **style)
+    axis.axhline(target, color="black", linestyle=":", linewidth=1.0, label=f"target {target:.4g}")
+    axis.set_xlim(left=0)
+    axis.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    axis.set_xlabel("seconds of training, evaluation not counted", loc="left")
+    axis.set_ylabel(f"{measure}, median of five evaluations")
+    axis.grid(axis="y", color="#e4e6ea")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)

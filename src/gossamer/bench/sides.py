@@ -13,6 +13,7 @@ from gossamer.bench.spelled import value_of
 from gossamer.comm import digraph, topology
 from gossamer.comm.topology import Pattern
 from gossamer.errors import ConfigurationError
+from gossamer.replica import Replica
 from gossamer.replicate import replicate
 
 PLAIN = tuple(PEERS)
@@ -55,8 +56,12 @@ def join(side: Side, model: nn.Module, optimizer: Optimizer) -> Joined:
     An optimizer that communicates takes the place of the workload's, with its learning rate unless it has one.
     """
     if isinstance(side, Algorithm):
-        return Joined(model, optimizer, replica=replicate(model, optimizer, side))
+        return _with(replicate(model, optimizer, side), model, optimizer)
     if isinstance(side, partial):
         optimizer = side(model.parameters(), **{"lr": optimizer.param_groups[0]["lr"]} | side.keywords)
-        return Joined(model, optimizer, replica=replicate(model, optimizer))
+        return _with(replicate(model, optimizer), model, optimizer)
     return PEERS[side].join(model, optimizer)
+
+
+def _with(replica: Replica, model: nn.Module, optimizer: Optimizer) -> Joined:
+    return Joined(model, optimizer, close=replica.close, replica=replica)

@@ -15,7 +15,8 @@ class Workload:
     ``build_model()`` gives the module; ``build_optimizer(model)`` its optimizer; ``random_batch(generator)`` inputs and
     targets of one worker's batch; ``loss(outputs, targets)`` a scalar. For convergence, optionally:
     ``training_batches(rank, world, seed)`` yields a worker's batches without end; ``quality(model)`` gives an
-    ``"accuracy"`` or a ``"loss"`` on held-out data; ``training_samples()`` all inputs and labels.
+    ``"accuracy"`` or a ``"loss"`` on held-out data, by itself: it is called on one rank; ``training_samples()`` all inputs
+    and labels.
     """
 
     name: str

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gossamer.lab.launcher import LabError, run_lab
-from gossamer.lab.spec import LabSpec, Shaping
+from gossamer.lab.spec import LabSpec, Shaping, Slowing
 
 # The first word that is no option is the script, and what follows is its own.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
@@ -24,6 +24,10 @@ def lab(
     procs_per_host: Annotated[int, typer.Option(help="Processes (ranks) per host.")] = 1,
     latency: Annotated[str, typer.Option(help="Added to every packet, one way: 2ms, 500us.")] = "0",
     slow: Annotated[list[str] | None, typer.Option(help="HOST=FACTOR: a host slowed by a factor.")] = None,
+    slow_by: Annotated[
+        str, typer.Option(help="stopping (its processes), or telling them, who wait longer: GOSSAMER_LAB_SLOWDOWN.")
+    ] = "stopping",
+    slow_link: Annotated[list[str] | None, typer.Option(help="HOST=RATE: a host with another rate, both ways.")] = None,
     shaping: Annotated[str, typer.Option(help="auto, namespaces, runner (gossamer's traffic only) or none.")] = "auto",
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the run is ended.")] = None,
 ) -> None:
@@ -34,7 +38,8 @@ def lab(
     try:
         spec = LabSpec(
             hosts=hosts, rate=rate, procs_per_host=procs_per_host, latency=latency,
-            slow=_slow(slow or []), shaping=_shaping(shaping), timeout=timeout,
+            slow=_slow(slow or []), slow_by=_slowing(slow_by), slow_links=_slow_links(slow_link or []),
+            shaping=_shaping(shaping), timeout=timeout,
         )  # fmt: skip
         code = run_lab(spec, command).exit_code
     except (ValueError, LabError) as error:
@@ -59,13 +64,26 @@ def _shaping(text: str) -> Shaping:
     return text  # type: ignore[return-value]  # LabSpec checks it
 
 
+def _slowing(text: str) -> Slowing:
+    return text  # type: ignore[return-value]  # LabSpec checks it
+
+
 def _slow(texts: list[str]) -> dict[int, float]:
     """Read HOST=FACTOR, repeated or separated by commas."""
-    slow = {}
-    for text in ",".join(texts).split(",") if texts else []:
-        host, _, factor = text.partition("=")
-        try:
-            slow[int(host)] = float(factor)
-        except ValueError:
-            raise ValueError(f"{text!r} is no slowed host: write HOST=FACTOR, for example 2=3.0") from None
-    return slow
+    try:
+        return {host: float(factor) for host, factor in _per_host(texts).items()}
+    except ValueError:
+        raise ValueError(f"{','.join(texts)!r} is no slowed host: write HOST=FACTOR, for example 2=3.0") from None
+
+
+def _slow_links(texts: list[str]) -> dict[int, str]:
+    """Read HOST=RATE, repeated or separated by commas."""
+    try:
+        return _per_host(texts)
+    except ValueError:
+        raise ValueError(f"{','.join(texts)!r} is no slow link: write HOST=RATE, for example 2=50mbit") from None
+
+
+def _per_host(texts: list[str]) -> dict[int, str]:
+    pairs = [text.partition("=") for text in ",".join(texts).split(",")] if texts else []
+    return {int(host): value for host, _, value in pairs}

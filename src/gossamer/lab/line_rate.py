@@ -45,13 +45,14 @@ def line_rate(
     odd last rank looks on); in a `"ring"` each rank sends `nbytes` to the next and receives as many from the one
     before. `peer_addresses` are the ranks' IPv4 addresses; ranks may share one. `port` to `port + 2 * world` must
     be free. Before the clock starts, `drain` bytes (by default four bursts of the lab's rate, at least 256 kB) have
-    passed on the same connection: a token bucket's burst would make small messages look free. Raises OSError when
-    a peer is not there or stays silent for 60 s.
+    passed on the same connection: a token bucket's burst would make small messages look free; the largest that any rank asks
+    for counts. Raises OSError when a peer is not there or stays silent for 60 s.
     """
     if drain is None:
         drain = max(256_000, 4 * parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped")).burst)
     with contextlib.ExitStack() as stack:
         agree = stack.enter_context(_agreement(rank, world, peer_addresses, port))
+        drain = int(agree(drain))  # hosts of different rates see different bursts
         peers = _partners(rank, world, pattern)
         links = stack.enter_context(_links(rank, peers, peer_addresses, port + world)) if peers else None
         return [agree(_exchange(links, drain, nbytes) if links else 0.0) for _ in _rounds(agree, repeats)]

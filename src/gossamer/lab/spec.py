@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from gossamer.lab.rates import Rate, parse_duration, parse_rate
 
 Shaping = Literal["auto", "namespaces", "runner", "none"]
+Slowing = Literal["stopping", "telling"]
 
 MAX_HOSTS = 250  # the addresses of one /24, less a few
 
@@ -19,8 +20,10 @@ class LabSpec:
     """Emulated hosts and the network between them.
 
     `rate` is one rate for all hosts or one per host (`"200mbit"`, `"200mbit,50mbit"`, `["200mbit", "50mbit"]`).
-    `latency` is added to every packet, one way (`"2ms"`). `slow` maps a host to the factor by which its processes
-    are slowed. `timeout` is in seconds, for the whole run. A field that is out of range raises ValueError.
+    `slow_links` maps a host to another rate of its link, both ways. `latency` is added to every packet, one way
+    (`"2ms"`). `slow` maps a host to the factor by which its processes are slowed: by `"stopping"` them for the rest of
+    the time, or by `"telling"` them, for scripts that emulate compute by waiting and read GOSSAMER_LAB_SLOWDOWN.
+    `timeout` is in seconds, for the whole run. A field that is out of range raises ValueError.
     """
 
     hosts: int
@@ -28,18 +31,22 @@ class LabSpec:
     procs_per_host: int = 1
     latency: str = "0"
     slow: Mapping[int, float] = field(default_factory=dict)
+    slow_by: Slowing = "stopping"
+    slow_links: Mapping[int, str] = field(default_factory=dict)
     shaping: Shaping = "auto"
     timeout: float | None = None
 
     def __post_init__(self) -> None:
         _whole("hosts", self.hosts, 1, MAX_HOSTS)
         _whole("procs_per_host", self.procs_per_host, 1, 1024)
-        if self.shaping not in get_args(Shaping):
-            raise ValueError(f"shaping is {self.shaping!r}: it must be one of {', '.join(get_args(Shaping))}")
+        _one_of("shaping", self.shaping, get_args(Shaping))
+        _one_of("slow_by", self.slow_by, get_args(Slowing))
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise ValueError(f"timeout is {self.timeout}: it must be a positive number of seconds")
         for host, factor in self.slow.items():
             self._check_slow(host, factor)
+        for host in self.slow_links:
+            self._check_host("slow_links", host)
         self.rates, self.latency_s  # noqa: B018  (reading them checks them)
 
     @property
@@ -53,7 +60,8 @@ class LabSpec:
         texts = self.rate.split(",") if isinstance(self.rate, str) else list(self.rate)
         if len(texts) not in (1, self.hosts):
             raise ValueError(f"{len(texts)} rates for {self.hosts} hosts: give one rate, or one per host")
-        return tuple(parse_rate(text) for text in texts) * (self.hosts if len(texts) == 1 else 1)
+        texts = texts * self.hosts if len(texts) == 1 else texts
+        return tuple(parse_rate(self.slow_links.get(host, text)) for host, text in enumerate(texts))
 
     @property
     def latency_s(self) -> float:
@@ -63,18 +71,27 @@ class LabSpec:
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return values | {"rate": [rate.text for rate in self.rates], "slow": list(self.slow.items())}
+        pairs = {"slow": list(self.slow.items()), "slow_links": list(self.slow_links.items())}
+        return values | {"rate": [rate.text for rate in self.rates]} | pairs
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> LabSpec:
         """The inverse of `to_json`."""
-        return LabSpec(**values | {"slow": dict(values["slow"])})
+        return LabSpec(**values | {name: dict(values[name]) for name in ("slow", "slow_links")})
 
     def _check_slow(self, host: int, factor: float) -> None:
-        if host not in range(self.hosts):
-            raise ValueError(f"slow names host {host}: hosts are 0 to {self.hosts - 1}")
+        self._check_host("slow", host)
         if not 1 <= factor <= 100:
             raise ValueError(f"host {host} is slowed by {factor}: the factor must be from 1 to 100")
+
+    def _check_host(self, name: str, host: int) -> None:
+        if host not in range(self.hosts):
+            raise ValueError(f"{name} names host {host}: hosts are 0 to {self.hosts - 1}")
+
+
+def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(choices)}")
 
 
 def _whole(name: str, value: int, low: int, high: int) -> None:

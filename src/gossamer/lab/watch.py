@@ -52,7 +52,8 @@ class Watch:
         for rank in ranks:
             for stream, fd in rank.streams():
                 self._selector.register(fd, selectors.EVENT_READ, _Pipe(rank, stream, LineSplitter()))
-        self._pacers = [pace(self._groups(host), factor) for host, factor in spec.slow.items() if factor > 1]
+        stopped = spec.slow.items() if spec.slow_by == "stopping" else ()
+        self._pacers = [pace(self._groups(host), factor) for host, factor in stopped if factor > 1]
 
     def run(self) -> None:
         """Watch until all ranks have ended; the last event reported is the outcome."""

@@ -1,0 +1,83 @@
+"""Cluster: the benchmark as ranks that torchrun has started, on the hosts and the network that there are."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from gossamer.bench.catalogue import find_workload
+from gossamer.bench.in_lab import Record
+from gossamer.bench.matrix import Case, Turns, rows_of
+from gossamer.bench.memory import beyond, read
+from gossamer.bench.paired import run
+from gossamer.bench.ranks import of_all
+from gossamer.errors import GossamerError
+
+
+def is_here() -> bool:
+    """Whether this process is a rank that torchrun, or whatever sets the same variables, has started."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+@contextmanager
+def joined(workloads: Sequence[str]) -> Iterator[None]:
+    """Inside, all ranks are a process group: of NCCL if the first workload's model is on a GPU, otherwise of Gloo."""
+    device = next(find_workload(workloads[0]).build_model().parameters()).device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def cases_here(workloads: Sequence[str]) -> list[Case]:
+    """Every workload on this network, as it is. Raises ConfigurationError before anything is measured if one cannot be."""
+    for workload in workloads:
+        find_workload(workload)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    network = "as is" if local == 1 else f"as is, {local} workers per host"
+    return [Case(workload, network, dist.get_world_size() // local) for workload in workloads]
+
+
+def measure_here(
+    case: Case, sides: Sequence[str], turns: Turns, on_record: Callable[[Record], None] | None = None
+) -> list[Record]:
+    """As :func:`gossamer.bench.matrix.measure`, by these ranks; all get the rows of the first. Collective."""
+
+    def told(index: int, rounds: int) -> None:
+        if on_record is not None:
+            on_record({"round": index, "of": rounds})
+
+    found = run(find_workload(case.workload), sides, turns.rounds, turns.steps, turns.warmup, told)
+    return of_all(rows_of(case, found))[0]
+
+
+def measure_memory_here(case: Case, sides: Sequence[str]) -> dict[str, Record]:
+    """As :func:`gossamer.bench.matrix.measure_memory`, in a process beside each of these ranks. Collective.
+
+    Nothing for a model on a GPU, whose memory is not counted.
+    """
+    if torch.cuda.is_initialized():
+        return {}
+    port = str(of_all(_free_port())[0])
+    command = [sys.executable, "-m", "gossamer.bench.memory", "--workload", case.workload, "--sides", *sides]
+    environment = os.environ | {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise GossamerError(f"measuring the memory of {', '.join(sides)} failed with code {done.returncode}")
+    return beyond(read(of_all(json.loads(done.stdout.splitlines()[-1]))))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,66 @@
+"""Line: the bits per second that plain TCP sockets reach from each rank, in the run that the lines are compared in."""
+
+import contextlib
+import math
+import os
+import socket
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from gossamer.bench.ranks import of_all
+from gossamer.lab.line_rate import lab_addresses, line_rate
+from gossamer.lab.rates import parse_rate
+
+REPEATS = 3
+
+
+def plain_tcp() -> list[list[float]]:
+    """For every rank, what its line reached in each repeat. Collective.
+
+    Empty where hosts have several ranks which share a line, and where a host does not let others connect to its ports
+    from 29700 on.
+
+    Around a ring everyone waits for the slowest line. So there is one ring for every rate that some host has: of the
+    hosts which have it or a higher one. A host that is alone with its rate sends all it has over the line of another, and
+    gets that one's.
+    """
+    hosts, world = dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_world_size()
+    if world == 1 or (hosts not in (1, world) and "GOSSAMER_LAB" not in os.environ):
+        return []
+    rates = of_all(parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped")).bps or math.inf)
+    lines: list[list[float]] = [[] for _ in rates]
+    for members in rings(rates):
+        reached = _ring(members, min(rates[rank] for rank in members))
+        for rank in members:
+            lines[rank] = reached
+    return lines if all(lines) else []
+
+
+def rings(rates: Sequence[float]) -> list[list[int]]:
+    """Ranks of every ring, that of all ranks first: those whose rate is at least one that some rank has."""
+    groups = [[rank for rank, each in enumerate(rates) if each >= rate] for rate in sorted(set(rates))]
+    return [members for members in groups if len(members) > 1]
+
+
+def _ring(members: Sequence[int], rate: float) -> list[float]:
+    """Bits per second of each repeat around a ring of ``members``, told to all ranks; empty if they cannot connect."""
+    rank, addresses = dist.get_rank(), _addresses()
+    reached: list[float] = []
+    if rank in members:
+        nbytes = round(min(max(rate / 8 * 0.5, 1e6), 16e6))  # half a second
+        own = [addresses[member] for member in members]
+        with contextlib.suppress(OSError):
+            seconds = line_rate(members.index(rank), len(members), own, "ring", nbytes, REPEATS)
+            reached = [8 * nbytes / each for each in seconds]
+    found = of_all(reached)
+    return found[members[0]] if all(found[member] for member in members) else []
+
+
+def _addresses() -> list[str]:
+    """The IPv4 addresses of all ranks: outside of the lab, those by which each reaches the first."""
+    if "GOSSAMER_LAB" in os.environ:
+        return lab_addresses()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
+        return of_all(way.getsockname()[0])

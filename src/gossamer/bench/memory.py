@@ -1,0 +1,182 @@
+"""Memory: what each side needs at its peak beyond the same training without communication, one side at a time.
+
+A script of the lab; every rank prints one JSON object:
+
+    gossamer lab --hosts 4 -- -m gossamer.bench.memory --workload 'AlexNet(0.2)' --sides ddp 'AllReduce()'
+
+Every rank forks a process for each side in turn, so that sides do not share memory. It first trains a tiny model, which
+loads code and compiles kernels: what counts is what grows with the model. Then the kernel's own mark of the most memory
+resident since (VmHWM), from before the workload's model is made until after its last step, less that of the side
+``compute``: model, gradients, optimizer and activations cancel out. The C library is told to keep no freed memory.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gossamer.bench.catalogue import find_workload
+from gossamer.bench.paired import make_side
+from gossamer.bench.workload import Workload
+
+BASELINE = "compute"
+FIGURES = ("memory", "memory_noise")
+"""What a row tells of a side: see :func:`beyond`."""
+
+STEPS = 4
+REPEATS = 2
+
+_PATIENCE = timedelta(minutes=5)
+
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
+
+_TINY = Workload(
+    "tiny",
+    build_model=lambda: nn.Linear(256, 256),
+    build_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    random_batch=lambda generator: (torch.rand(1, 256, generator=generator), torch.zeros(1, 256)),
+    loss=lambda outputs, targets: (outputs - targets).square().sum(),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes at the peak of a training, and of its model's gradients."""
+
+    nbytes: int
+    gradients: int
+
+
+def measure(workload: Workload, side: str, steps: int) -> Peak:
+    """The peak of this process, which trains nothing else. Collective: the process group exists."""
+    _keep_nothing()
+    _train(_TINY, side, steps)
+    _give_back()
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak from now on
+    return Peak(_train(workload, side, steps) - before, sum(p.nbytes for p in workload.build_model().parameters()))
+
+
+def _train(workload: Workload, side: str, steps: int) -> int:
+    """Train a few steps; the process's peak, in bytes, before anything is freed."""
+    trained = make_side(workload, side, dist.get_rank())
+    for _ in range(trained.timed(steps)):
+        trained.step()
+    if trained.joined.replica is not None:
+        trained.joined.replica.wait_for_exchanges()
+    dist.barrier()
+    peak = _status("VmHWM")
+    trained.joined.close()
+    return peak
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
+def _give_back() -> None:
+    """Let the C library return what it holds free; otherwise the workload would find it there."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _keep_nothing() -> None:
+    """Have the C library return what is freed at once, all but small pieces: what it would keep differs from run to run."""
+    option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if option is not None:
+        option(_MMAP_THRESHOLD, 1 << 16)
+
+
+def in_turn(workload: Workload, sides: Iterable[str], steps: int = STEPS, repeats: int = REPEATS) -> dict[str, list[Peak]]:
+    """Every side's peaks on this rank, of ``repeats`` trainings, each in a forked process; without sides that fail.
+
+    To be called before this process uses torch for anything: what has threads cannot be forked.
+    """
+    turns = [side for _ in range(repeats) for side in sides]
+    found: dict[str, list[Peak]] = {}
+    for index, side in enumerate(turns):
+        peak = _forked(workload, side, steps, int(os.environ["MASTER_PORT"]) + 1 + index)
+        if peak is not None:
+            found.setdefault(side, []).append(peak)
+    return {side: peaks for side, peaks in found.items() if len(peaks) == repeats}
+
+
+def _forked(workload: Workload, side: str, steps: int, port: int) -> Peak | None:
+    """The peak of a process of its own, in a process group that meets at ``port``; None if it failed, and said why."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        os._exit(_child(workload, side, steps, port, writer))
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read()
+    failed = os.waitpid(child, 0)[1] or not said
+    return None if failed else Peak(**json.loads(said))
+
+
+def _child(workload: Workload, side: str, steps: int, port: int, writer: int) -> int:
+    try:
+        os.environ["MASTER_PORT"] = str(port)
+        dist.init_process_group("gloo", timeout=_PATIENCE)
+        peak = measure(workload, side, steps)
+        os.write(writer, json.dumps({"nbytes": peak.nbytes, "gradients": peak.gradients}).encode())
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def beyond(ranks: Sequence[dict[str, list[Peak]]]) -> dict[str, dict[str, float]]:
+    """Every side's peak beyond ``compute``, in units of the gradients, on the rank where it is largest; and the noise.
+
+    Of the sides that did not fail on some rank.
+
+    ``memory_noise``: by how much repeats of the side, or of ``compute``, differ on some rank, in the same units.
+    """
+    measured = [side for side in ranks[0] if all({side, BASELINE} <= found.keys() for found in ranks)]
+    return {side: _beyond([(found[side], found[BASELINE]) for found in ranks]) for side in measured}
+
+
+def _beyond(pairs: Sequence[tuple[list[Peak], list[Peak]]]) -> dict[str, float]:
+    gradients = pairs[0][0][0].gradients
+    more = [statistics.fmean(peak.nbytes for peak in own) - statistics.fmean(p.nbytes for p in base) for own, base in pairs]
+    spreads = [max(p.nbytes for p in peaks) - min(p.nbytes for p in peaks) for pair in pairs for peaks in pair]
+    return dict(zip(FIGURES, (max(more) / gradients, max(spreads) / gradients), strict=True))
+
+
+def read(records: Iterable[dict[str, Any]]) -> list[dict[str, list[Peak]]]:
+    """What :func:`main` printed on every rank."""
+    return [{side: [Peak(*each) for each in peaks] for side, peaks in found["peaks"].items()} for found in records]
+
+
+def main() -> None:
+    """Measure, and print from every rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", required=True, help="a Python file, or an emulated model such as 'AlexNet(2.0)'")
+    parser.add_argument("--sides", nargs="+", required=True)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    options = parser.parse_args()
+    sides = dict.fromkeys([BASELINE, *options.sides])
+    found = in_turn(find_workload(options.workload), sides, options.steps, options.repeats)
+    peaks = {side: [(peak.nbytes, peak.gradients) for peak in each] for side, each in found.items()}
+    sys.stdout.write(json.dumps({"peaks": peaks}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

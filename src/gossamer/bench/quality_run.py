@@ -1,0 +1,152 @@
+"""Quality run: one way to train, evaluated now and then while the clock stands still.
+
+A script of the lab (or of torchrun); rank 0 prints JSON lines: a header, evaluations, and in between where it is.
+
+    gossamer lab --hosts 4 --rate 200mbit -- -m gossamer.bench.quality_run --workload examples/02_convnet.py \\
+        --side ddp --until 0.905 --seconds 1200
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gossamer.bench.catalogue import find_workload
+from gossamer.bench.crossing import crossing
+from gossamer.bench.peers import PEERS
+from gossamer.bench.ranks import of_all
+from gossamer.bench.sides import join, parse_side
+from gossamer.bench.workload import Workload
+from gossamer.errors import ConfigurationError
+from gossamer.replica import Replica
+
+_TELL_EVERY = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """When a run ends: at the first evaluation after ``seconds``, or once the quality has reached ``until``."""
+
+    seconds: float
+    until: float | None
+    eval_every: int
+
+
+class Clock:
+    """Seconds of training: it runs until all ranks have come to a pause, and goes on when all leave it."""
+
+    def __init__(self, replica: Replica | None) -> None:
+        self._replica, self._paused = replica, 0.0
+        dist.barrier()
+        self._begin = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        return time.perf_counter() - self._begin - self._paused
+
+    @contextmanager
+    def pause(self) -> Iterator[float]:
+        """Inside, the clock stands still, at the seconds given. Collective."""
+        if self._replica is not None:
+            self._replica.catch_up()
+        dist.barrier()
+        stopped = time.perf_counter()
+        yield stopped - self._begin - self._paused
+        dist.barrier()
+        self._paused += time.perf_counter() - stopped
+
+
+def train(workload: Workload, side: str, seed: int, goal: Goal) -> None:
+    """Train from ``seed`` until the goal is reached. Raises ConfigurationError if the workload has no data or quality."""
+    if workload.training_batches is None or workload.quality is None:
+        raise ConfigurationError(f"{workload.name} defines no training_batches() and quality(): there is nothing to reach")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(seed)
+    model = workload.build_model()
+    made = join(parse_side(side), model, workload.build_optimizer(model))
+    apart = side in PEERS and PEERS[side].period > 1
+    _say({"side": side, "parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__})
+    points: list[tuple[float, float]] = []
+    source = iter(workload.training_batches(rank, world, seed))
+    batches = chain([next(source)], source)  # the data are there when the clock begins
+    clock, told = Clock(made.replica), 0.0
+    for step, (inputs, targets) in enumerate(batches, 1):
+        made.optimizer.zero_grad()
+        made.backward(workload.loss(made.model(inputs), targets))
+        made.optimizer.step()
+        if clock.seconds - told >= _TELL_EVERY:
+            told = clock.seconds
+            _say({"at": step, "seconds": told})
+        if step % goal.eval_every == 0:
+            with clock.pause() as seconds:
+                measure, value = evaluate(workload, model, made.replica, apart)
+            points.append((seconds, value))
+            _say({"step": step, "seconds": seconds, "measure": measure, "quality": value})
+            if seconds >= goal.seconds or (goal.until is not None and crossing(points, goal.until, measure) is not None):
+                break
+    made.close()
+
+
+def evaluate(workload: Workload, model: nn.Module, replica: Replica | None, apart: bool) -> tuple[str, float]:
+    """What is measured, and its value for the mean of the workers' models. Collective; the first rank evaluates.
+
+    ``apart``: the models differ although there is no replica that knows of it.
+    """
+    assert workload.quality is not None
+    found: dict[str, float] = {}
+    with replica.consensus() if replica is not None else _mean(model) if apart else nullcontext():
+        if dist.get_rank() == 0:
+            model.eval()
+            found = workload.quality(model)
+            model.train()
+    # What all ranks decide by is the same on all, to the last bit.
+    return next(iter(of_all(found)[0].items()))
+
+
+@contextmanager
+def _mean(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is the mean over all ranks."""
+    own = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.data.div_(dist.get_world_size()))
+        yield
+        for parameter, before in zip(model.parameters(), own, strict=True):
+            parameter.copy_(before)
+
+
+def _say(record: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(record) + "\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    """Train as the options say."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", required=True, help="a Python file with training_batches() and quality()")
+    parser.add_argument("--side", required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eval-every", type=int, default=50, metavar="STEPS")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of training, after which the run ends")
+    parser.add_argument("--until", type=float, help="the quality at which the run ends")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    goal = Goal(options.seconds, options.until, options.eval_every)
+    train(find_workload(options.workload), options.side, options.seed, goal)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Time to quality: how long ways to train take to a stated quality, in the lab, beside the first of them.
+
+    python -m gossamer.bench.time_to_quality --workload examples/02_convnet.py --target 0.905
+    python -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25
+
+The clock stands still during evaluations. What counts is when the median of five evaluations first reaches the target.
+Every run is written down when it ends, and not done again: stop and go on as you like.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from gossamer.bench.catalogue import find_workload
+from gossamer.bench.crossing import Points, crossing, smoothed
+from gossamer.bench.in_lab import Record, lab_json
+from gossamer.bench.matrix import Case
+from gossamer.bench.plots import quality_over_time, require_matplotlib
+from gossamer.bench.sides import parse_side
+from gossamer.errors import ConfigurationError, GossamerError
+from gossamer.lab import LabError
+
+SIDES = ("ddp", "ddp-fp16", "ddp-powersgd", "post-localsgd", "Gossip(wire='bf16')", "ScatterReduce()", "ChunkSparse()")
+
+KEY = ("workload", "network", "hosts", "side", "seed", "eval_every")
+
+
+class Runs:
+    """Training runs of a file of JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rows: list[Record] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def find(self, key: Record) -> Record | None:
+        """The run of this key."""
+        return next((row for row in self.rows if key.items() <= row.items()), None)
+
+    def add(self, run: Record) -> None:
+        """Keep a run, in place of a shorter one of the same key, and write all down."""
+        key = {name: run[name] for name in KEY}
+        self.rows = [row for row in self.rows if not key.items() <= row.items()] + [run]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        whole = self._path.with_suffix(".new")
+        whole.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        whole.replace(self._path)
+
+
+def points(run: Record) -> Points:
+    """Seconds and quality of each of its evaluations."""
+    return [(seconds, quality) for _, seconds, quality in run["evaluations"]]
+
+
+def seconds_to(run: Record, target: float) -> float | None:
+    """Seconds of training until the target; None if the run ended before."""
+    return crossing(points(run), target, run["measure"])
+
+
+def target_after(run: Record, seconds: float) -> float:
+    """The smoothed quality of a run at its last evaluation before ``seconds``. Raises ConfigurationError if it has none."""
+    medians = [quality for when, quality in smoothed(points(run)) if when <= seconds]
+    if not medians:
+        raise ConfigurationError(f"{run['side']} has no five evaluations in {seconds:g} s: take a smaller --eval-every")
+    return medians[-1]
+
+
+def train(key: Record, seconds: float, until: float | None, told: Callable[[Record], None]) -> Record:
+    """A run in the lab, as a row. Raises GossamerError if it fails."""
+    command = ["-m", "gossamer.bench.quality_run", "--workload", key["workload"], "--side", key["side"]]
+    numbers = {"--seed": key["seed"], "--eval-every": key["eval_every"], "--seconds": seconds}
+    command += [str(part) for pair in numbers.items() for part in pair]
+    command += [] if until is None else ["--until", repr(until)]
+    spec = Case(key["workload"], key["network"], key["hosts"]).spec()
+    header, *found = lab_json(spec, command, told)
+    evaluations = [(each["step"], each["seconds"], each["quality"]) for each in found if "quality" in each]
+    measure = next(each["measure"] for each in found if "quality" in each)
+    shared = {"measure": measure, "evaluations": evaluations, "torch": header["torch"]}
+    return key | shared | {"when": round(time.time()), "load": os.getloadavg()[0]}
+
+
+def table(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
+    """Markdown: every side beside the first one, over all seeds that have a target."""
+    lines = [
+        "| side | seeds | ms per step | steps to the target | seconds to the target | times faster than the first |",
+        "|---|---|---|---|---|---|",
+    ]
+    sides = list(dict.fromkeys(row["side"] for row in rows))
+    times = {side: _times([row for row in rows if row["side"] == side], targets) for side in sides}
+    for side in sides:
+        own = [row for row in rows if row["side"] == side]
+        paces = {row["seed"]: row["evaluations"][-1][1] / row["evaluations"][-1][0] for row in own}
+        reached = times[side]
+        faster = [times[sides[0]][seed] / taken for seed, taken in reached.items() if seed in times[sides[0]]]
+        steps = [seconds / paces[seed] for seed, seconds in reached.items()]
+        cells = [
+            f"`{side}`",
+            f"{len(reached)} of {len(own)}",
+            f"{1e3 * statistics.median(paces.values()):.0f}",
+            _spread(steps, "{:.0f}"),
+            _spread(list(reached.values()), "{:.1f}"),
+            _spread(faster, "{:.2f}"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _times(rows: Sequence[Record], targets: dict[int, float]) -> dict[int, float]:
+    """Seconds to the target, by seed, where it was reached."""
+    found = {row["seed"]: seconds_to(row, targets[row["seed"]]) for row in rows if row["seed"] in targets}
+    return {seed: seconds for seed, seconds in found.items() if seconds is not None}
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """The median, and the least and the most of several."""
+    if not values:
+        return "not reached"
+    middle, low, high = (form.format(each) for each in (statistics.median(values), min(values), max(values)))
+    return middle if len(values) == 1 else f"{middle} ({low} to {high})"
+
+
+class Study:
+    """All runs of one workload: sides × seeds, with the target of every seed."""
+
+    def __init__(self, options: argparse.Namespace, runs: Runs, console: Console) -> None:
+        self._options, self._runs, self._console = options, runs, console
+        self.targets: dict[int, float] = {}
+
+    @property
+    def rows(self) -> list[Record]:
+        """The runs of this study that there are, by side."""
+        keys = [self._key(side, seed) for side in self._options.sides for seed in range(self._options.seeds)]
+        return [run for key in keys if (run := self._runs.find(key)) is not None]
+
+    def train_all(self) -> None:
+        """Train what is lacking, the first side of a seed before the others: it may set the target."""
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=self._console) as progress:
+            for seed in range(self._options.seeds):
+                reference, *others = self._options.sides
+                self.targets[seed] = self._target(self._train(reference, seed, progress))
+                for side in others:
+                    try:
+                        self._train(side, seed, progress)
+                    except GossamerError as error:  # a peer that is not installed, or does not run here
+                        progress.log(f"{side}, seed {seed}: {error}")
+
+    def _train(self, side: str, seed: int, progress: Progress) -> Record:
+        """The run of a side, trained unless there is one that is long enough."""
+        key, until = self._key(side, seed), self.targets.get(seed, self._options.target)
+        limit = self._options.seconds if until is not None else self._options.target_after
+        run = self._runs.find(key)
+        if run is not None and (run["evaluations"][-1][1] >= limit or (until is not None and _reached(run, until))):
+            return run
+        name = f"{side}, seed {seed}"
+        bar = progress.add_task(f"{name}: starting", total=None)
+        told = _Told(name, lambda text: progress.update(bar, description=text))
+        run = train(key, limit, until, told)
+        self._runs.add(run)
+        progress.remove_task(bar)
+        step, seconds, quality = run["evaluations"][-1]
+        progress.log(f"{name}: {step} steps in {seconds:.1f} s, {run['measure']} {quality:.4f}")
+        return run
+
+    def _target(self, run: Record) -> float:
+        return float(target_after(run, self._options.target_after) if self._options.target is None else self._options.target)
+
+    def _key(self, side: str, seed: int) -> Record:
+        values = (str(self._options.workload), self._options.network, self._options.hosts, side, seed, self._options.eval_every)
+        return dict(zip(KEY, values, strict=True))
+
+
+def _reached(run: Record, target: float) -> bool:
+    return seconds_to(run, target) is not None
+
+
+class _Told:
+    """Makes one line of what a run tells: where it is, and how good it was when last evaluated."""
+
+    def __init__(self, name: str, show: Callable[[str], None]) -> None:
+        self._name, self._show, self._quality = name, show, ""
+
+    def __call__(self, record: Record) -> None:
+        if "quality" in record:
+            self._quality = f", {record['measure']} {record['quality']:.4f}"
+        if "seconds" in record:
+            step = record.get("at", record.get("step"))
+            self._show(f"{self._name}: step {step}, {record['seconds']:.0f} s{self._quality}")
+
+
+def conclude(study: Study, options: argparse.Namespace) -> list[str]:
+    """Save the table and the picture; the table's lines."""
+    name = find_workload(options.workload).name
+    stated = sorted(study.targets.values())
+    measure = study.rows[0]["measure"]
+    target = f"{stated[0]:.4g}" if stated[0] == stated[-1] else f"{stated[0]:.4g} to {stated[-1]:.4g}, by seed"
+    lines = [f"{name}, {options.hosts} hosts, {options.network}: {measure} {target}", "", *table(study.rows, study.targets)]
+    stem = f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-').lower()}-quality"
+    options.save_to.mkdir(parents=True, exist_ok=True)
+    (options.save_to / f"{stem}.md").write_text("\n".join(lines) + "\n")
+    curves: dict[str, list[Points]] = {}
+    for row in study.rows:
+        curves.setdefault(row["side"], []).append(smoothed(points(row)))
+    title = f"{name}: {measure} over wall-clock training time"
+    quality_over_time(options.save_to / f"{stem}.png", curves, title=title, measure=measure, target=statistics.median(stated))
+    return lines
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", type=Path, required=True, help="a Python file with training_batches() and quality()")
+    parser.add_argument("--network", default="200mbit", help="as in gossamer bench")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), help="the first one is the reference")
+    parser.add_argument("--seeds", type=int, default=5)
+    goal = parser.add_mutually_exclusive_group(required=True)
+    goal.add_argument("--target", type=float, help="an accuracy to reach, or a loss, whichever the workload's quality is")
+    goal.add_argument("--target-after", type=float, metavar="SECONDS", help="what the first side reaches in so many seconds")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="after which a run ends, target or not")
+    parser.add_argument("--eval-every", type=int, default=50, metavar="STEPS")
+    parser.add_argument("--save-to", type=Path, default=Path("out/quality"))
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train what is lacking, and show the table; the exit code."""
+    options, console = parse_options(arguments), Console()
+    study = Study(options, Runs(options.save_to / "quality.jsonl"), console)
+    try:
+        require_matplotlib()
+        find_workload(options.workload)
+        for side in options.sides:
+            parse_side(side)
+        study.train_all()
+    except (GossamerError, LabError) as error:
+        Console(stderr=True).print(f"time to quality: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    console.print("\n".join(conclude(study, options)), markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Growth: two thousand steps need no more memory than a few hundred, and leave no tensors behind."""
+
+import pytest
+
+from gossamer.bench.in_lab import lab_json
+from gossamer.lab import LabSpec
+
+SIDES = (
+    "AllReduce()",
+    "ScatterReduce()",
+    "ChunkSparse()",
+    "PowerSGD()",
+    "Gossip(wire='bf16')",
+    "QuantizedGossip()",
+    "GossipGraD()",
+    "Gossip(lag=2)",
+    "OneBitAdam(warmup=50)",
+)
+
+SCRIPT = """
+import ctypes, gc, json, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from gossamer.bench.paired import make_side
+from gossamer.bench.workload import Workload
+
+def made():
+    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 16))
+
+def reading(side):
+    if side.replica is not None:
+        side.replica.wait_for_exchanges()
+    dist.barrier()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return 4096 * pages, sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+workload = Workload(
+    "small", made, lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+    lambda generator: (torch.rand(4, 64, generator=generator), torch.zeros(4, 16)),
+    lambda outputs, targets: (outputs - targets).square().mean(),
+)
+dist.init_process_group("gloo")
+side = make_side(workload, sys.argv[1], dist.get_rank())
+readings = []
+for step in range(1, 2001):
+    side.step()
+    if step in (500, 1000, 2000):
+        readings.append(reading(side))
+if dist.get_rank() == 0:
+    print(json.dumps({"readings": readings}))
+if side.replica is not None:
+    side.replica.close()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("side", SIDES)
+def test_memory_does_not_grow_over_two_thousand_steps(tmp_path, side):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    (_, few), (resident, some), (later, many) = lab_json(LabSpec(hosts=2, shaping="none"), [str(script), side])[-1]["readings"]
+    assert few == some == many, "live tensors"
+    assert later - resident < 1_000_000, "a kilobyte per step"

@@ -1,0 +1,52 @@
+"""Memory: what is measured of it, and what becomes of that."""
+
+import pytest
+
+from gossamer.bench.in_lab import lab_json
+from gossamer.bench.matrix import table
+from gossamer.bench.memory import Peak, beyond, read
+from gossamer.lab import LabSpec
+
+from .test_matrix import a_row
+
+
+def test_the_rank_that_needs_most_counts_in_units_of_the_gradients():
+    one = {"compute": [Peak(300, 100), Peak(310, 100)], "ddp": [Peak(400, 100), Peak(410, 100)]}
+    two = {"compute": [Peak(300, 100), Peak(300, 100)], "ddp": [Peak(430, 100), Peak(430, 100)]}
+    found = beyond([one, two])
+    assert found["ddp"] == {"memory": pytest.approx(1.3), "memory_noise": pytest.approx(0.1)}
+    assert found["compute"]["memory"] == 0
+    assert "| 1.30 ± 0.10 |" in table([a_row("ddp", **found["ddp"])])[2]
+    assert table([a_row("compute", **found["compute"])])[2].endswith("|  |")
+    assert table([a_row("ddp")])[2].endswith("|  |")
+
+
+def test_a_side_that_failed_on_some_rank_has_no_figures():
+    one = {"compute": [Peak(300, 100)], "ddp": [Peak(400, 100)]}
+    assert beyond([one, {"compute": [Peak(300, 100)]}]) == {"compute": {"memory": 0, "memory_noise": 0}}
+    assert beyond([one, {}]) == {}
+
+
+@pytest.fixture
+def workload(tmp_path):
+    """32 MB of gradients and little else."""
+    path = tmp_path / "wide.py"
+    path.write_text(
+        "import torch\n"
+        "def build_model(): return torch.nn.Linear(4096, 2048, bias=False)\n"
+        "def build_optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "def random_batch(generator): return torch.rand(1, 4096, generator=generator), torch.zeros(1, 2048)\n"
+        "def loss(outputs, targets): return (outputs - targets).square().mean()\n"
+    )
+    return path
+
+
+def test_buckets_of_ddp_are_seen_and_its_absence_too(workload):
+    command = ["-m", "gossamer.bench.memory", "--workload", str(workload), "--repeats", "1"]
+    found = read(lab_json(LabSpec(hosts=2, shaping="none"), [*command, "--sides", "ddp", "Nothing()"]))
+    assert len(found) == 2
+    assert found[0]["ddp"][0].gradients == 4 * 2048 * 4096
+    assert found[0].keys() == {"compute", "ddp"}, "what cannot run is left out"
+    figures = beyond(found)
+    assert figures["compute"] == {"memory": 0, "memory_noise": 0}
+    assert 0.8 < figures["ddp"]["memory"] < 2.0  # its buckets, and what the gradient is before it is in one

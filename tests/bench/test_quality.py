@@ -1,0 +1,97 @@
+"""Time to quality: the crossing, the targets, the table; and a whole study on tiny data."""
+
+import json
+
+import pytest
+
+from gossamer.bench.crossing import crossing, smoothed
+from gossamer.bench.plots import require_matplotlib
+from gossamer.bench.time_to_quality import Runs, main, seconds_to, table, target_after
+
+RISING = [(float(second), quality) for second, quality in enumerate([0.1, 0.2, 0.9, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])]
+
+
+def a_run(side, seed, factor, measure="accuracy"):
+    evaluations = [(10 * index, factor * second, quality) for index, (second, quality) in enumerate(RISING)]
+    return {"side": side, "seed": seed, "measure": measure, "evaluations": evaluations}
+
+
+def test_one_good_evaluation_is_no_crossing():
+    assert [quality for _, quality in smoothed(RISING)] == [0.3, 0.4, 0.5, 0.5, 0.6]
+    assert crossing(RISING, 0.45, "accuracy") == pytest.approx(3.5)
+    assert crossing(RISING, 0.3, "accuracy") == 2.0
+    assert crossing(RISING, 0.95, "accuracy") is None
+    assert crossing(RISING[:4], 0.1, "accuracy") is None, "too few evaluations"
+
+
+def test_a_loss_falls_to_its_target():
+    falling = [(second, 1.0 - quality) for second, quality in RISING]
+    assert crossing(falling, 0.55, "loss") == pytest.approx(3.5)
+    assert crossing(falling, 0.2, "loss") is None
+
+
+def test_the_target_is_what_a_run_had_reached_by_then():
+    run = a_run("ddp", 0, 10.0)
+    assert target_after(run, 60.0) == 0.6
+    assert target_after(run, 39.0) == 0.4
+    assert seconds_to(run, 0.4) == pytest.approx(30.0)
+
+
+def test_sides_are_compared_seed_by_seed():
+    rows = [a_run("ddp", 0, 10.0), a_run("ddp", 1, 20.0), a_run("Gossip()", 0, 2.0), a_run("Gossip()", 1, 5.0)]
+    lines = table(rows, {0: 0.45, 1: 0.45})
+    assert lines[2].startswith("| `ddp` | 2 of 2 | 1500 | 35 (35 to 35) | 52.5 (35.0 to 70.0) | 1.00 (1.00 to 1.00) |")
+    assert "4.50 (4.00 to 5.00)" in lines[3]
+    assert "not reached" in table(rows, {0: 0.95, 1: 0.95})[3]
+
+
+def test_a_longer_run_takes_the_place_of_a_shorter_one(tmp_path):
+    runs = Runs(tmp_path / "deep" / "quality.jsonl")
+    key = {"workload": "w", "network": "n", "hosts": 2, "side": "ddp", "seed": 0, "eval_every": 5}
+    runs.add(key | {"evaluations": [[5, 1.0, 0.1]]})
+    runs.add(key | {"evaluations": [[5, 1.0, 0.1], [10, 2.0, 0.2]]})
+    runs.add(key | {"seed": 1, "evaluations": []})
+    again = Runs(tmp_path / "deep" / "quality.jsonl")
+    assert [len(row["evaluations"]) for row in again.rows] == [2, 0]
+    assert again.find(key)["evaluations"][-1][0] == 10
+
+
+@pytest.fixture
+def workload(tmp_path):
+    """A line to be learned; its quality is the distance from it."""
+    path = tmp_path / "line.py"
+    path.write_text(
+        "import torch\n"
+        "def build_model(): return torch.nn.Linear(8, 1)\n"
+        "def build_optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.02)\n"
+        "def random_batch(generator):\n"
+        "    x = torch.randn(8, 8, generator=generator)\n"
+        "    return x, x.sum(1, keepdim=True)\n"
+        "def loss(outputs, targets): return (outputs - targets).square().mean()\n"
+        "def training_batches(rank, world, seed):\n"
+        "    generator = torch.Generator().manual_seed(seed * world + rank)\n"
+        "    while True: yield random_batch(generator)\n"
+        "def quality(model): return {'loss': float((model.weight - 1).square().mean())}\n"
+    )
+    return path
+
+
+def test_a_study_is_trained_told_and_not_trained_again(tmp_path, workload, capsys):
+    require_matplotlib()
+    words = ["--workload", str(workload), "--network", "unshaped", "--hosts", "2", "--sides", "Gossip()"]
+    words += ["--seeds", "1", "--target", "0.2", "--eval-every", "5", "--seconds", "60", "--save-to", str(tmp_path / "out")]
+    assert main(words) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "quality.jsonl").read_text().splitlines()]
+    assert [row["side"] for row in rows] == ["Gossip()"]
+    for row in rows:
+        assert seconds_to(row, 0.2) is not None
+        assert row["evaluations"][-1][2] < row["evaluations"][0][2]
+    assert (tmp_path / "out" / "line-quality.png").stat().st_size > 5000
+    assert "| `Gossip()` | 1 of 1 |" in capsys.readouterr().out
+    assert main(words) == 0
+    assert (tmp_path / "out" / "quality.jsonl").read_text().splitlines() == [json.dumps(row) for row in rows]
+
+
+def test_a_study_says_what_is_wrong(tmp_path, capsys):
+    assert main(["--workload", "nowhere.py", "--target", "1", "--save-to", str(tmp_path)]) == 1
+    assert "nowhere.py" in capsys.readouterr().err
