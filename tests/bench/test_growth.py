@@ -29,8 +29,8 @@ def made():
     return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 16))
 
 def reading(side):
-    if side.replica is not None:
-        side.replica.wait_for_exchanges()
+    if side.joined.replica is not None:
+        side.joined.replica.wait_for_exchanges()
     dist.barrier()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -51,8 +51,8 @@ for step in range(1, 2001):
         readings.append(reading(side))
 if dist.get_rank() == 0:
     print(json.dumps({"readings": readings}))
-if side.replica is not None:
-    side.replica.close()
+if side.joined.replica is not None:
+    side.joined.replica.close()
 dist.barrier()
 dist.destroy_process_group()
 """

@@ -110,7 +110,7 @@ def test_a_missing_peer_is_a_row_with_its_reason_until_it_is_measured(tmp_path):
     lines = table(again.rows)
     assert "not run: " in lines[3]
     assert PEERS["bluefog"].gone in lines[3]
-    assert {line.count("|") for line in lines} == {14}
+    assert {line.count("|") for line in lines} == {15}
     assert draw(again.rows, tmp_path) == []
     again.add([a_row("bluefog")])
     again.add(gone)

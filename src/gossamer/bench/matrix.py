@@ -164,7 +164,7 @@ def table(rows: Sequence[Record]) -> list[str]:
 def _cells(row: Record) -> list[str]:
     if "missing" in row:
         reason = row["missing"].replace("|", "\\|")
-        return [row["name"], row["network"], str(row["hosts"]), f"`{row['side']}`", "", f"not run: {reason}", *[""] * 7]
+        return [row["name"], row["network"], str(row["hosts"]), f"`{row['side']}`", "", f"not run: {reason}", *[""] * 8]
     noisy = " (noisy)" if row["ratio_high"] - row["ratio_low"] > 2 * NOISY * row["ratio"] else ""
     ratio = f"{row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f}){noisy}"
     bound = row.get("bound_seconds")
