@@ -156,6 +156,11 @@ class State:
         written = (*self.flats.draft.values(), *self.extras.draft.values())
         return [tensor for tensor in written if tensor is not None]
 
+    def written(self, name: str) -> list[Tensor]:
+        """The flat tensors that were written since the last commit under this name, by whatever part of an algorithm."""
+        drafts = self.flats.draft.items()
+        return [value for key, value in drafts if value is not None and key.rpartition(": ")[2] == name]
+
     def load(self, values: Mapping[str, Tensor | None]) -> None:
         """Keep exactly these flat tensors, leaving out what is None."""
         self.flats.load(values)

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import AllReduce, ScatterReduce, loopback
+from gossamer import AllReduce, ChunkSparse, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm, after
 from gossamer.buckets import make_plan
+from gossamer.codecs import Cast, Quantize
 from gossamer.sync.usage import USAGE, with_usage
 
 
@@ -71,3 +72,41 @@ def test_a_parameter_has_a_gradient_if_any_rank_uses_it(algorithm: Algorithm, dt
         return [branch.weight.grad is not None for branch in model.branches]  # type: ignore[union-attr]
 
     assert loopback(body, world) == [[True, True, True, False]] * world
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ScatterReduce(codec=Quantize(bits=2)),
+        ScatterReduce(codec=Quantize(bits=2), gather_below=0),
+        ChunkSparse(chunk=2, density=0.2, codec=Cast()),
+        after(1, ScatterReduce(codec=Quantize(bits=2)), before=ScatterReduce()),
+    ],
+    ids=repr,
+)
+def test_what_was_kept_back_is_owed_on_while_nobody_uses_a_parameter(algorithm: Algorithm) -> None:
+    """Its gradient stays None, so nothing of it is applied, and nothing of it may count as sent."""
+    world = 3
+
+    def body(rank: int) -> list[Tensor]:
+        torch.manual_seed(rank)
+        model = nn.ModuleDict({"always": nn.Linear(8, 8, bias=False), "sometimes": nn.Linear(8, 8, bias=False)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        owed = []
+        for step in range(4):
+            optimizer.zero_grad()
+            out = model["always"](torch.randn(4, 8))
+            if step < 2:
+                out = out + model["sometimes"](torch.randn(4, 8))
+            out.square().sum().backward()
+            assert (model["sometimes"].weight.grad is None) == (step >= 2)
+            optimizer.step()
+            kept = replica._gradients.exchange.state_by_name()
+            owed.append(sum(named["sometimes.weight"] for key, named in kept.items() if key.endswith("residual")))
+        return owed
+
+    by_step = [torch.stack(each).sum(0) for each in zip(*loopback(body, world), strict=True)]
+    assert by_step[1].abs().max() > 0.01
+    torch.testing.assert_close(by_step[2], by_step[1])
+    torch.testing.assert_close(by_step[3], by_step[1])

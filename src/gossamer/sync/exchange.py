@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, left_alone, wrong_shape
 from gossamer.algorithms.lossy import wide
-from gossamer.buckets import Bucket, Plan
+from gossamer.buckets import Bucket, Plan, Segment
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.state import RESIDUAL, WHOLE, State
@@ -147,6 +147,15 @@ class Exchange:
             self.forget()
             self.rollback()
             raise
+
+    def take_back(self, index: int, segment: Segment) -> None:
+        """Nobody will use this part of a bucket's result: what had been kept back and was sent with it is owed again.
+
+        The result is the mean of what all sent, so if all owe it once more, the sum of what is owed is what it was.
+        """
+        bucket, state = self.buckets[index], self.states[index]
+        for residual in state.written(RESIDUAL):
+            segment.view(residual).add_(segment.view(bucket.flat))
 
     def settle(self, results: Sequence[Tensor]) -> None:
         """Keep what the flows wrote, unless a result is not finite: a residual would not lose that any more.

@@ -202,6 +202,8 @@ class GradientSync:
                     slot.view = view
                     if segment.name not in nowhere:
                         slot.parameter.grad = view
+                    else:
+                        self.exchange.take_back(bucket.index, segment)
 
     def _nowhere(self, unused: set[str], asked: Ticket[Tensor] | None) -> set[str]:
         """Which of the parameters that have no gradient here have none on any rank."""
