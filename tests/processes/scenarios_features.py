@@ -862,29 +862,11 @@ def subgroups(here: Here) -> None:
     assert difference(reference.bare, run.bare) <= 1e-12
 
 
-def overlapping_groups(here: Here) -> None:
-    """A rank that belongs to more groups than the others is no obstacle to a replica over all."""
-    import torch.distributed as dist
-
-    for ranks in ([0], [0, 1], [0, 2]):
-        dist.new_group(ranks)
-    plain(run := under_gossamer(here, with_adamw(mlp)))
-    assert_same_on_all_ranks(here, run.bare)
-
-
-def device_meshes(here: Here) -> float:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    grid = init_device_mesh("cpu", (1, 3), mesh_dim_names=("shard", "replicate"))
-    line = init_device_mesh("cpu", (3,))
-    with raises(gossamer.ConfigurationError, match=r"mesh\["):
-        under_gossamer(here, with_adamw(mlp), mesh=grid)
-    equal_to_ddp(here, with_adamw(mlp), plain, ours={"mesh": grid["replicate"]})
-    return equal_to_ddp(here, with_adamw(mlp), plain, ours={"mesh": line})
-
-
 def machines_from_a_mesh(here: Here) -> None:
-    """Rows of a two-dimensional mesh are machines, whatever the environment says; workers of one stay bit-identical."""
+    """Rows of a two-dimensional mesh are machines, whatever the environment says; workers of one stay bit-identical.
+
+    Before ranks belong to different numbers of groups: torch's own meshes of some of the ranks hang after that.
+    """
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     gossip = Hierarchical(Gossip(bucket_bytes=2048, wire="fp32"), bucket_bytes=2048)
@@ -908,6 +890,27 @@ def machines_from_a_mesh(here: Here) -> None:
     for algorithm in (gossip, Hierarchical(Gossip(), ranks_per_node=3)):
         with raises(gossamer.ConfigurationError, match=r"mesh= takes .*mesh\["):
             under_gossamer(here, with_adamw(mlp), algorithm, mesh=deep)
+
+
+def overlapping_groups(here: Here) -> None:
+    """A rank that belongs to more groups than the others is no obstacle to a replica over all."""
+    import torch.distributed as dist
+
+    for ranks in ([0], [0, 1], [0, 2]):
+        dist.new_group(ranks)
+    plain(run := under_gossamer(here, with_adamw(mlp)))
+    assert_same_on_all_ranks(here, run.bare)
+
+
+def device_meshes(here: Here) -> float:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    grid = init_device_mesh("cpu", (1, 3), mesh_dim_names=("shard", "replicate"))
+    line = init_device_mesh("cpu", (3,))
+    with raises(gossamer.ConfigurationError, match=r"mesh\["):
+        under_gossamer(here, with_adamw(mlp), mesh=grid)
+    equal_to_ddp(here, with_adamw(mlp), plain, ours={"mesh": grid["replicate"]})
+    return equal_to_ddp(here, with_adamw(mlp), plain, ours={"mesh": line})
 
 
 def gossip_with_several_optimizers(here: Here) -> None:

@@ -50,12 +50,12 @@ def test_an_optimizer_that_communicates_counts_both_of_its_phases(warmup: int, r
     """Exact bytes in the first one; in the second, 1/32 of them."""
 
     def run(rank: int) -> dict[str, float]:
-        model = nn.Linear(512, 256, bias=False)
+        model = nn.Linear(1024, 512, bias=False)
         optimizer = OneBitAdam(model.parameters(), warmup=warmup)
         replica = gossamer.replicate(model, optimizer)
         begin = replica.metrics()["bytes_sent"]
         for _ in range(6):
-            model(torch.ones(1, 512)).square().mean().backward()
+            model(torch.ones(1, 1024)).square().mean().backward()
             optimizer.step()
         found = replica.metrics()
         replica.close()

@@ -131,10 +131,8 @@ class OneBitAdam(Communicating):
         def write(index: int, place: Tensor) -> None:
             parameter, decay = parameters[index], groups[index]["betas"][0]
             average, gradient = self.state[parameter]["exp_avg"], parameter.grad
-            if gradient is None:
-                torch.mul(average, decay, out=place)
-            else:
-                torch.lerp(average, gradient.to(average.dtype), 1 - decay, out=place)
+            gradient = average.new_zeros(()) if gradient is None else gradient.to(average.dtype)
+            torch.lerp(average, gradient, 1 - decay, out=place)
 
         means = self.means(write, True, self._steps())
         for parameter, group, mean in self._each(means, used()):
