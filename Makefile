@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow check format readme topologies bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-hosts bench-efficiency bench-quality clean
+.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-hosts bench-efficiency bench-quality clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ test: $(READY) ## run the tests
 
 test-slow: $(READY) ## run the tests that take minutes
 	$(RUN) -m pytest -m slow
+
+test-triton: $(READY) ## check the GPU's kernels in Triton's interpreter (installs triton: 290 MB)
+	$(RUN) -m pip install --quiet --disable-pip-version-check triton
+	$(RUN) -m pytest tests/codecs/test_kernels.py -k triton
 
 check: $(READY) ## lint, formatting and types; warnings are errors
 	$(VENV)/bin/ruff check .
