@@ -78,7 +78,9 @@ class Gossip(Meeting):
     Per exchange one message of the weights' size per partner (half with a 16-bit ``wire``), whatever the number of workers.
 
     Not the choice when replicas must be bit-identical, or when fewer bytes (not fewer messages) are what is needed:
-    uncompressed, it moves about what a ring all-reduce moves.
+    uncompressed, it moves about what a ring all-reduce moves. Nor with Adam where each worker's batch is small: it divides by
+    the size of a gradient that is mostly noise before anything is averaged (0.34 nats behind all-reduce after 400 steps of a
+    small GPT, 16 workers; with SGD there is no such loss).
 
     Source: Daily et al. 2018 (arXiv 1803.05880); the mean-preserving form is ours.
     """
