@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-hosts bench-efficiency bench-quality clean
+.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-hosts bench-efficiency bench-quality clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,11 @@ bench-shuffle: $(READY) ## gossip on shards sorted by label, without and with sa
 
 bench-shuffle-time: $(READY) ## what samples that travel add to the step, 4 emulated hosts at 200 Mbit/s (about 10 minutes)
 	$(RUN) -m gossamer.bench.shuffle_time --save-to benchmarks/results
+
+bench-relaxations: $(READY) ## step time of the relaxations of gradients and weights on 4 hosts at 200 Mbit/s and 1 Gbit/s (about 5 minutes)
+	$(VENV)/bin/gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --hosts 4 --no-memory --rounds 12 \
+	  --side 'ScatterReduce()' --side 'ScatterReduce(codec=Quantize(bits=4))' --side 'ChunkSparse(density=0.1)' \
+	  --side 'OneBitAdam(warmup=2)' --side "Gossip(wire='bf16')" --side 'QuantizedGossip()' --save-to benchmarks/results/relaxations
 
 bench-hosts: $(READY) ## step time over 2 to 16 emulated hosts, without and with 2 ms per message (about 20 minutes)
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 50mbit --network 50mbit+2ms --hosts 2 --hosts 4 --hosts 8 --hosts 16 \
