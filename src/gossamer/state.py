@@ -64,6 +64,11 @@ WHOLE = ""
 """The owner of an extra that belongs to the bucket as it is cut, and not to one of its parameters."""
 
 
+def named(name: str, values: Mapping[str, Tensor | None]) -> list[Tensor]:
+    """Those that are there under this name, by whatever part of an algorithm (:meth:`State.scoped`)."""
+    return [value for key, value in values.items() if value is not None and key.endswith(name)]
+
+
 class State:
     """Named flat tensors, each with one value per element of a bucket (a residual, a replica, a momentum).
 
@@ -80,7 +85,7 @@ class State:
         self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
         self.flats: Ledger[str] = Ledger()
         self.extras: Ledger[tuple[str, str]] = Ledger()
-        self.vouched: list[tuple[Tensor, Sequence[Tensor]]] = []
+        self.vouched: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         """Witnesses, and for which tensors of the exchange under way they speak: see :meth:`vouch`."""
 
     def __getitem__(self, name: str) -> Tensor:
@@ -112,12 +117,12 @@ class State:
         """Write an extra: a new tensor, as with the flat ones."""
         self.extras.draft[key, owner] = value
 
-    def vouch(self, witness: Tensor, *tensors: Tensor) -> None:
-        """Say that ``tensors`` (the result, or what was written here) are finite exactly if ``witness`` is.
+    def vouch(self, witnesses: Sequence[Tensor], *tensors: Tensor) -> None:
+        """Say that ``tensors`` (the result, or what was written here) are finite exactly if all ``witnesses`` are.
 
         Nobody then reads them just to find that out.
         """
-        self.vouched.append((witness, tensors))
+        self.vouched.append((witnesses, tensors))
 
     def later(self) -> "State":
         """A state of its own that begins with everything written here so far; what is written there comes by :meth:`take`."""
@@ -155,11 +160,6 @@ class State:
         """What was written since the last commit."""
         written = (*self.flats.draft.values(), *self.extras.draft.values())
         return [tensor for tensor in written if tensor is not None]
-
-    def written(self, name: str) -> list[Tensor]:
-        """The flat tensors that were written since the last commit under this name, by whatever part of an algorithm."""
-        drafts = self.flats.draft.items()
-        return [value for key, value in drafts if value is not None and key.rpartition(": ")[2] == name]
 
     def load(self, values: Mapping[str, Tensor | None]) -> None:
         """Keep exactly these flat tensors, leaving out what is None."""

@@ -93,6 +93,11 @@ class Algorithm(ABC):
         Writes to ``state`` take effect only when the whole step has succeeded.
         """
 
+    @property
+    def finishes(self) -> bool:
+        """Whether :meth:`finish` may have anything to do."""
+        return type(self).finish is not Algorithm.finish
+
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
         """Once per step after the last bucket, for what belongs to the step; ``None`` (the default) for nothing.
 

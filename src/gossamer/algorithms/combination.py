@@ -5,6 +5,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.lossy import wide
@@ -29,6 +30,26 @@ class Combination(Algorithm, register=False):
     def averages_buffers(self) -> bool:  # type: ignore[override]
         """As the strictest part."""
         return all(part.averages_buffers for part in self.parts)
+
+    @property
+    def finishes(self) -> bool:
+        return any(part.finishes for part in self.parts)
+
+    @property
+    def exchanges_history(self) -> bool:
+        return any(part.exchanges_history for part in self.parts)
+
+    @property
+    def lands_late(self) -> bool:
+        return any(part.lands_late for part in self.parts)
+
+    def detach(self, optimizers: Sequence[Optimizer]) -> None:
+        for part in self.parts:
+            part.detach(optimizers)
+
+    def check(self, world: int) -> None:
+        for part in self.parts:
+            part.check(world)
 
     def check_machines(self, machines: Sequence[Group]) -> None:
         for part in self.parts:

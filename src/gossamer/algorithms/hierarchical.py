@@ -95,12 +95,9 @@ class Hierarchical(Combination, register=False):
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
         return replace(self, outer=self.outer.attach(optimizers), inner=self.inner.attach(optimizers))
 
-    def detach(self, optimizers: Sequence[Optimizer]) -> None:
-        self.outer.detach(optimizers)
-
     def check(self, world: int) -> None:
         if self.ranks_per_node is not None:
-            self._check(tuple(range(world))[i : i + self.ranks_per_node] for i in range(0, world, self.ranks_per_node))
+            self._check(consecutive(world, self.ranks_per_node))
 
     def check_machines(self, machines: Sequence[Group]) -> None:
         if self.ranks_per_node is None:
@@ -173,6 +170,10 @@ class Inside(Algorithm, register=False):
         node = machine(ctx, machines_of(ctx, self.ranks_per_node))
         return (yield from average_inside(self.inner, bucket, state, ctx, node))
 
+    @property
+    def finishes(self) -> bool:
+        return self.inner.finishes
+
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
         return finish_inside(self.inner, buckets, states, state, ctx, machine(ctx, machines_of(ctx, self.ranks_per_node)))
 
@@ -212,7 +213,12 @@ def machines_of(ctx: Context, ranks_per_node: int | None) -> tuple[Group, ...]:
     """The workers of each machine."""
     if ranks_per_node is None:
         return ctx.machines
-    return tuple(tuple(range(ctx.world))[first : first + ranks_per_node] for first in range(0, ctx.world, ranks_per_node))
+    return consecutive(ctx.world, ranks_per_node)
+
+
+def consecutive(world: int, ranks_per_node: int) -> tuple[Group, ...]:
+    """Machines of so many ranks each, one after the other."""
+    return tuple(tuple(range(world))[first : first + ranks_per_node] for first in range(0, world, ranks_per_node))
 
 
 def machine(ctx: Context, machines: Sequence[Group]) -> Group:

@@ -53,7 +53,7 @@ def scatter_reduce(
     if rest is not None and not (feedback.worker and feedback.server):
         rest.zero_()  # nobody writes all of it
     if (ctx.world - 1) * payload_bytes(codec, flat.numel(), flat.dtype) <= gather_below:
-        return (yield from _gather(flat, owed, codec, ctx, index, mean, rest, feedback))
+        return (yield from Piece(codec, ctx, index, feedback, flat, owed, mean, rest).gather())
     size = elements_per_piece(codec, flat.numel(), flat.dtype)
     pieces = []
     for number, begin in enumerate(range(0, max(1, flat.numel()), size)):
@@ -72,27 +72,6 @@ def scatter_reduce(
         piece.assemble(payloads)
         witnesses += _witnesses(codec, payloads, piece.parts.size)
     return witnesses
-
-
-def _gather(
-    flat: Tensor,
-    owed: Tensor | None,
-    codec: Codec,
-    ctx: Context,
-    index: int,
-    mean: Tensor,
-    rest: Tensor | None,
-    feedback: Feedback,
-) -> Flow[list[Tensor]]:
-    """Every worker sends its whole tensor to all, once: who averages has nothing more to encode, so nothing more to lose."""
-    seed, remembers = ctx.seed(index, ctx.rank), feedback.worker
-    own = _encode(codec, flat, owed if remembers else None, seed, rest if remembers else None, flat.numel())
-    payloads = yield from all_gather(own)
-    mean.zero_()
-    for payload in payloads:
-        codec.add_decoded(payload, mean)
-    mean /= ctx.world
-    return _witnesses(codec, payloads, flat.numel())
 
 
 def _witnesses(codec: Codec, payloads: Tensor, numel: int) -> list[Tensor]:
@@ -176,6 +155,17 @@ class Piece:
         owed = self._at(rank, self.owed) if remembers and self.owed is not None else None
         rest = self._at(rank, self.rest) if remembers and self.rest is not None else None
         return _encode(self.codec, self._at(rank, self.flat), owed, seed, rest, self.parts.size)
+
+    def gather(self) -> Flow[list[Tensor]]:
+        """Whole, from all workers to all, once: who averages has nothing more to encode, so nothing more to lose."""
+        numel, seed = self.flat.numel(), self.ctx.seed(self.index, self.ctx.rank)
+        owed, rest = (self.owed, self.rest) if self.feedback.worker else (None, None)
+        payloads = yield from all_gather(_encode(self.codec, self.flat, owed, seed, rest, numel))
+        self.mean.zero_()
+        for payload in payloads:
+            self.codec.add_decoded(payload, self.mean)
+        self.mean.div_(self.ctx.world)
+        return _witnesses(self.codec, payloads, numel)
 
     def reduce(self, arrived: Tensor) -> Tensor:
         """The payload of the mean of this worker's part."""

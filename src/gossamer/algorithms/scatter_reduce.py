@@ -59,7 +59,6 @@ class ScatterReduce(Lossy):
         )
         if rest is not None:
             state[RESIDUAL] = kept = rest.to(wire_codec(self.residual).wire_dtype(rest.dtype))
-            if kept is rest and flat is bucket.flat:  # narrower ones may overflow
-                for witness in witnesses:
-                    state.vouch(witness, mean, rest)
+            if witnesses and kept is rest and flat is bucket.flat:  # narrower ones may overflow
+                state.vouch(witnesses, mean, rest)
         return mean.to(bucket.flat.dtype)

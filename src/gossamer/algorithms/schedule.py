@@ -54,14 +54,6 @@ class Switch(Combination, register=False):
         """Weights, as soon as one of the parts moves them."""
         return "weights" if any(part.subject == "weights" for part in self.parts) else "gradients"
 
-    @property
-    def exchanges_history(self) -> bool:
-        return any(part.exchanges_history for part in self.parts)
-
-    @property
-    def lands_late(self) -> bool:
-        return any(part.lands_late for part in self.parts)
-
     def at(self, step: int) -> Algorithm | None:
         """The part whose time it is."""
         return self.before if step < self.steps else self.then
@@ -130,14 +122,6 @@ class Switch(Combination, register=False):
         before, then = (None if a is None else a.attach(optimizers) for a in (self.before, self.then))
         return replace(self, before=before, then=then)
 
-    def detach(self, optimizers: Sequence[Optimizer]) -> None:
-        for part in self.parts:
-            part.detach(optimizers)
-
-    def check(self, world: int) -> None:
-        for part in self.parts:
-            part.check(world)
-
 
 _BEFORE, _THEN = "before: ", "then: "
 
@@ -177,14 +161,6 @@ class BySize(Combination, register=False):
         """That of both."""
         return self.large.subject if self.small == _NOTHING else self.small.subject
 
-    @property
-    def exchanges_history(self) -> bool:
-        return any(part.exchanges_history for part in self.parts)
-
-    @property
-    def lands_late(self) -> bool:
-        return any(part.lands_late for part in self.parts)
-
     def part(self, subject: Subject) -> Algorithm | None:
         small, large = self.small.part(subject), self.large.part(subject)
         if small is None and large is None:
@@ -209,11 +185,3 @@ class BySize(Combination, register=False):
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
         return replace(self, small=self.small.attach(optimizers), large=self.large.attach(optimizers))
-
-    def detach(self, optimizers: Sequence[Optimizer]) -> None:
-        self.small.detach(optimizers)
-        self.large.detach(optimizers)
-
-    def check(self, world: int) -> None:
-        self.small.check(world)
-        self.large.check(world)

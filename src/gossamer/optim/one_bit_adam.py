@@ -126,10 +126,11 @@ class OneBitAdam(Communicating):
 
     def _compressed(self, parameters: list[Tensor], used: Callable[[], list[bool]]) -> None:
         """The mean of the momenta that the workers would have; the variance as it was frozen."""
-        groups = [group for group in self.param_groups for p in group["params"] if p.requires_grad]
+        owners = self._each(parameters)
 
         def write(index: int, place: Tensor) -> None:
-            parameter, decay = parameters[index], groups[index]["betas"][0]
+            parameter, group, _ = owners[index]
+            decay = group["betas"][0]
             average, gradient = self.state[parameter]["exp_avg"], parameter.grad
             gradient = average.new_zeros(()) if gradient is None else gradient.to(average.dtype)
             torch.lerp(average, gradient, 1 - decay, out=place)

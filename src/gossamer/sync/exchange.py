@@ -15,7 +15,7 @@ from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket, Plan, Segment
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import CONTROL, Runner, Ticket
-from gossamer.state import RESIDUAL, WHOLE, State
+from gossamer.state import RESIDUAL, WHOLE, State, named
 from gossamer.sync.scaling import any_non_finite
 
 Kept = dict[str, dict[str, Tensor]]
@@ -52,7 +52,6 @@ class Exchange:
 
     def adopt(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
-        self.land()
         kept, extras = self.state_by_name(), self.extras_by_name()
         self.plan, self._lanes = plan, plan.lanes(self.runner.lanes)
         self.buckets = [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
@@ -96,7 +95,8 @@ class Exchange:
             self._seen |= set(map(id, (result, *drafts)))
             spoken_for = {id(tensor) for _, tensors in state.vouched for tensor in tensors}
             others = [tensor for tensor in (result, *drafts) if id(tensor) not in spoken_for]
-            if any_non_finite([*(witness for witness, _ in state.vouched), *others]).item() > 0:
+            witnesses = [witness for several, _ in state.vouched for witness in several]
+            if any_non_finite([*witnesses, *others]).item() > 0:
                 self._poisoned.append(bucket.index)
         return result
 
@@ -113,10 +113,12 @@ class Exchange:
         """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`."""
         for label, state in self.step_states.items():
             mine = [i for i, layout in enumerate(self.plan.layouts) if layout.label == label]
+            handler = self.handlers[mine[0]] if mine else None
+            if handler is None or not handler.finishes or not handler.due(step):
+                continue
             buckets, own = [self.buckets[i] for i in mine], [*(self.states[i] for i in mine), state]
             *states, whole = [each.later() for each in own]
-            due = bool(mine) and self.handlers[mine[0]].due(step)
-            flow = self.handlers[mine[0]].finish(buckets, states, whole, self.context(step)) if due else None
+            flow = handler.finish(buckets, states, whole, self.context(step))
             if flow is not None:
                 ticket = self.runner.submit(lambda flow=flow: flow, f"finish of step {step}", CONTROL)  # type: ignore[misc]
                 self._finishing.append((ticket, list(zip(own, [*states, whole], strict=True))))
@@ -154,7 +156,7 @@ class Exchange:
         The result is the mean of what all sent, so if all owe it once more, the sum of what is owed is what it was.
         """
         bucket, state = self.buckets[index], self.states[index]
-        for residual in state.written(RESIDUAL):
+        for residual in named(RESIDUAL, state.flats.draft):
             segment.view(residual).add_(segment.view(bucket.flat))
 
     def settle(self, results: Sequence[Tensor]) -> None:
@@ -205,7 +207,7 @@ class Exchange:
 
     def residual_share(self) -> tuple[float, float]:
         """Squared L2 norms: of all residuals, and of what the buckets hold (at a step's end, the gradients)."""
-        residuals = [flat for state in self.states for key, flat in state.items() if key.endswith(RESIDUAL)]
+        residuals = [flat for state in self.states for flat in named(RESIDUAL, state.flats.kept)]
         return _squared(residuals), _squared([bucket.flat for bucket in self.buckets])
 
     def extras_by_name(self) -> Kept:
