@@ -17,7 +17,8 @@ from gossamer.bench.catalogue import find_workload
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.matrix import Case, Results, Turns, absent, draw, table
 from gossamer.bench.peers import PEERS, Joined, Peer
-from gossamer.bench.peers.base import own_address, wait_for
+from gossamer.bench.peers.base import wait_for
+from gossamer.bench.ranks import own_address
 from gossamer.bench.sides import OPTIMIZERS
 from gossamer.cli import app
 from gossamer.errors import ConfigurationError, GossamerError

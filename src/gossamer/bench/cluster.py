@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from gossamer.bench.memory import beyond, read
 from gossamer.bench.paired import run
 from gossamer.bench.ranks import of_all
 from gossamer.errors import GossamerError
+from gossamer.lab.launcher import free_port
 
 
 def is_here() -> bool:
@@ -68,16 +68,10 @@ def measure_memory_here(case: Case, sides: Sequence[str]) -> dict[str, Record]:
     """
     if torch.cuda.is_initialized():
         return {}
-    port = str(of_all(_free_port())[0])
+    port = str(of_all(free_port(""))[0])
     command = [sys.executable, "-m", "gossamer.bench.memory", "--workload", case.workload, "--sides", *sides]
     environment = os.environ | {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise GossamerError(f"measuring the memory of {', '.join(sides)} failed with code {done.returncode}")
     return beyond(read(of_all(json.loads(done.stdout.splitlines()[-1]))))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

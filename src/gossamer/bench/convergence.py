@@ -6,7 +6,6 @@ Every run is written down when it ends, and not done again: stop and go on as yo
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from gossamer.bench.catalogue import find_workload
+from gossamer.bench.rows import append_row, markdown, read_rows
 from gossamer.bench.sides import join, parse_side
 from gossamer.bench.workload import Workload
 from gossamer.comm.loopback import loopback
@@ -100,9 +100,7 @@ def train(workload: Workload, run: Training, batches: Batches | None = None) -> 
         joined = join(parse_side(run.side), model, optimizer)
         source = batches(rank, run.workers, run.seed)
         for inputs, targets in islice(cut(source, run.cut), run.steps):
-            joined.optimizer.zero_grad()
-            joined.backward(workload.loss(joined.model(inputs), targets))
-            joined.optimizer.step()
+            joined.step(inputs, targets, workload.loss)
         if isinstance(source, Generator):  # all ranks together, and not when its memory is freed
             source.close()
         assert joined.replica is not None
@@ -122,8 +120,7 @@ def cut(batches: Iterator[tuple[Tensor, Tensor]], pieces: int) -> Iterator[tuple
 
 def run_all(workload: Workload, runs: Iterable[Training], log: Path, train: Train = train) -> list[dict[str, Any]]:
     """All of ``runs``; those that ``log`` has are taken from there. Returns all that it has then."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    rows = read_rows(log)
     there = [Training(**{each.name: row[each.name] for each in fields(Training) if each.name in row}) for row in rows]
     for run in runs:
         if run in there:
@@ -132,15 +129,17 @@ def run_all(workload: Workload, runs: Iterable[Training], log: Path, train: Trai
         row = run.key() | {"quality": train(workload, run), "seconds": time.perf_counter() - begin}
         console.log(f"{run.key()}: {row['quality']} ({row['seconds']:.0f} s)")
         rows.append(row | {"torch": torch.__version__})
-        with log.open("a") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
+        append_row(log, rows[-1])
     return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: mean quality of every side, and its paired difference to the first side with a 95 % interval."""
-    head = ("workload", "workers", "batches cut by", "steps", "side", "learning rate", "seeds", "quality")
-    lines = [f"| {' | '.join((*head, 'difference to the first (95 % interval)'))} |", "|" + "---|" * (len(head) + 1)]
+    head = (
+        "workload", "workers", "batches cut by", "steps", "side", "learning rate", "seeds", "quality",
+        "difference to the first (95 % interval)",
+    )  # fmt: skip
+    lines: list[list[str]] = []
     groups: dict[tuple[str, int, int, int], dict[tuple[str, str], dict[int, float]]] = {}
     units: dict[str, str] = {}
     for row in rows:
@@ -154,9 +153,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         for side, values in sides.items():
             shown = f"{statistics.mean(values.values()):.3f} {units[about[0]]}"
             pairs = [values[seed] - reference[seed] for seed in values if seed in reference]
-            cells = [*map(str, about), *side, str(len(values)), shown, interval(pairs)]
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
+            lines.append([*map(str, about), *side, str(len(values)), shown, interval(pairs)])
+    return markdown(head, lines)
 
 
 def interval(differences: Sequence[float]) -> str:

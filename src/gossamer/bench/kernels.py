@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from gossamer.bench.rows import markdown
 from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK
 from gossamer.codecs.kernels import chunk_norms, kernels_for
 
@@ -134,11 +135,11 @@ def measure(mbytes: float, device: str, rounds: int, sparse: bool) -> list[dict[
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: one line per kernel."""
-    lines = ["| device | MiB | codec | kernel | GB/s of gradient | share of a memory copy |", "|---|---|---|---|---|---|"]
+    lines = []
     for row in rows:
-        rate, share = row["bytes_per_second"] / 1e9, row["share_of_copy"]
-        lines.append(f"| {row['device']} | {row['mbytes']:g} | {row['codec']} | {row['kernel']} | {rate:.2f} | {share:.2f} |")
-    return lines
+        rate, share = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['share_of_copy']:.2f}"
+        lines.append([row["device"], f"{row['mbytes']:g}", row["codec"], row["kernel"], rate, share])
+    return markdown(("device", "MiB", "codec", "kernel", "GB/s of gradient", "share of a memory copy"), lines)
 
 
 def machine() -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from gossamer.bench.ranks import of_all
+from gossamer.bench.ranks import of_all, own_address
 from gossamer.lab.line_rate import lab_addresses, line_rate
 from gossamer.lab.rates import parse_rate
 
@@ -61,6 +61,4 @@ def _addresses() -> list[str]:
     """The IPv4 addresses of all ranks: outside of the lab, those by which each reaches the first."""
     if "GOSSAMER_LAB" in os.environ:
         return lab_addresses()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
-        return of_all(way.getsockname()[0])
+    return of_all(own_address(socket.AF_INET))

@@ -6,7 +6,6 @@ cannot run here is a row that says why; it is measured when it is asked for agai
 """
 
 import itertools
-import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,8 +17,9 @@ from gossamer.bench.catalogue import find_workload, is_emulated
 from gossamer.bench.in_lab import Record, lab_json
 from gossamer.bench.memory import BASELINE, FIGURES, beyond, read
 from gossamer.bench.network import parse_network
-from gossamer.bench.peers import PEERS
+from gossamer.bench.peers import PEERS, missing
 from gossamer.bench.plots import Panel, times_over_hosts
+from gossamer.bench.rows import markdown, read_rows, write_rows
 from gossamer.bench.sides import parse_side
 from gossamer.lab import LabSpec
 
@@ -61,7 +61,7 @@ class Results:
 
     def __init__(self, path: Path, writes: bool = True) -> None:
         self._path, self._writes = path, writes
-        self.rows: list[Record] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        self.rows: list[Record] = read_rows(path)
 
     def lacking(self, case: Case, sides: Iterable[str], turns: Turns) -> list[str]:
         """Those of ``sides`` that have not been measured in this case, or in fewer rounds."""
@@ -83,12 +83,8 @@ class Results:
         rows = [row for row in rows if "missing" not in row or _key(row) not in measured]
         fresh = {_key(row) for row in rows}
         self.rows = [row for row in self.rows if _key(row) not in fresh] + list(rows)
-        if not self._writes:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        whole = self._path.with_suffix(".new")
-        whole.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        whole.replace(self._path)
+        if self._writes:
+            write_rows(self._path, self.rows)
 
 
 def _key(row: Record) -> tuple[Any, ...]:
@@ -116,9 +112,8 @@ def portions(sides: Sequence[str], at_once: int) -> Iterator[list[str]]:
 
 def absent(case: Case, sides: Iterable[str]) -> list[Record]:
     """Rows of those of ``sides`` that cannot run on this machine."""
-    reasons = {side: PEERS[side].missing() for side in sides if side in PEERS}
     name = find_workload(case.workload).name
-    return [_absence(case, name, side, reason) for side, reason in reasons.items() if reason is not None]
+    return [_absence(case, name, side, reason) for side, reason in missing(sides).items()]
 
 
 def _absence(case: Case, name: str, side: str, reason: str) -> Record:
@@ -154,11 +149,8 @@ def table(rows: Sequence[Record]) -> list[str]:
         "payload, MB", "on the wire, MB", "communication, ms", "exposed, ms", "CPU, ms",
         "memory / gradients",
     )  # fmt: skip
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     order = {key: place for place, key in enumerate(dict.fromkeys(_key(row)[:3] for row in rows))}
-    for row in sorted(rows, key=lambda row: order[_key(row)[:3]]):
-        lines.append(f"| {' | '.join(_cells(row))} |")
-    return lines
+    return markdown(head, map(_cells, sorted(rows, key=lambda row: order[_key(row)[:3]])))
 
 
 def _cells(row: Record) -> list[str]:

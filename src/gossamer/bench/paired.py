@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from gossamer.algorithms import Algorithm
+from gossamer.bench import peers
 from gossamer.bench.bound import Ready, joined, measure_ready, overlapped, wire
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.counters import Counters
@@ -71,10 +72,7 @@ def make_side(workload: Workload, side: str, rank: int) -> Trained:
     made = join(parsed, model, workload.build_optimizer(model))
 
     def step() -> None:
-        inputs, targets = workload.random_batch(generator)
-        made.optimizer.zero_grad()
-        made.backward(workload.loss(made.model(inputs), targets))
-        made.optimizer.step()
+        made.step(*workload.random_batch(generator), workload.loss)
 
     if isinstance(parsed, str):
         peer, world = PEERS[parsed], dist.get_world_size()
@@ -114,7 +112,8 @@ def _time(side: Trained, steps: int) -> Round:
         return Round(seconds, Counters.read(side.joined.replica).per_step(before, steps))
 
 
-def _warm_up(side: Trained, steps: int) -> None:
+def warm_up(side: Trained, steps: int) -> None:
+    """Train at least so many steps."""
     with side.joined.turn():
         for _ in range(side.timed(steps)):
             side.step()
@@ -177,7 +176,7 @@ def run(
     lines_before = plain_tcp()
     ready = measure_ready(workload, rank)
     for side in made.values():
-        _warm_up(side, warmup)
+        warm_up(side, warmup)
     results, sent = _measure(made, rounds, steps, told)
     lines = [statistics.median(both) for both in map(operator.add, lines_before, plain_tcp())]
     figures = _figures(made, results, sent)
@@ -228,8 +227,7 @@ def _figures(made: dict[str, Trained], results: dict[str, list[Round]], sent: di
 
 def missing(sides: Sequence[str]) -> dict[str, str]:
     """Those of ``sides`` that cannot run on some rank, and why; the same on all ranks."""
-    reasons = {name: PEERS[name].missing(load=True) for name in sides if name in PEERS}
-    everyone = of_all({name: reason for name, reason in reasons.items() if reason is not None})
+    everyone = of_all(peers.missing(sides, load=True))
     return {name: reason for reasons in reversed(everyone) for name, reason in reasons.items()}
 
 

@@ -81,9 +81,7 @@ def train(workload: Workload, side: str, seed: int, goal: Goal) -> None:
     batches = chain([next(source)], source)  # the data are there when the clock begins
     clock, told = Clock(made.replica), 0.0
     for step, (inputs, targets) in enumerate(batches, 1):
-        made.optimizer.zero_grad()
-        made.backward(workload.loss(made.model(inputs), targets))
-        made.optimizer.step()
+        made.step(inputs, targets, workload.loss)
         if clock.seconds - told >= _TELL_EVERY:
             told = clock.seconds
             _say({"at": step, "seconds": told})

@@ -51,8 +51,13 @@ def travelling(own: Shard, batch: int, rank: int, seed: int, mix: bool) -> Itera
     """Batches of a share that wanders around the ring, without end; shuffled once, before anything leaves."""
     order = torch.randperm(len(own[1]), generator=torch.Generator().manual_seed(1000 * seed + rank))
     with RingShuffle((own[0][order], own[1][order]), batch, seed=seed, mix=mix) as shuffle:
-        while True:
-            yield from shuffle
+        yield from endless(shuffle)
+
+
+def endless(shuffle: RingShuffle) -> Iterator[Shard]:
+    """Local epoch after local epoch."""
+    while True:
+        yield from shuffle
 
 
 def train_on(workload: Workload, run: Training, algorithm: str, batch: int) -> dict[str, float]:

@@ -25,8 +25,9 @@ from torch import Tensor
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.matrix import Turns
-from gossamer.bench.paired import compare, make_side, take_turns
-from gossamer.bench.shuffle import Shard, staying
+from gossamer.bench.paired import compare, make_side, take_turns, warm_up
+from gossamer.bench.rows import markdown
+from gossamer.bench.shuffle import Shard, endless, staying
 from gossamer.bench.workload import Workload
 from gossamer.data import RingShuffle
 from gossamer.lab import LabSpec
@@ -51,12 +52,6 @@ def share_of(workload: Workload, rank: int, batches: int, stored: str) -> Shard:
     return (inputs.mul(255).to(torch.uint8) if stored == "uint8" else inputs), targets
 
 
-def endless(shuffle: RingShuffle) -> Iterator[Shard]:
-    """Local epoch after local epoch."""
-    while True:
-        yield from shuffle
-
-
 def fed(workload: Workload, batches: Iterator[Shard], emulated: bool) -> Workload:
     """The workload on these batches; one with emulated compute takes them, and trains on what it always does."""
 
@@ -77,12 +72,13 @@ def measure(workload: Workload, samples: Workload, side: str, stored: str, turns
         sources = {"staying": staying(own, batch, rank, 0), "travelling": endless(shuffle)}
         made = {name: make_side(fed(workload, each, samples is not workload), side, rank) for name, each in sources.items()}
         for trained in made.values():
-            for _ in range(trained.timed(turns.warmup)):
-                trained.step()
+            warm_up(trained, turns.warmup)
         before = shuffle.waited_seconds
         results = take_turns(made, rounds, steps)
         travelling = made["travelling"]
         waited = (shuffle.waited_seconds - before) / (rounds * (travelling.period + travelling.timed(steps)))
+        for trained in made.values():
+            trained.joined.close()
     seconds = {name: [each.seconds for each in results[name]] for name in made}
     figures = compare(seconds["travelling"], seconds["staying"])
     return {
@@ -110,7 +106,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         "workload", "hosts", "network", "communication", "samples kept as", "a batch, kB", "ms per step, staying",
         "ms per step, travelling", "travelling / staying (95 % interval)", "waited for a batch, ms", "share of the step",
     )  # fmt: skip
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines = []
     for row in rows:
         cells = [
             row["workload"],
@@ -125,8 +121,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             f"{1e3 * row['waited_seconds']:.2f}",
             f"{100 * row['waited_share']:.2f} %",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(cells)
+    return markdown(head, lines)
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from gossamer.bench.in_lab import lab_json
+from gossamer.bench.rows import markdown
 from gossamer.lab import LabSpec
 
 NETWORKS = ("200mbit", "1gbit", "unshaped")
@@ -26,29 +27,25 @@ console = Console(stderr=True)
 
 def steps_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: step time of every side on every network, with the paired ratio to the first side."""
-    lines = ["| workload | network | side | ms per step | time relative to DDP (95 % interval) |", "|---|---|---|---|---|"]
+    lines = []
     for row in rows:
         for side, figures in row["sides"].items():
             ratio = f"{figures['ratio']:.3f} ({figures['ratio_low']:.3f} to {figures['ratio_high']:.3f})"
             ratio = "1" if side == "ddp" else ratio
             milliseconds = 1e3 * figures["step_seconds"]
-            lines.append(f"| {row['workload']} | {row['rate']} | {side} | {milliseconds:.1f} | {ratio} |")
-    return lines
+            lines.append([row["workload"], row["rate"], side, f"{milliseconds:.1f}", ratio])
+    return markdown(("workload", "network", "side", "ms per step", "time relative to DDP (95 % interval)"), lines)
 
 
 def exchange_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: rate of single exchanges relative to plain TCP."""
-    lines = [
-        "| network | exchange | MB | plain TCP, Mbit/s | gossamer / TCP | after 150 ms of silence |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
-        tcp = row["bits_per_second"]["tcp"] / 1e6
+        tcp, ratios = row["bits_per_second"]["tcp"] / 1e6, (row["ratio_to_tcp"], row["ratio_after_silence"])
         lines.append(
-            f"| {row['rate']} | {row['pattern']} | {row['bytes'] / 1e6:g} | {tcp:.1f} | {row['ratio_to_tcp']:.3f} | "
-            f"{row['ratio_after_silence']:.3f} |"
+            [row["rate"], row["pattern"], f"{row['bytes'] / 1e6:g}", f"{tcp:.1f}", *(f"{each:.3f}" for each in ratios)]
         )
-    return lines
+    return markdown(("network", "exchange", "MB", "plain TCP, Mbit/s", "gossamer / TCP", "after 150 ms of silence"), lines)
 
 
 def merged(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], key: Sequence[str]) -> list[dict[str, Any]]:

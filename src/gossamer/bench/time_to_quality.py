@@ -8,7 +8,6 @@ Every run is written down when it ends, and not done again: stop and go on as yo
 """
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -25,6 +24,7 @@ from gossamer.bench.crossing import Points, crossing, smoothed
 from gossamer.bench.in_lab import Record, lab_json
 from gossamer.bench.matrix import Case
 from gossamer.bench.plots import quality_over_time, require_matplotlib
+from gossamer.bench.rows import markdown, read_rows, write_rows
 from gossamer.bench.sides import parse_side
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabError
@@ -39,7 +39,7 @@ class Runs:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.rows: list[Record] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        self.rows: list[Record] = read_rows(path)
 
     def find(self, key: Record) -> Record | None:
         """The run of this key."""
@@ -49,10 +49,7 @@ class Runs:
         """Keep a run, in place of a shorter one of the same key, and write all down."""
         key = {name: run[name] for name in KEY}
         self.rows = [row for row in self.rows if not key.items() <= row.items()] + [run]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        whole = self._path.with_suffix(".new")
-        whole.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        whole.replace(self._path)
+        write_rows(self._path, self.rows)
 
 
 def points(run: Record) -> Points:
@@ -89,10 +86,8 @@ def train(key: Record, seconds: float, until: float | None, told: Callable[[Reco
 
 def table(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
     """Markdown: every side beside the first one, over all seeds that have a target."""
-    lines = [
-        "| side | seeds | ms per step | steps to the target | seconds to the target | times faster than the first |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = ("side", "seeds", "ms per step", "steps to the target", "seconds to the target", "times faster than the first")
+    lines = []
     sides = list(dict.fromkeys(row["side"] for row in rows))
     times = {side: _times([row for row in rows if row["side"] == side], targets) for side in sides}
     for side in sides:
@@ -109,8 +104,8 @@ def table(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
             _spread(list(reached.values()), "{:.1f}"),
             _spread(faster, "{:.2f}"),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(cells)
+    return markdown(head, lines)
 
 
 def _times(rows: Sequence[Record], targets: dict[int, float]) -> dict[int, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -36,10 +36,10 @@ def lab(
     Example: gossamer lab --hosts 4 --rate 200mbit -- train.py --epochs 1
     """
     try:
-        spec = LabSpec(
+        spec = LabSpec(  # which checks all of them
             hosts=hosts, rate=rate, procs_per_host=procs_per_host, latency=latency,
-            slow=_slow(slow or []), slow_by=_slowing(slow_by), slow_links=_slow_links(slow_link or []),
-            shaping=_shaping(shaping), timeout=timeout,
+            slow=_slow(slow or []), slow_by=cast(Slowing, slow_by), slow_links=_slow_links(slow_link or []),
+            shaping=cast(Shaping, shaping), timeout=timeout,
         )  # fmt: skip
         code = run_lab(spec, command).exit_code
     except (ValueError, LabError) as error:
@@ -58,14 +58,6 @@ def main() -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(context_settings=CONTEXT_SETTINGS)(lab)
     app(prog_name="gossamer lab")
-
-
-def _shaping(text: str) -> Shaping:
-    return text  # type: ignore[return-value]  # LabSpec checks it
-
-
-def _slowing(text: str) -> Slowing:
-    return text  # type: ignore[return-value]  # LabSpec checks it
 
 
 def _slow(texts: list[str]) -> dict[int, float]:

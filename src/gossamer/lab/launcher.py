@@ -113,7 +113,7 @@ class _Session:
 
     def __init__(self, job: dict[str, Any], shaping: str) -> None:
         self._signal: int | None = None
-        port = _PORT if shaping == "namespaces" else _free_port()
+        port = _PORT if shaping == "namespaces" else free_port("127.0.0.1")
         job = job | {"shaping": shaping, "port": port, "run_id": uuid.uuid4().hex[:12], "launcher": os.getpid()}
         package = Path(__file__).resolve().parent.parent
         # A session of its own: the terminal's Ctrl-C comes to us alone, and we pass it on.
@@ -215,7 +215,8 @@ def _python(command: Sequence[str]) -> list[str]:
     return [sys.executable, *command]
 
 
-def _free_port() -> int:
+def free_port(address: str) -> int:
+    """A port that nobody uses now at ``address``; ``""`` means every address of this host."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])

@@ -1,7 +1,5 @@
 """Peer: one alternative to gossamer that a user of PyTorch could take, as a side of a comparison."""
 
-import os
-import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -49,6 +47,17 @@ class Joined:
     close: Callable[[], None] = nothing
     replica: Replica | None = None
 
+    def step(self, inputs: Tensor, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """One step of training on a batch."""
+        self.optimizer.zero_grad()
+        self.backward(loss(self.model(inputs), targets))
+        self.optimizer.step()
+
+
+def from_extra(package: str) -> str:
+    """How to get a package that gossamer's extra for peers brings."""
+    return f"pip install {package}, or gossamer with its extra: pip install '.[peers]'"
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -78,14 +87,6 @@ class Peer:
         except Exception as error:  # built for another version, say
             return f"{self.module} is installed but cannot be imported ({type(error).__name__}: {error}): {self.get}"
         return None
-
-
-def own_address() -> str:
-    """The address of this host as the others see it: that from which it reaches rank 0."""
-    family, kind, _, _, rank0 = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(rank0)  # sends nothing: that is how datagrams are
-        return str(probe.getsockname()[0])
 
 
 def wait_for(what: str, end: Callable[[], Any], seconds: float = 30.0) -> None:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from gossamer.bench.peers.base import LOCAL_STEPS, Joined, Peer, own_address, wait_for
+from gossamer.bench.peers.base import LOCAL_STEPS, Joined, Peer, from_extra, wait_for
+from gossamer.bench.ranks import own_address
 
 _PATIENCE = 120.0
 
@@ -69,6 +70,6 @@ PEERS = {
         payload=0.5 / LOCAL_STEPS,
         period=LOCAL_STEPS,
         module="hivemind",
-        get="pip install hivemind, or gossamer with its extra: pip install '.[peers]'",
+        get=from_extra("hivemind"),
     ),
 }

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from gossamer.bench.peers.base import Joined, Peer, nothing, own_address, wait_for
+from gossamer.bench.peers.base import Joined, Peer, nothing, wait_for
+from gossamer.bench.ranks import own_address
 
 _GET = (
     "the source distribution (0.28.1) does not compile against today's PyTorch as it is; unpack it, write 17 for 14 in "

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from gossamer.bench.peers.base import LOCAL_STEPS, Joined, Peer, own_address, wait_for
+from gossamer.bench.peers.base import LOCAL_STEPS, Joined, Peer, from_extra, wait_for
+from gossamer.bench.ranks import own_address
 
 _PATIENCE = timedelta(seconds=60)
 
@@ -124,7 +125,7 @@ def _peer(what: str, join: Callable[[nn.Module, Optimizer], Joined], period: int
         period,
         overlaps,
         "torchft",
-        "pip install torchft-nightly, or gossamer with its extra: pip install '.[peers]'",
+        from_extra("torchft-nightly"),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gossamer.bench.peers.base import Joined, Peer
+from gossamer.bench.peers.base import Joined, Peer, from_extra
 
 
 def _accelerate(model: nn.Module, optimizer: Optimizer) -> Joined:
@@ -44,14 +44,12 @@ def _device(model: nn.Module) -> str:
     return next(model.parameters()).device.type
 
 
-_GET = "pip install {0}, or gossamer with its extra: pip install '.[peers]'"
-
 PEERS = {
     "accelerate": Peer(
-        "Hugging Face Accelerate: DDP underneath", _accelerate, 1.0, module="accelerate", get=_GET.format("accelerate")
+        "Hugging Face Accelerate: DDP underneath", _accelerate, 1.0, module="accelerate", get=from_extra("accelerate")
     ),
-    "deepspeed": Peer("DeepSpeed's plain engine", _deepspeed("fp32"), 1.0, module="deepspeed", get=_GET.format("deepspeed")),
+    "deepspeed": Peer("DeepSpeed's plain engine", _deepspeed("fp32"), 1.0, module="deepspeed", get=from_extra("deepspeed")),
     "deepspeed-fp16": Peer(
-        "the same, gradients in fp16", _deepspeed("fp16"), 0.5, module="deepspeed", get=_GET.format("deepspeed")
+        "the same, gradients in fp16", _deepspeed("fp16"), 0.5, module="deepspeed", get=from_extra("deepspeed")
     ),
 }

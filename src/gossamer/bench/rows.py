@@ -1,0 +1,35 @@
+"""Rows: results, one per line of a file, and the Markdown tables made of them."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """What a file of JSON lines has; nothing if it is not there."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write all ``rows`` in place of what the file had; whoever interrupts this leaves one or the other, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_suffix(".new")
+    whole.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole.replace(path)
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Write one more; several processes may do so at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    return [_line(head), "|" + "---|" * len(head), *map(_line, rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
