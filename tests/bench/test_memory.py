@@ -43,10 +43,11 @@ def workload(tmp_path):
 
 def test_buckets_of_ddp_are_seen_and_its_absence_too(workload):
     command = ["-m", "gossamer.bench.memory", "--workload", str(workload), "--repeats", "1"]
-    found = read(lab_json(LabSpec(hosts=2, shaping="none"), [*command, "--sides", "ddp", "Nothing()"]))
+    found = read(lab_json(LabSpec(hosts=2, shaping="none"), [*command, "--sides", "ddp", "Gossip()", "Nothing()"]))
     assert len(found) == 2
     assert found[0]["ddp"][0].gradients == 4 * 2048 * 4096
-    assert found[0].keys() == {"compute", "ddp"}, "what cannot run is left out"
+    assert found[0].keys() == {"compute", "ddp", "Gossip()"}, "what cannot run is left out"
     figures = beyond(found)
     assert figures["compute"] == {"memory": 0, "memory_noise": 0}
     assert 0.8 < figures["ddp"]["memory"] < 2.0  # its buckets, and what the gradient is before it is in one
+    assert 0.8 < figures["Gossip()"]["memory"] < 1.5  # the copy in which the weights travel

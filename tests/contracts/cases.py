@@ -192,12 +192,12 @@ def gossip(algorithm: Algorithm, tensors: Sequence[Tensor], steps: int) -> list[
 
     def body(rank: int) -> Tensor:
         runner, bucket = own_runner(), bucket_of([tuple(tensors[rank].shape)], tensors[rank].dtype)
-        state = State(bucket.flat)
-        bucket.flat.copy_(tensors[rank])
+        state, weights = State(bucket.flat), tensors[rank].clone()
         for step in range(steps):
-            bucket.flat.add_(runner.run(lambda step=step: flow_of(algorithm, bucket, state, runner, step), f"step {step}"))
+            bucket.flat.copy_(weights)
+            weights.add_(runner.run(lambda step=step: flow_of(algorithm, bucket, state, runner, step), f"step {step}"))
             state.commit()
-        return bucket.flat
+        return weights
 
     return loopback(body, len(tensors))
 

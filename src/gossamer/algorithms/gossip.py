@@ -76,6 +76,8 @@ class Gossip(Meeting):
     sent, which keeps the mean of the workers however late it is added.
 
     Per exchange one message of the weights' size per partner (half with a 16-bit ``wire``), whatever the number of workers.
+    Memory: one copy of the weights, in which messages of half the width and their answers are kept; in full width, and for
+    each further partner, one message more.
 
     Not the choice when replicas must be bit-identical, or when fewer bytes (not fewer messages) are what is needed:
     uncompressed, it moves about what a ring all-reduce moves. Nor with Adam where each worker's batch is small: it divides by
@@ -96,22 +98,29 @@ class Gossip(Meeting):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         partners = self.topology.at(ctx.step // self.every, ctx.world).permutations
-        dtype = wire_codec(self.wire).wire_dtype(bucket.flat.dtype)
-        delta, rows = bucket.fresh(), []
-        buffers = [bucket.scratch("sent", dtype), *(bucket.scratch(f"received {i}", dtype) for i in range(len(partners)))]
+        delta, dtype = bucket.flat, wire_codec(self.wire).wire_dtype(bucket.flat.dtype)
+        if not partners:
+            return delta.zero_()
+        # A message of half the width and its answer fit into the memory of the weights they are made of.
+        room = delta.element_size() // dtype.itemsize
+        others = [bucket.scratch(f"received {i}", dtype) for i in range(1 + len(partners) - room)]
         size = max(1, PIECE_BYTES // dtype.itemsize)
-        for weights, result, sent, *received in zip(*(t.split(size) for t in (bucket.flat, delta, *buffers)), strict=True):
-            sent.copy_(weights)
+        rows = []
+        for piece, *beside in zip(*(each.split(size) for each in (delta, *others)), strict=True):
+            narrow = piece.to(dtype)
+            messages: list[Tensor] = [*piece.view(dtype).tensor_split(room), *beside]
+            sent, *received = messages
+            sent.copy_(narrow)
             handles = []
-            for permutation, place in zip(partners, received, strict=True):
+            for permutation, place in zip(partners, received, strict=False):
                 handles.append((yield start(Permute(sent, permutation, place))))
-            rows.append((handles, sent, result))
-        for handles, sent, result in rows:
-            if not handles:
-                result.zero_()
+            rows.append((handles, sent, piece))
+        for handles, sent, piece in rows:
+            result = torch.empty_like(piece)
             for number, handle in enumerate(handles):
                 # What was sent was only read, so it still is what the partner received.
                 add_difference((yield wait(handle)), sent, 1 / (len(handles) + 1), result, fresh=number == 0)
+            piece.copy_(result)
         return delta
 
 
@@ -124,13 +133,13 @@ def check_steps(name: str, value: object, least: int = 1) -> None:
 PIECE_BYTES = 2**20
 """A longer message travels in pieces: one is rounded or averaged while others are on the wire."""
 
-_PIECE = 2**16
+PIECE = 2**16
 """Elements that are converted at a time: they and their copies stay in a processor's cache."""
 
 
 def add_difference(theirs: Tensor, mine: Tensor, share: float, out: Tensor, fresh: bool) -> None:
     """Add share·(theirs − mine), computed in the type of ``out``; ``fresh``: to nothing, whatever is there."""
-    for a, b, result in zip(theirs.split(_PIECE), mine.split(_PIECE), out.split(_PIECE), strict=True):
+    for a, b, result in zip(theirs.split(PIECE), mine.split(PIECE), out.split(PIECE), strict=True):
         if fresh:
             torch.sub(a.to(out.dtype), b.to(out.dtype), out=result).mul_(share)
         else:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.gossip import Gossip, check_steps
+from gossamer.algorithms.gossip import PIECE, Gossip, check_steps
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce
@@ -42,7 +42,8 @@ class GossipPGA(Gossip):
         weights = wide(bucket.flat)  # in 16 bits the rounding of a sum would be as large as what workers differ by
         share = torch.div(weights, ctx.world, out=bucket.fresh() if weights is bucket.flat else None)
         mean = yield from all_reduce(share)
-        rounding = weights.abs() * (ctx.world * torch.finfo(mean.dtype).eps)
-        delta = mean.sub_(weights)
         # What may be the rounding of a sum is no difference: workers that agree stay where they are, to the bit.
-        return delta.masked_fill_(delta.abs() <= rounding, 0).to(bucket.flat.dtype)
+        rounding = ctx.world * torch.finfo(mean.dtype).eps
+        for delta, own in zip(mean.sub_(weights).split(PIECE), weights.split(PIECE), strict=True):
+            delta.masked_fill_(delta.abs() <= own.abs().mul_(rounding), 0)
+        return mean.to(bucket.flat.dtype)
