@@ -8,7 +8,7 @@ from gossamer.codecs.kernels.cpu_numba import Array, exact, summing
 from gossamer.codecs.kernels.cpu_quantize import keep_old
 from gossamer.codecs.kernels.layout import SHRINK
 
-F32, U8 = np.float32, np.uint8
+F32, U8, U32 = np.float32, np.uint8, np.uint32
 
 
 @summing
@@ -31,14 +31,14 @@ def total_size_of_both(x: Array, residual: Array) -> Any:
 
 @exact
 def take(x: Array, residual: Array, wanted: Array) -> None:
-    """wanted = x + residual. Not summed in the same loop: one over several arrays is compiled twice, in case that they
-    overlap, and which of the two is run, so in which order it would sum, depends on where they lie."""
+    """wanted = x + residual, without −0. Not summed in the same loop: one over several arrays is compiled twice, in case
+    that they overlap, and which of the two is run, so in which order it would sum, depends on where they lie."""
     if residual.size:
         for i in range(x.size):
-            wanted[i] = x[i] + residual[i]
+            wanted[i] = x[i] + residual[i] + F32(0)
     else:
         for i in range(x.size):
-            wanted[i] = x[i]
+            wanted[i] = x[i] + F32(0)
 
 
 @exact
@@ -53,6 +53,17 @@ def pack_signs(wanted: Array, out: Array) -> None:
 
 
 @exact
+def pack_top_bits(bits: Array, out: Array) -> None:
+    """As :func:`pack_signs`, of the same values as integers, in half the time; none of them is −0 or NaN."""
+    m = out.size
+    for j in range(m):
+        word = bits[j] >> U32(31)
+        for plane in range(1, 8):
+            word |= U32(U32(bits[j + plane * m] >> U32(31)) << U32(plane))
+        out[j] = U8(word)
+
+
+@exact
 def keep_sign_rest(wanted: Array, rest: Array, size: Any) -> None:
     """rest = wanted − its sign times ``size``."""
     for i in range(wanted.size):
@@ -60,26 +71,40 @@ def keep_sign_rest(wanted: Array, rest: Array, size: Any) -> None:
 
 
 @exact
+def mean_size(wanted: Array) -> Any:
+    """The mean of |wanted|; NaN if some of it is not finite."""
+    size = total_size(wanted, F32(1)) * (F32(1) / F32(wanted.size))
+    if not np.isfinite(size):
+        size = total_size(wanted, F32(SHRINK) / F32(wanted.size))
+    return size if np.isfinite(size) else F32(np.nan)
+
+
+TILE = 2**14
+"""Elements that are read, then written, at a time: turns between several places of the memory cost more if they are short."""
+
+
+@exact
 def sign_all(x: Array, residual: Array, header: Array, packed: Array, rest: Array, block: int) -> None:
     """Header, signs and rest of ``x + residual``; an empty residual or rest is none."""
-    scratch = np.zeros(block + 8, F32)
-    for b in range(header.shape[1]):
-        begin, end = b * block, min((b + 1) * block, x.size)
-        w = scratch[: end - begin]
-        r = residual[begin:end] if residual.size else residual
-        take(x[begin:end], r, w)
-        size = total_size(w, F32(1)) * (F32(1) / F32(w.size))
-        if not np.isfinite(size):
-            size = total_size(w, F32(SHRINK) / F32(w.size))
-        finite = np.isfinite(size)
-        header[0, b] = size if finite else F32(np.nan)
-        scratch[end - begin :] = 0
-        pack_signs(scratch, packed[begin // 8 : (end + 7) // 8])
-        if rest.size:
-            if finite:
-                keep_sign_rest(w, rest[begin:end], size)
+    blocks, together = header.shape[1], max(1, TILE // block)
+    scratch = np.zeros(together * block + 8, F32)
+    bits = scratch.view(np.uint32)
+    for first in range(0, blocks, together):
+        start, stop = first * block, min((first + together) * block, x.size)
+        take(x[start:stop], residual[start:stop] if residual.size else residual, scratch)
+        scratch[stop - start :] = 0
+        for b in range(first, min(first + together, blocks)):
+            begin, end = b * block, min((b + 1) * block, x.size)
+            size = mean_size(scratch[begin - start : end - start])
+            header[0, b] = size
+            out = packed[begin // 8 : (end + 7) // 8]
+            pack_signs(scratch[begin - start :], out) if np.isnan(size) else pack_top_bits(bits[begin - start :], out)
+        for b in range(first, min(first + together, blocks) if rest.size else first):
+            begin, end = b * block, min((b + 1) * block, x.size)
+            if np.isnan(header[0, b]):
+                keep_old(residual[begin:end] if residual.size else residual, rest[begin:end])
             else:
-                keep_old(r, rest[begin:end])
+                keep_sign_rest(scratch[begin - start : end - start], rest[begin:end], header[0, b])
 
 
 @exact
