@@ -198,6 +198,30 @@ def test_what_belongs_to_the_step_comes_after_its_buckets_beside_the_next_forwar
 
 
 @dataclass(frozen=True, kw_only=True)
+class Seldom(Finishing, register=False):
+    """The same, in every second step."""
+
+    def due(self, step: int) -> bool:
+        return step % 2 == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed(AllReduce, register=False):
+    """The first parameter by one algorithm, the others by another."""
+
+    def route(self, name: str, tensor: torch.Tensor) -> str:
+        return "seldom" if name == "0" else "always"
+
+    def of(self, label: str) -> Algorithm:
+        return Seldom() if label == "seldom" else AllReduce()
+
+
+def test_what_belongs_to_a_step_is_left_out_where_nothing_is_exchanged() -> None:
+    sent = run(tensors(10**6, 10**6), Mixed(), 4).bytes_per_step - run(tensors(10**6, 10**6), AllReduce(), 4).bytes_per_step
+    assert sent == pytest.approx(0.0, abs=100), "twice as much for the first one, in half of the steps"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Deciding(Algorithm, register=False):
     """Communicates only if it decides to, which needs a value."""
 

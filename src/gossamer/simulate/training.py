@@ -79,8 +79,10 @@ class Part:
         """What the algorithm does once per step."""
         for label, state in self._step_states.items():
             mine = [bucket for bucket in self.buckets if bucket.layout.label == label]
-            states = [self._states[bucket.index] for bucket in mine]
-            flow = self._handlers[mine[0].index].finish(mine, states, state, self._context(number))
+            handler = self._handlers[mine[0].index]
+            if not handler.finishes or not handler.due(number):
+                continue
+            flow = handler.finish(mine, [self._states[bucket.index] for bucket in mine], state, self._context(number))
             if flow is not None:
                 yield flow
 
