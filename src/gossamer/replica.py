@@ -12,6 +12,7 @@ from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.optim.communicating import Communicating
+from gossamer.optim.gossip_adamw import AVERAGED_OVER
 from gossamer.sync import checkpoint, scaling
 from gossamer.sync.agreement import same_from_rank
 from gossamer.sync.backward import Backward, alarming
@@ -266,6 +267,7 @@ class Replica:
                 # A closure (LBFGS) runs backward inside the step. The first argument is the optimizer itself.
                 if len(args) == 1 and kwargs.get("closure") is None and not self._join.shadowing:
                     self._require_backward(index)
+            self._tell_how_many(optimizer)
             if self._weights and not self.algorithm.lands_late:
                 self._land(index)
 
@@ -281,6 +283,13 @@ class Replica:
                 self._weights[index].launch(self.step)
 
         return after_step
+
+    def _tell_how_many(self, optimizer: Optimizer) -> None:
+        """Of how many gradients the mean update is made, if the optimizer asks for it."""
+        machines = self._runner.nodes or [(rank,) for rank in range(self._runner.world)]
+        for group in optimizer.param_groups:
+            if AVERAGED_OVER in group:
+                group[AVERAGED_OVER] = self.algorithm.gradients_apart(self.step - 1, machines)
 
     def _land(self, index: int) -> None:
         self._follow(index)

@@ -1,9 +1,12 @@
 """Runs of a convergence table: what they are known by, and what they train with."""
 
+import pytest
 import torch
 
 from gossamer.bench.convergence import Training, cut, run_all, table, train
+from gossamer.bench.sides import parse_optimizer
 from gossamer.bench.workload import Workload
+from gossamer.errors import ConfigurationError
 
 TARGET = torch.tensor([[1.0, -2.0]])
 
@@ -41,6 +44,20 @@ def test_the_learning_rate_and_the_side_decide_what_is_learned():
     assert train(a_workload(), run)["loss"] < 1e-3
     slow = Training("numbers", "AllReduce()", 2, 20, seed=0, lr=1e-3)
     assert train(a_workload(), slow)["loss"] > 0.1
+
+
+def test_another_optimizer_is_trained_with_and_told(tmp_path):
+    run = Training("numbers", "AllReduce()", 2, 20, seed=0, optimizer="GossipAdamW(weight_decay=0.0)")
+    assert train(a_workload(), run) != train(a_workload(), Training("numbers", "AllReduce()", 2, 20, seed=0))
+    rows = run_all(a_workload(), [run], tmp_path / "runs.jsonl")
+    assert rows == run_all(a_workload(), [run], tmp_path / "runs.jsonl")
+    assert "| `AllReduce()`, `GossipAdamW(weight_decay=0.0)` | its own | 1 |" in table(rows)[2]
+
+
+@pytest.mark.parametrize("spelled", ["Adamm()", "LAMB", "1", "GossipAdamW(learning_rate=1)"])
+def test_what_is_no_optimizer_is_refused(spelled):
+    with pytest.raises((ConfigurationError, TypeError)):
+        parse_optimizer(spelled)(torch.nn.Linear(1, 1).parameters())
 
 
 def test_rows_are_known_by_all_that_differs(tmp_path):

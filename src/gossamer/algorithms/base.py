@@ -119,6 +119,11 @@ class Algorithm(ABC):
         """Whether :meth:`attach` takes the momentum out of the optimizer, for as long as the replica is open."""
         return False
 
+    def gradients_apart(self, step: int, machines: Sequence[Group]) -> int:
+        """Of how many gradients that no worker averages with others' the mean update at ``step`` is made: all workers' where
+        weights travel, 1 where gradients do. ``machines``: the workers of each."""
+        return sum(map(len, machines)) if self.subject == "weights" else 1
+
     @property
     def exchanges_history(self) -> bool:
         """Whether what the optimizer remembers of each weight travels with the weights."""

@@ -9,7 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.rows import append_row, markdown, read_rows
-from gossamer.bench.sides import join, parse_side
+from gossamer.bench.sides import join, parse_optimizer, parse_side
 from gossamer.bench.workload import Workload
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError
@@ -64,7 +64,7 @@ class Training:
     """One run: which side, how many workers, steps and which seed.
 
     ``cut``: each batch of the workload is cut into that many, so that more workers share the same global batch.
-    ``lr``: the learning rate, instead of the workload's own.
+    ``lr``: the learning rate, and ``optimizer``: one of gossamer's, spelled as in a script, instead of the workload's own.
     """
 
     workload: str
@@ -74,10 +74,11 @@ class Training:
     seed: int
     cut: int = 1
     lr: float | None = None
+    optimizer: str | None = None
 
     def key(self) -> dict[str, Any]:
         """What a row of results is known by: what differs from the defaults, at least the first five."""
-        return {name: value for name, value in asdict(self).items() if (name, value) not in (("cut", 1), ("lr", None))}
+        return {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default}
 
 
 Train = Callable[[Workload, Training], dict[str, float]]
@@ -97,6 +98,8 @@ def train(workload: Workload, run: Training, batches: Batches | None = None) -> 
         optimizer = workload.build_optimizer(model)
         for group in optimizer.param_groups:
             group["lr"] = run.lr or group["lr"]
+        if run.optimizer is not None:
+            optimizer = parse_optimizer(run.optimizer)(model.parameters(), lr=optimizer.param_groups[0]["lr"])
         joined = join(parse_side(run.side), model, optimizer)
         source = batches(rank, run.workers, run.seed)
         for inputs, targets in islice(cut(source, run.cut), run.steps):
@@ -146,14 +149,15 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         name = "accuracy" if "accuracy" in row["quality"] else "loss"
         scale, units[row["workload"]] = QUALITIES[name]
         group = groups.setdefault((row["workload"], row["workers"], row.get("cut", 1), row["steps"]), {})
-        qualities = group.setdefault((f"`{row['side']}`", str(row.get("lr") or "its own")), {})
+        side = f"`{row['side']}`" + (f", `{row['optimizer']}`" if "optimizer" in row else "")
+        qualities = group.setdefault((side, str(row.get("lr") or "its own")), {})
         qualities[row["seed"]] = scale * row["quality"][name]
     for about, sides in groups.items():
         reference = next(iter(sides.values()))
-        for side, values in sides.items():
+        for spelled, values in sides.items():
             shown = f"{statistics.mean(values.values()):.3f} {units[about[0]]}"
             pairs = [values[seed] - reference[seed] for seed in values if seed in reference]
-            lines.append([*map(str, about), *side, str(len(values)), shown, interval(pairs)])
+            lines.append([*map(str, about), *spelled, str(len(values)), shown, interval(pairs)])
     return markdown(head, lines)
 
 
@@ -179,13 +183,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cut", type=int, default=1, help="cut every batch into so many (more workers, the same global batch)")
     parser.add_argument("--lr", type=float, help="learning rate, instead of the workload's")
+    parser.add_argument("--optimizer", help="one of gossamer.optim, such as 'GossipAdamW()', instead of the workload's")
     parser.add_argument("--save-to", type=Path, default=Path("out/convergence"))
     options = parser.parse_args()
     log = options.save_to / "convergence.jsonl"
     sides = options.sides or SIDES[options.family]
     workload = find_workload(options.workload)
     runs = [
-        Training(workload.name, side, options.workers, options.steps, seed, options.cut, options.lr)
+        Training(workload.name, side, options.workers, options.steps, seed, options.cut, options.lr, options.optimizer)
         for seed in range(options.seeds)
         for side in sides
     ]

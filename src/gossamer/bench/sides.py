@@ -50,6 +50,18 @@ def parse_side(text: str) -> Side:
     return made
 
 
+def parse_optimizer(text: str) -> partial[Optimizer]:
+    """A maker of one of gossamer's optimizers, spelled as in a script without its parameters. Raises ConfigurationError."""
+    kinds = {name: getattr(optim, name) for name in optim.__all__ if isinstance(getattr(optim, name), type)}
+    try:
+        made = value_of(text, {name: partial(partial, kind) for name, kind in kinds.items()})
+    except (SyntaxError, TypeError, KeyError, ValueError) as error:
+        raise ConfigurationError(f"unknown optimizer {text!r} ({error}); known: {', '.join(kinds)}") from error
+    if not isinstance(made, partial):
+        raise ConfigurationError(f"{text!r} is no optimizer; write for example GossipAdamW()")
+    return made
+
+
 def join(side: Side, model: nn.Module, optimizer: Optimizer) -> Joined:
     """Let ``model`` communicate as ``side`` says; returns what to train with.
 

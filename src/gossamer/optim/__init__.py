@@ -1,12 +1,14 @@
-"""Optimizers: for large batches (LARS, LAMB), for half-precision weights (MasterWeights), warm-up; and 1-bit Adam.
+"""Optimizers: for large batches (LARS, LAMB), half-precision weights (MasterWeights), averaged weights (GossipAdamW), warm-up;
+and 1-bit Adam.
 
 All but the last are ordinary ``torch.optim`` optimizers and know nothing of the network.
 """
 
+from gossamer.optim.gossip_adamw import GossipAdamW
 from gossamer.optim.lamb import LAMB
 from gossamer.optim.lars import LARS
 from gossamer.optim.master import MasterWeights
 from gossamer.optim.one_bit_adam import OneBitAdam, QAdam
 from gossamer.optim.warmup import warmup
 
-__all__ = ["LAMB", "LARS", "MasterWeights", "OneBitAdam", "QAdam", "warmup"]
+__all__ = ["LAMB", "LARS", "GossipAdamW", "MasterWeights", "OneBitAdam", "QAdam", "warmup"]

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from gossamer.errors import ConfigurationError
-from gossamer.optim.layerwise import Layerwise, check_adapt, check_number, pick, trust_ratios
+from gossamer.optim.layerwise import Layerwise, check_adapt, pick, trust_ratios
+from gossamer.optim.wide import check_number
 
 
 class LAMB(Layerwise):

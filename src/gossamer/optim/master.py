@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gossamer.errors import ConfigurationError
 from gossamer.optim.communicating import Communicating
-from gossamer.optim.layerwise import evaluated
+from gossamer.optim.wide import evaluated
 
 _HALVES = (torch.float16, torch.bfloat16)
 _KEY = "master_weight"

@@ -13,7 +13,7 @@ from gossamer.codecs.quantize import Quantize
 from gossamer.codecs.sign import Sign
 from gossamer.errors import ConfigurationError
 from gossamer.optim.communicating import Communicating
-from gossamer.optim.layerwise import check_number, evaluated
+from gossamer.optim.wide import check_number, evaluated
 
 
 class OneBitAdam(Communicating):

@@ -1,0 +1,89 @@
+"""GossipAdamW: AdamW for workers who average their weights, and not their gradients."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from gossamer.errors import ConfigurationError
+from gossamer.optim.wide import Wide, check_number
+
+
+class GossipAdamW(Wide):
+    """AdamW which divides by the size that the *mean* gradient of all workers has, and not by that of a worker's own.
+
+    An all-reduce averages the noise of p workers' gradients before Adam takes its root; where weights are averaged, every
+    worker divides by its own noise, which is √p times as large, and learns too slowly wherever noise is more than signal.
+    A worker cannot see the mean gradient ḡ, but its size: of its own g = ḡ + noise it is E[ḡ²] = E[g²]/p + (1 − 1/p)·E[g]²,
+    and the momentum stands for E[g]. With gradient g, at the t-th update::
+
+        m ← β₁·m + (1 − β₁)·g                                   m̂ = m / (1 − β₁ᵗ)
+        v ← β₂·v + (1 − β₂)·(g²/p + (1 − 1/p)·m̂²)              v̂ = v / (1 − β₂ᵗ)
+        w ← w − lr·(m̂ / (√v̂ + eps) + weight_decay·w)
+
+    Nothing is communicated for it. What noise the momentum still has makes v̂ a little larger, so that no worker's own step
+    becomes longer than AdamW's, however many there are. With p = 1 this is AdamW.
+
+    Args:
+        params: parameters or groups; every option may differ between groups.
+        lr: learning rate.
+        betas: β₁ and β₂.
+        eps: added to the root.
+        weight_decay: decoupled, as in AdamW.
+        averaged_over: p. :func:`gossamer.replicate` sets it in every step: the number of workers for algorithms that move
+            weights, that of machines for one inside :class:`Hierarchical`, 1 where gradients are averaged.
+
+    Not the choice for SGD's models (momentum is linear in the gradient, so it does not matter when it is averaged), nor where
+    gradients are averaged: it is AdamW then, in more passes over memory than ``torch.optim.AdamW(fused=True)``.
+
+    Raises:
+        ConfigurationError: an option out of its range.
+
+    Source: Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW; the size of the mean gradient is ours.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        averaged_over: int = 1,
+    ) -> None:
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, AVERAGED_OVER: averaged_over}
+        super().__init__(params, options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own. Raises ConfigurationError for options out of range."""
+        options = self.defaults | param_group
+        for name in ("lr", "eps", "weight_decay"):
+            check_number(name, options[name])
+        for name, beta in zip(("the first of betas", "the second of betas"), options["betas"], strict=True):
+            check_number(name, beta, below=1.0)
+        workers = options[AVERAGED_OVER]
+        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+            raise ConfigurationError(f"{AVERAGED_OVER} must be a number of workers, at least 1; got {workers!r}")
+        super().add_param_group(param_group)
+
+    def change(self, group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        (first, second), share, counts = group["betas"], 1 / group[AVERAGED_OVER], self.count()
+        means, squares = self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
+        torch._foreach_lerp_(means, gradients, 1 - first)
+        steps = torch._foreach_div(means, [1 - first**t for t in counts])
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, gradients, gradients, (1 - second) * share)
+        if share < 1:
+            torch._foreach_addcmul_(squares, steps, steps, (1 - second) * (1 - share))
+        roots = torch._foreach_div(squares, [1 - second**t for t in counts])
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_addcdiv_(parameters, steps, roots, -group["lr"])
+
+
+AVERAGED_OVER = "averaged_over"
+"""The group option in which an optimizer is told of how many gradients the mean update is made."""

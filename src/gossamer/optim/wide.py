@@ -1,0 +1,99 @@
+"""Wide optimizer: what our optimizers share that update many tensors at a time, in at least float32."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gossamer.errors import ConfigurationError, UsageError
+
+
+class Wide(Optimizer):
+    """Calls :meth:`change` once per parameter group, device and precision.
+
+    Parameters of 16 bits are computed in float32, and so is what is remembered of them.
+    """
+
+    @abstractmethod
+    def change(self, group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """Change ``parameters`` in place. All lie on one device and have one dtype (float32 or float64), as the gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update; ``closure`` recomputes the loss, which is returned."""
+        loss = evaluated(closure)
+        for group in self.param_groups:
+            for parameters in _alike(group["params"]):
+                self._step(group, parameters)
+        return loss
+
+    def _step(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
+        self._current = parameters
+        exact = [_exact(parameter) for parameter in parameters]
+        self.change(group, exact, [self._gradient(p).to(e.dtype) for p, e in zip(parameters, exact, strict=True)])
+        rounded = [(p, e) for p, e in zip(parameters, exact, strict=True) if p is not e]
+        if rounded:
+            torch._foreach_copy_([p for p, _ in rounded], [e for _, e in rounded])
+
+    def _gradient(self, parameter: Tensor) -> Tensor:
+        assert parameter.grad is not None
+        if parameter.grad.is_sparse:
+            raise UsageError(
+                f"a gradient is sparse, but {type(self).__name__} needs all of it: use nn.Embedding(…, sparse=False)"
+            )
+        return parameter.grad
+
+    def remembered(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the state holds under ``name`` for the parameters of this update; zeros at first."""
+        for parameter, each in zip(self._current, like, strict=True):
+            if name not in self.state[parameter]:
+                self.state[parameter][name] = torch.zeros_like(each)
+        return [self.state[parameter][name] for parameter in self._current]
+
+    def count(self) -> list[int]:
+        """How many updates each parameter of this update has had, this one included."""
+        for parameter in self._current:
+            self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+        return [self.state[parameter]["step"] for parameter in self._current]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what ``state_dict()`` returned. torch casts state to the parameter's dtype; ours stays in float32."""
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss that a step's ``closure`` computes, with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def check_number(name: str, value: Any, low: float = 0.0, below: float = float("inf")) -> None:
+    """Raise :class:`ConfigurationError` unless ``low ≤ value < below``."""
+    if not low <= value < below:
+        limit = "" if below == float("inf") else f" and below {below:g}"
+        raise ConfigurationError(f"{name} must be at least {low:g}{limit}; got {value!r}")
+
+
+def _alike(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters that have a gradient, by device and by the precision that they are computed in."""
+    found: dict[tuple[torch.device, bool], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.setdefault((parameter.device, parameter.dtype == torch.float64), []).append(parameter)
+    yield from found.values()
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -1,0 +1,186 @@
+"""GossipAdamW: AdamW alone; where weights are averaged, it divides by the size of the mean gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gossamer
+from contracts.cases import weights
+from gossamer import AllReduce, Gossip, Hierarchical, by_size, loopback
+from gossamer.errors import ConfigurationError, UsageError
+from gossamer.optim import GossipAdamW, MasterWeights
+
+
+def model_of(width: int = 5, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(width, 3).to(dtype)
+
+
+def give_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_alone_it_is_adamw(decay: float) -> None:
+    ours, theirs = model_of(), model_of()
+    options: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": decay}
+    mine, reference = GossipAdamW(ours.parameters(), **options), torch.optim.AdamW(theirs.parameters(), **options)
+    for step in range(10):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        mine.step()
+        reference.step()
+        assert torch.allclose(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
+
+
+def test_the_published_formula() -> None:
+    """The docstring's, written down a second time, in float64."""
+    model, p, lr, b1, b2, eps = model_of(dtype=torch.float64), 4, 0.02, 0.9, 0.99, 1e-8
+    optimizer = GossipAdamW(model.parameters(), lr, betas=(b1, b2), eps=eps, weight_decay=0.1, averaged_over=p)
+    w, m, v = model.weight.detach().clone(), torch.zeros(3, 5).double(), torch.zeros(3, 5).double()
+    for t in range(1, 8):
+        give_gradients(model, t)
+        g = model.weight.grad
+        m = b1 * m + (1 - b1) * g
+        hat = m / (1 - b1**t)
+        v = b2 * v + (1 - b2) * (g**2 / p + (1 - 1 / p) * hat**2)
+        w = w - lr * (hat / ((v / (1 - b2**t)).sqrt() + eps) + 0.1 * w)
+        optimizer.step()
+        assert torch.allclose(model.weight, w, rtol=1e-10)
+
+
+@pytest.mark.parametrize("p", [4, 16])
+def test_it_divides_by_the_size_of_the_mean_gradient(p: int) -> None:
+    """Gradients of which some are signal and some are noise: √v̂ beside the root mean square of the mean of p workers."""
+    signal, steps = torch.tensor([1.0, 0.3, 0.0]), 4000
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = GossipAdamW([parameter], lr=0.0, averaged_over=p)
+    noise = torch.randn(steps, p, 3, generator=torch.Generator().manual_seed(0))
+    for step in range(steps):
+        parameter.grad = signal + noise[step, 0]
+        optimizer.step()
+    found = (optimizer.state[parameter]["exp_avg_sq"] / (1 - 0.999**steps)).sqrt()
+    wanted = (signal + noise.mean(1)).square().mean(0).sqrt()
+    alone = (signal**2 + 1).sqrt()
+    assert (found >= 0.95 * wanted).all()
+    # The momentum's own noise, (1 − β₁)/(1 + β₁) of a gradient's, is in it as well.
+    assert torch.allclose(found, (signal**2 + 1 / p + (1 - 1 / p) * 0.1 / 1.9).sqrt(), rtol=0.08)
+    assert (found < 0.9 * alone).all()
+
+
+def asked(algorithm: Any, world: int, steps: int, optimizer_of: Any = GossipAdamW) -> list[int]:
+    """What the optimizer was told in each step."""
+
+    def body(rank: int) -> list[int]:
+        model = model_of()
+        optimizer = optimizer_of(model.parameters())
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        told = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(2, 5)).sum().backward()
+            optimizer.step()
+            told.append(optimizer.param_groups[0]["averaged_over"])
+        replica.close()
+        return told
+
+    return loopback(body, world)[-1]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "told"),
+    [
+        (AllReduce(), [1, 1, 1]),
+        (Gossip(), [4, 4, 4]),
+        (gossamer.DecentralizedSGD(every=2), [4, 4, 4]),
+        (gossamer.after(2, Gossip()), [1, 1, 4]),
+        (gossamer.after(1, AllReduce(), before=Gossip()), [4, 1, 1]),
+        (by_size(20, small=gossamer.DecentralizedSGD(), large=Gossip()), [4, 4, 4]),
+        (Hierarchical(Gossip(), ranks_per_node=2), [2, 2, 2]),
+        (Hierarchical(ranks_per_node=2), [1, 1, 1]),
+    ],
+    ids=repr,
+)
+def test_it_is_told_how_many_gradients_the_mean_update_is_made_of(algorithm: Any, told: list[int]) -> None:
+    assert asked(algorithm, 4, 3) == told
+
+
+def test_master_weights_pass_it_on() -> None:
+    def masters(params: Any) -> MasterWeights:
+        return MasterWeights(GossipAdamW, params)
+
+    assert asked(Gossip(), 2, 2, masters) == [2, 2]
+
+
+def test_workers_with_small_batches_keep_up_with_an_all_reduce() -> None:
+    """Least squares with noise far above the signal: beside AdamW on mean gradients, AdamW under gossip falls behind."""
+
+    def left(kind: Any, algorithm: Any) -> float:
+        def body(rank: int) -> float:
+            parameter = nn.Parameter(torch.ones(200))
+            model = nn.Module()
+            model.w = parameter
+            optimizer = kind(model.parameters(), lr=2e-3, weight_decay=0.0)
+            replica = gossamer.replicate(model, optimizer, algorithm)
+            generator = torch.Generator().manual_seed(rank)
+            for _ in range(300):
+                optimizer.zero_grad()
+                target = 8 * torch.randn(200, generator=generator)
+                (model.w - target).square().sum().div(2).backward()
+                optimizer.step()
+            with replica.consensus():
+                result = float(model.w.detach().abs().mean())
+            replica.close()
+            return result
+
+        return loopback(body, 16)[0]
+
+    exact, plain, ours = left(torch.optim.AdamW, AllReduce()), left(torch.optim.AdamW, Gossip()), left(GossipAdamW, Gossip())
+    assert plain > exact + 0.1
+    assert ours < exact + (plain - exact) / 2, (exact, plain, ours)
+
+
+def test_it_resumes_where_it_was() -> None:
+    whole, halves = model_of(), model_of()
+    optimizer = GossipAdamW(whole.parameters(), averaged_over=3)
+    first = GossipAdamW(halves.parameters(), averaged_over=3)
+    for step in range(6):
+        give_gradients(whole, step)
+        optimizer.step()
+        give_gradients(halves, step)
+        if step == 3:
+            saved = first.state_dict()
+            first = GossipAdamW(halves.parameters())
+            first.load_state_dict(saved)
+            assert first.param_groups[0]["averaged_over"] == 3
+        first.step()
+    assert torch.equal(weights(whole), weights(halves))
+
+
+@pytest.mark.parametrize(
+    "options", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1e-8}, {"weight_decay": -0.1}, {"averaged_over": 0}], ids=repr
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="must be"):
+        GossipAdamW(model_of().parameters(), **options)
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(UsageError, match="GossipAdamW needs all of it"):
+        GossipAdamW(table.parameters()).step()
+
+
+def test_16_bits_are_computed_in_float32() -> None:
+    model = model_of(dtype=torch.bfloat16)
+    optimizer = GossipAdamW(model.parameters(), averaged_over=2)
+    give_gradients(model, 0)
+    before: Tensor = weights(model)
+    optimizer.step()
+    assert optimizer.state[model.weight]["exp_avg_sq"].dtype == torch.float32
+    assert not torch.equal(weights(model), before)
