@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 import gossamer
 from common import chosen_algorithm, consensus, finish, leave, mean_over_ranks, option_parser, start
 from data import standard_library
+from gossamer.optim import GossipAdamW
 from training_log import TrainingLog
 
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 4, 128, 4, 64, 8
@@ -118,13 +119,16 @@ def main() -> None:
     train, held_out = standard_library(rank, world)
     torch.manual_seed(options.seed)
     net = build_model().to(device, getattr(torch, options.dtype))
-    optimizer = build_optimizer(net)
+    algorithm = None if options.method in ("none", "ddp") else chosen_algorithm(options)
+    # Where weights are averaged and not gradients, AdamW would divide by the noise of one worker's small batch.
+    gossips = algorithm is not None and algorithm.subject == "weights"
+    optimizer = GossipAdamW(net.parameters(), lr=1e-3) if gossips else build_optimizer(net)
 
     model, replica = net, None
     if options.method == "ddp":
         model = DistributedDataParallel(net)
-    elif options.method != "none":
-        replica = gossamer.replicate(net, optimizer, chosen_algorithm(options))
+    elif algorithm is not None:
+        replica = gossamer.replicate(net, optimizer, algorithm)
 
     log = TrainingLog(options, net, replica)
     source = batches(train, options.seed * world + rank, device)

@@ -72,6 +72,21 @@ def test_it_divides_by_the_size_of_the_mean_gradient(p: int) -> None:
     assert (found < 0.9 * alone).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_pass_and_several_come_to_the_same(dtype: torch.dtype) -> None:
+    """Tensors whose elements do not stand in a row are updated in several passes."""
+    start = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    parameters = nn.Parameter(start.clone()), nn.Parameter(start.clone(memory_format=torch.channels_last))
+    optimizers = [GossipAdamW([parameter], 0.1, weight_decay=0.2, averaged_over=4) for parameter in parameters]
+    for step in range(5):
+        gradient = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
+        for parameter, optimizer in zip(parameters, optimizers, strict=True):
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            optimizer.step()
+    assert not parameters[1].is_contiguous()
+    assert torch.allclose(parameters[0], parameters[1], rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-12)
+
+
 def asked(algorithm: Any, world: int, steps: int, optimizer_of: Any = GossipAdamW) -> list[int]:
     """What the optimizer was told in each step."""
 

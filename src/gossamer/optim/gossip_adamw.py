@@ -1,6 +1,6 @@
 """GossipAdamW: AdamW for workers who average their weights, and not their gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class GossipAdamW(Wide):
             weights, that of machines for one inside :class:`Hierarchical`, 1 where gradients are averaged.
 
     Not the choice for SGD's models (momentum is linear in the gradient, so it does not matter when it is averaged), nor where
-    gradients are averaged: it is AdamW then, in more passes over memory than ``torch.optim.AdamW(fused=True)``.
+    gradients are averaged: it is AdamW then. On the CPU it takes one pass over memory, elsewhere several.
 
     Raises:
         ConfigurationError: an option out of its range.
@@ -70,19 +70,50 @@ class GossipAdamW(Wide):
         super().add_param_group(param_group)
 
     def change(self, group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        (first, second), share, counts = group["betas"], 1 / group[AVERAGED_OVER], self.count()
-        means, squares = self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
-        torch._foreach_lerp_(means, gradients, 1 - first)
-        steps = torch._foreach_div(means, [1 - first**t for t in counts])
-        torch._foreach_mul_(squares, second)
-        torch._foreach_addcmul_(squares, gradients, gradients, (1 - second) * share)
-        if share < 1:
-            torch._foreach_addcmul_(squares, steps, steps, (1 - second) * (1 - share))
-        roots = torch._foreach_div(squares, [1 - second**t for t in counts])
-        torch._foreach_sqrt_(roots)
-        torch._foreach_add_(roots, group["eps"])
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_addcdiv_(parameters, steps, roots, -group["lr"])
+        counts = self.count()
+        kept = self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
+        rows = list(zip(parameters, gradients, *kept, counts, strict=True))
+        in_one_pass = [all(t.device.type == "cpu" and t.is_contiguous() for t in row[:4]) for row in rows]
+        _one_by_one(group, [row for row, whole in zip(rows, in_one_pass, strict=True) if whole])
+        _together(group, [row for row, whole in zip(rows, in_one_pass, strict=True) if not whole])
+
+
+Row = tuple[Tensor, Tensor, Tensor, Tensor, int]
+"""A weight, its gradient, the means of gradients and of squares, and the number of this update."""
+
+
+def _one_by_one(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Each tensor in one pass over memory."""
+    if not rows:
+        return
+    from gossamer.optim.loops import adamw
+
+    (first, second), share, lr = group["betas"], 1 / group[AVERAGED_OVER], group["lr"]
+    kind = rows[0][0].detach().numpy().dtype.type
+    steady = map(kind, (1 - first, second, (1 - second) * share, (1 - second) * (1 - share)))
+    shared = *steady, *map(kind, (1 - lr * group["weight_decay"], lr, group["eps"]))
+    corrections = {count: (kind(1 / (1 - first**count)), kind(1 / (1 - second**count))) for count in {row[4] for row in rows}}
+    for *tensors, count in rows:
+        adamw(*(tensor.detach().view(-1).numpy() for tensor in tensors), *shared, *corrections[count])  # type: ignore[call-arg]
+
+
+def _together(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """All tensors operation by operation."""
+    if not rows:
+        return
+    weights, gradients, means, squares, counts = map(list, zip(*rows, strict=True))
+    (first, second), share = group["betas"], 1 / group[AVERAGED_OVER]
+    torch._foreach_lerp_(means, gradients, 1 - first)
+    steps = torch._foreach_div(means, [1 - first**t for t in counts])
+    torch._foreach_mul_(squares, second)
+    torch._foreach_addcmul_(squares, gradients, gradients, (1 - second) * share)
+    if share < 1:
+        torch._foreach_addcmul_(squares, steps, steps, (1 - second) * (1 - share))
+    roots = torch._foreach_div(squares, [1 - second**t for t in counts])
+    torch._foreach_sqrt_(roots)
+    torch._foreach_add_(roots, group["eps"])
+    torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+    torch._foreach_addcdiv_(weights, steps, roots, -group["lr"])
 
 
 AVERAGED_OVER = "averaged_over"
