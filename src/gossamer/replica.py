@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.base import Algorithm, Context
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.optim.communicating import Communicating
@@ -286,10 +286,10 @@ class Replica:
 
     def _tell_how_many(self, optimizer: Optimizer) -> None:
         """Of how many gradients the mean update is made, if the optimizer asks for it."""
-        machines = self._runner.nodes or [(rank,) for rank in range(self._runner.world)]
         for group in optimizer.param_groups:
             if AVERAGED_OVER in group:
-                group[AVERAGED_OVER] = self.algorithm.gradients_apart(self.step - 1, machines)
+                ctx = Context(self.step - 1, self._runner.rank, self._runner.members, self._runner.nodes)
+                group[AVERAGED_OVER] = self.algorithm.gradients_apart(ctx)
 
     def _land(self, index: int) -> None:
         self._follow(index)

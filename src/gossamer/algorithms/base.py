@@ -98,6 +98,10 @@ class Algorithm(ABC):
         """Whether :meth:`finish` may have anything to do."""
         return type(self).finish is not Algorithm.finish
 
+    def finishes_at(self, step: int) -> bool:
+        """Whether :meth:`finish` is called at the end of ``step``."""
+        return self.finishes and self.due(step)
+
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
         """Once per step after the last bucket, for what belongs to the step; ``None`` (the default) for nothing.
 
@@ -119,10 +123,10 @@ class Algorithm(ABC):
         """Whether :meth:`attach` takes the momentum out of the optimizer, for as long as the replica is open."""
         return False
 
-    def gradients_apart(self, step: int, machines: Sequence[Group]) -> int:
-        """Of how many gradients that no worker averages with others' the mean update at ``step`` is made: all workers' where
-        weights travel, 1 where gradients do. ``machines``: the workers of each."""
-        return sum(map(len, machines)) if self.subject == "weights" else 1
+    def gradients_apart(self, ctx: Context) -> int:
+        """Of how many gradients that no worker averages with others' the mean update of a step is made: all workers' where
+        weights travel, 1 where gradients do."""
+        return ctx.world if self.subject == "weights" else 1
 
     @property
     def exchanges_history(self) -> bool:

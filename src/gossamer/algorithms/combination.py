@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.lossy import wide
 from gossamer.comm.ops import Group
 from gossamer.errors import ConfigurationError
@@ -34,6 +34,9 @@ class Combination(Algorithm, register=False):
     @property
     def finishes(self) -> bool:
         return any(part.finishes for part in self.parts)
+
+    def gradients_apart(self, ctx: Context) -> int:
+        return max(part.gradients_apart(ctx) for part in self.parts)
 
     @property
     def exchanges_history(self) -> bool:

@@ -107,7 +107,7 @@ class Gossip(Meeting):
         size = max(1, PIECE_BYTES // dtype.itemsize)
         rows = []
         for piece, *beside in zip(*(each.split(size) for each in (delta, *others)), strict=True):
-            narrow = piece.to(dtype)
+            narrow = piece.to(dtype)  # before the message overwrites what it is made of
             messages: list[Tensor] = [*piece.view(dtype).tensor_split(room), *beside]
             sent, *received = messages
             sent.copy_(narrow)

@@ -75,10 +75,8 @@ class Hierarchical(Combination, register=False):
     def lands_late(self) -> bool:
         return self.outer.lands_late
 
-    def gradients_apart(self, step: int, machines: Sequence[Group]) -> int:
-        workers = sum(map(len, machines))
-        inside = machines if self.ranks_per_node is None else consecutive(workers, self.ranks_per_node)
-        return self.outer.gradients_apart(step, [(number,) for number in range(len(inside))])
+    def gradients_apart(self, ctx: Context) -> int:
+        return self.outer.gradients_apart(inside(ctx, leaders_of(machines_of(ctx, self.ranks_per_node))))
 
     def part(self, subject: Subject) -> Algorithm | None:
         outer = self.outer.part(subject)

@@ -11,7 +11,7 @@ from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.algorithms.combination import Combination, check_parts, joined, split, total
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
-from gossamer.comm.ops import Flow, Group
+from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
 from gossamer.state import State
 
@@ -58,9 +58,9 @@ class Switch(Combination, register=False):
         """The part whose time it is."""
         return self.before if step < self.steps else self.then
 
-    def gradients_apart(self, step: int, machines: Sequence[Group]) -> int:
-        part = self.at(step)
-        return 1 if part is None else part.gradients_apart(step, machines)
+    def gradients_apart(self, ctx: Context) -> int:
+        part = self.at(ctx.step)
+        return 1 if part is None else part.gradients_apart(ctx)
 
     def due(self, step: int) -> bool:
         part = self.at(step)
@@ -179,9 +179,6 @@ class BySize(Combination, register=False):
     def of(self, label: str) -> Algorithm:
         which, _, inner = label.partition(":")
         return (self.small if which == "small" else self.large).of(inner)
-
-    def gradients_apart(self, step: int, machines: Sequence[Group]) -> int:
-        return max(part.gradients_apart(step, machines) for part in self.parts)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         part = self.small if bucket.layout.nbytes < self.threshold else self.large

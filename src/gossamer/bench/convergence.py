@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.rows import append_row, markdown, read_rows
-from gossamer.bench.sides import join, parse_optimizer, parse_side
+from gossamer.bench.sides import in_place_of, join, parse_optimizer, parse_side
 from gossamer.bench.workload import Workload
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError
@@ -99,7 +99,7 @@ def train(workload: Workload, run: Training, batches: Batches | None = None) -> 
         for group in optimizer.param_groups:
             group["lr"] = run.lr or group["lr"]
         if run.optimizer is not None:
-            optimizer = parse_optimizer(run.optimizer)(model.parameters(), lr=optimizer.param_groups[0]["lr"])
+            optimizer = in_place_of(optimizer, parse_optimizer(run.optimizer), model)
         joined = join(parse_side(run.side), model, optimizer)
         source = batches(rank, run.workers, run.seed)
         for inputs, targets in islice(cut(source, run.cut), run.steps):

@@ -1,5 +1,6 @@
 """Side: one way to train in a comparison, spelled as in a script: ``ddp`` or ``ScatterReduce(codec=Quantize(bits=4))``."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -41,10 +42,7 @@ def parse_side(text: str) -> Side:
     if text in PEERS:
         return text
     names = known_names()
-    try:
-        made = value_of(text, names)
-    except (SyntaxError, TypeError, KeyError, ValueError) as error:
-        raise ConfigurationError(f"unknown side {text!r} ({error}); known: {', '.join([*PLAIN, *sorted(names)])}") from error
+    made = _made(text, names, "side", [*PLAIN, *sorted(names)])
     if not isinstance(made, Algorithm | partial):
         raise ConfigurationError(f"{text!r} is not an algorithm; write for example AllReduce() or Gossip(wire='bf16')")
     return made
@@ -53,13 +51,23 @@ def parse_side(text: str) -> Side:
 def parse_optimizer(text: str) -> partial[Optimizer]:
     """A maker of one of gossamer's optimizers, spelled as in a script without its parameters. Raises ConfigurationError."""
     kinds = {name: getattr(optim, name) for name in optim.__all__ if isinstance(getattr(optim, name), type)}
-    try:
-        made = value_of(text, {name: partial(partial, kind) for name, kind in kinds.items()})
-    except (SyntaxError, TypeError, KeyError, ValueError) as error:
-        raise ConfigurationError(f"unknown optimizer {text!r} ({error}); known: {', '.join(kinds)}") from error
+    made = _made(text, {name: partial(partial, kind) for name, kind in kinds.items()}, "optimizer", list(kinds))
     if not isinstance(made, partial):
         raise ConfigurationError(f"{text!r} is no optimizer; write for example GossipAdamW()")
     return made
+
+
+def _made(text: str, names: dict[str, Any], what: str, known: Sequence[str]) -> Any:
+    """What ``text`` spells; ConfigurationError that tells what is ``known`` if it spells nothing."""
+    try:
+        return value_of(text, names)
+    except (SyntaxError, TypeError, KeyError, ValueError) as error:
+        raise ConfigurationError(f"unknown {what} {text!r} ({error}); known: {', '.join(known)}") from error
+
+
+def in_place_of(optimizer: Optimizer, maker: partial[Optimizer], model: nn.Module) -> Optimizer:
+    """Another optimizer of the same model, with the learning rate of the one before unless it has one."""
+    return maker(model.parameters(), **{"lr": optimizer.param_groups[0]["lr"]} | maker.keywords)
 
 
 def join(side: Side, model: nn.Module, optimizer: Optimizer) -> Joined:
@@ -70,7 +78,7 @@ def join(side: Side, model: nn.Module, optimizer: Optimizer) -> Joined:
     if isinstance(side, Algorithm):
         return _with(replicate(model, optimizer, side), model, optimizer)
     if isinstance(side, partial):
-        optimizer = side(model.parameters(), **{"lr": optimizer.param_groups[0]["lr"]} | side.keywords)
+        optimizer = in_place_of(optimizer, side, model)
         return _with(replicate(model, optimizer), model, optimizer)
     return PEERS[side].join(model, optimizer)
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from gossamer.errors import ConfigurationError
-from gossamer.optim.wide import Wide, check_number
+from gossamer.optim.adam import adam_steps, check_adam
+from gossamer.optim.wide import Wide
 
 
 class GossipAdamW(Wide):
@@ -60,10 +61,7 @@ class GossipAdamW(Wide):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own. Raises ConfigurationError for options out of range."""
         options = self.defaults | param_group
-        for name in ("lr", "eps", "weight_decay"):
-            check_number(name, options[name])
-        for name, beta in zip(("the first of betas", "the second of betas"), options["betas"], strict=True):
-            check_number(name, beta, below=1.0)
+        check_adam(options)
         workers = options[AVERAGED_OVER]
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
             raise ConfigurationError(f"{AVERAGED_OVER} must be a number of workers, at least 1; got {workers!r}")
@@ -102,18 +100,9 @@ def _together(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
     if not rows:
         return
     weights, gradients, means, squares, counts = map(list, zip(*rows, strict=True))
-    (first, second), share = group["betas"], 1 / group[AVERAGED_OVER]
-    torch._foreach_lerp_(means, gradients, 1 - first)
-    steps = torch._foreach_div(means, [1 - first**t for t in counts])
-    torch._foreach_mul_(squares, second)
-    torch._foreach_addcmul_(squares, gradients, gradients, (1 - second) * share)
-    if share < 1:
-        torch._foreach_addcmul_(squares, steps, steps, (1 - second) * (1 - share))
-    roots = torch._foreach_div(squares, [1 - second**t for t in counts])
-    torch._foreach_sqrt_(roots)
-    torch._foreach_add_(roots, group["eps"])
+    steps = adam_steps(group, means, squares, gradients, counts, share=1 / group[AVERAGED_OVER])
     torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-    torch._foreach_addcdiv_(weights, steps, roots, -group["lr"])
+    torch._foreach_add_(weights, steps, alpha=-group["lr"])
 
 
 AVERAGED_OVER = "averaged_over"

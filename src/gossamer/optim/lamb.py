@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from gossamer.errors import ConfigurationError
+from gossamer.optim.adam import adam_steps, check_adam
 from gossamer.optim.layerwise import Layerwise, check_adapt, pick, trust_ratios
-from gossamer.optim.wide import check_number
 
 
 class LAMB(Layerwise):
@@ -61,16 +61,14 @@ class LAMB(Layerwise):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own. Raises ConfigurationError for options out of range."""
         options = self.defaults | param_group
-        for name in ("lr", "eps", "weight_decay"):
-            check_number(name, options[name])
-        for name, beta in zip(("the first of betas", "the second of betas"), options["betas"], strict=True):
-            check_number(name, beta, below=1.0)
+        check_adam(options)
         check_adapt(options["adapt"])
         _check_clip(options["trust_clip"])
         super().add_param_group(param_group)
 
     def update(self, group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor], adapted: list[bool]) -> None:
-        steps = self._adam(group, parameters, gradients)
+        kept = self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
+        steps = adam_steps(group, *kept, gradients, self.count(), corrected=group["bias_correction"])
         if group["weight_decay"] and any(adapted):
             torch._foreach_add_(pick(steps, adapted), pick(parameters, adapted), alpha=group["weight_decay"])
         low, high = group["trust_clip"] or (0.0, float("inf"))
@@ -78,21 +76,6 @@ class LAMB(Layerwise):
         torch._foreach_mul_(steps, ratios)
         torch._foreach_mul_(steps, group["lr"])
         torch._foreach_sub_(parameters, steps)
-
-    def _adam(self, group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """m̂ / (√v̂ + eps), as new tensors."""
-        (first, second), counts = group["betas"], self.count()
-        means, squares = self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
-        torch._foreach_lerp_(means, gradients, 1 - first)
-        torch._foreach_mul_(squares, second)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - second)
-        roots = torch._foreach_sqrt(squares)
-        corrected = group["bias_correction"]
-        torch._foreach_div_(roots, [(1 - second**t) ** 0.5 if corrected else 1.0 for t in counts])
-        torch._foreach_add_(roots, group["eps"])
-        steps = torch._foreach_div(means, [1 - first**t if corrected else 1.0 for t in counts])
-        torch._foreach_div_(steps, roots)
-        return list(steps)
 
 
 def _check_clip(bounds: Any) -> None:

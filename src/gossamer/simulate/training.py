@@ -80,7 +80,7 @@ class Part:
         for label, state in self._step_states.items():
             mine = [bucket for bucket in self.buckets if bucket.layout.label == label]
             handler = self._handlers[mine[0].index]
-            if not handler.finishes or not handler.due(number):
+            if not handler.finishes_at(number):
                 continue
             flow = handler.finish(mine, [self._states[bucket.index] for bucket in mine], state, self._context(number))
             if flow is not None:

@@ -114,7 +114,7 @@ class Exchange:
         for label, state in self.step_states.items():
             mine = [i for i, layout in enumerate(self.plan.layouts) if layout.label == label]
             handler = self.handlers[mine[0]] if mine else None
-            if handler is None or not handler.finishes or not handler.due(step):
+            if handler is None or not handler.finishes_at(step):
                 continue
             buckets, own = [self.buckets[i] for i in mine], [*(self.states[i] for i in mine), state]
             *states, whole = [each.later() for each in own]

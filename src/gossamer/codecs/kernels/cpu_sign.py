@@ -90,16 +90,17 @@ def sign_all(x: Array, residual: Array, header: Array, packed: Array, rest: Arra
     scratch = np.zeros(together * block + 8, F32)
     bits = scratch.view(np.uint32)
     for first in range(0, blocks, together):
-        start, stop = first * block, min((first + together) * block, x.size)
+        last = min(first + together, blocks)
+        start, stop = first * block, min(last * block, x.size)
         take(x[start:stop], residual[start:stop] if residual.size else residual, scratch)
         scratch[stop - start :] = 0
-        for b in range(first, min(first + together, blocks)):
+        for b in range(first, last):
             begin, end = b * block, min((b + 1) * block, x.size)
             size = mean_size(scratch[begin - start : end - start])
             header[0, b] = size
             out = packed[begin // 8 : (end + 7) // 8]
             pack_signs(scratch[begin - start :], out) if np.isnan(size) else pack_top_bits(bits[begin - start :], out)
-        for b in range(first, min(first + together, blocks) if rest.size else first):
+        for b in range(first, last if rest.size else first):
             begin, end = b * block, min((b + 1) * block, x.size)
             if np.isnan(header[0, b]):
                 keep_old(residual[begin:end] if residual.size else residual, rest[begin:end])
