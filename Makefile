@@ -25,8 +25,9 @@ peers: $(READY) ## install what gossamer bench can put beside gossamer: Accelera
 demo: $(READY) ## train a GPT on 4 emulated hosts at 200 Mbit/s: DDP, then gossamer (about 3 minutes)
 	$(RUN) -m gossamer.bench.demo
 
-test: $(READY) ## run the tests
-	$(RUN) -m pytest -m 'not slow'
+test: $(READY) ## run the tests: those in memory on all processors, then those that start processes or measure time
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not slow and not alone' --numprocesses auto --quiet
+	$(RUN) -m pytest -m 'not slow and alone'
 
 test-slow: $(READY) ## run the tests that take minutes
 	$(RUN) -m pytest -m slow
@@ -57,8 +58,10 @@ bench-speed: $(READY) ## measure the step time beside DDP and the line rate besi
 
 bench-convergence: $(READY) ## train every relaxation with 8, 16 or 64 workers in one process (hours, resumable)
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --family momenta
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 16 --cut 2 --family weights
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400
+	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --family momenta
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --workers 16 --family weights
 
 bench-shuffle: $(READY) ## gossip on shards sorted by label, without and with samples that travel (an hour, resumable)

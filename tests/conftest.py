@@ -1,4 +1,4 @@
-"""Shared by all tests: the ``slow`` marker, and imports of helpers by their folder (``from processes.harness import …``)."""
+"""Shared by all tests: their markers, and imports of helpers by their folder (``from processes.harness import …``)."""
 
 import signal
 import sys
@@ -15,3 +15,14 @@ def pytest_configure(config: pytest.Config) -> None:
     ):  # a shell's background job; tests send Ctrl-C, and processes inherit this
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "slow: takes more than a few seconds of its own; run by `make test-slow`")
+    config.addinivalue_line("markers", "alone: starts processes or measures time; not at the same time as other tests")
+
+
+ALONE = ("bench", "examples", "lab", "processes")
+"""Folders of such tests; the others may run side by side."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).parts[0] in ALONE:
+            item.add_marker("alone")

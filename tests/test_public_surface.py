@@ -4,6 +4,8 @@ import statistics
 import subprocess
 import sys
 
+import pytest
+
 import gossamer
 from gossamer.algorithms import registry
 
@@ -50,6 +52,7 @@ def test_every_algorithm_is_public() -> None:
     assert {cls.__name__ for cls in registry().values() if cls.__module__.startswith("gossamer.")} <= PUBLIC
 
 
+@pytest.mark.alone
 def test_importing_costs_at_most_a_third_of_a_second_beyond_torch() -> None:
     """CPU time of the process, so that a busy machine does not matter; the median of three."""
     code = "import time, torch; begin = time.process_time(); import gossamer; print(time.process_time() - begin)"

@@ -74,3 +74,14 @@ def test_rows_are_known_by_all_that_differs(tmp_path):
     lines = table(rows)[2:]
     assert len(lines) == 5
     assert "| 0.5 | 1 | 0.500 nats of validation loss | -0.500 |" in lines[1]
+
+
+def test_optimizers_that_communicate_are_compared_among_themselves(tmp_path):
+    sides = ("AllReduce()", "OneBitAdam(warmup=9)", "Gossip()", "QAdam()")
+    qualities = dict(zip(sides, (1.0, 2.0, 3.0, 5.0), strict=True))
+    runs = [Training("numbers", side, 2, 5, 0) for side in sides]
+    rows = run_all(a_workload(), runs, tmp_path / "runs.jsonl", lambda workload, run: {"loss": qualities[run.side]})
+    differences = {line.split(" | ")[4]: line.split(" | ")[-1] for line in table(rows)[2:]}
+    assert differences == {
+        "`AllReduce()`": "+0.000 |", "`Gossip()`": "+2.000 |", "`OneBitAdam(warmup=9)`": "+0.000 |", "`QAdam()`": "+3.000 |",
+    }  # fmt: skip

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -120,9 +121,12 @@ def all_codecs() -> list[Codec]:
 
 
 def descendants(cls: type) -> list[Any]:
-    """Every concrete class below ``cls``."""
-    below = [c for child in cls.__subclasses__() for c in (child, *descendants(child))]
-    return [c for c in dict.fromkeys(below) if not getattr(c, "__abstractmethods__", None)]
+    """Every concrete class below ``cls``, in the same order in every process (tests that run side by side need that)."""
+    below = {c for child in cls.__subclasses__() for c in (child, *descendants(child))}
+    # A dataclass with slots is made of another class of the same name, which lives until it is collected.
+    there = (c for c in below if getattr(sys.modules[c.__module__], c.__qualname__, None) is c)
+    concrete = [c for c in there if not getattr(c, "__abstractmethods__", None)]
+    return sorted(concrete, key=lambda c: (c.__module__, c.__qualname__))
 
 
 def own_runner() -> LoopbackRunner:

@@ -15,7 +15,7 @@ from gossamer.errors import ConfigurationError
 
 from .cases import algorithms, all_codecs, descendants
 
-classes = pytest.mark.parametrize("cls", [*registry().values(), *{type(codec) for codec in all_codecs()}])
+classes = pytest.mark.parametrize("cls", [*registry().values(), *dict.fromkeys(map(type, all_codecs()))])
 algorithm_classes = pytest.mark.parametrize("cls", list(registry().values()))
 
 

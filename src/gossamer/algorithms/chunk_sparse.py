@@ -18,7 +18,7 @@ from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Cast, Wire, check_wire, wire_codec
 from gossamer.codecs.kernels import chunk_norms
 from gossamer.codecs.sparse import check_chunk, check_density
-from gossamer.comm.ops import Flow, all_reduce, decide
+from gossamer.comm.ops import AllReduce, Flow, decide, start, total, wait
 from gossamer.errors import ConfigurationError
 from gossamer.optim.momentum import lend_momentum, return_momentum
 from gossamer.state import RESIDUAL, State
@@ -107,16 +107,32 @@ class ChunkSparse(Lossy):
         if self.momentum:
             gradient = torch.add(gradient, state[MOMENTUM], alpha=self.momentum)
             state[MOMENTUM] = gradient
-        # What is kept back: at first everything; then, where chunks are sent, what their encoding loses.
-        kept = torch.add(gradient, state[RESIDUAL], out=state.fresh(RESIDUAL, gradient))
-        chosen = self._chosen(state, kept.numel())
-        mean, lost = yield from self._average(pack(kept, chosen, self.chunk), bucket, ctx)
-        result = (bucket.fresh() if bucket.flat.dtype == mean.dtype else torch.empty_like(kept)).zero_()
+        chosen = self._chosen(state, gradient.numel())
+        packed = pack(gradient, chosen, self.chunk) + pack(state[RESIDUAL], chosen, self.chunk)
+        result = bucket.fresh() if bucket.flat.dtype == gradient.dtype else torch.empty_like(gradient)
+        if isinstance(self.codec, Cast):
+            sent, lost = self._share(packed, self.codec, ctx)
+            handle = yield start(AllReduce(sent))
+            self._keep(gradient, lost, chosen, state, result)  # while it travels
+            summed = yield wait(handle)
+            mean = self.codec.decode(summed, summed.numel(), packed.dtype)
+        else:
+            mean, lost = torch.empty_like(packed), torch.empty_like(packed)
+            yield from scatter_reduce(packed, None, self.codec, ctx, bucket.index, mean, lost)
+            self._keep(gradient, lost, chosen, state, result)
         put(mean, chosen, self.chunk, result)
+        return result.to(bucket.flat.dtype)
+
+    def _keep(self, gradient: Tensor, lost: Tensor, chosen: Tensor, state: State, result: Tensor) -> None:
+        """Keep back what is not sent: everything, and of the chunks that are sent what their encoding loses.
+
+        And clear ``result``, into which the chosen chunks will be put.
+        """
+        kept = torch.add(gradient, state[RESIDUAL], out=state.fresh(RESIDUAL, gradient))
         put(lost, chosen, self.chunk, kept)
         state.set_extra(NORMS, chunk_norms(gradient, kept, self.chunk))
         state[RESIDUAL] = kept.to(wire_codec(self.residual).wire_dtype(kept.dtype))
-        return result.to(bucket.flat.dtype)
+        result.zero_()
 
     def _chosen(self, state: State, numel: int) -> Tensor:
         """Indices of the chunks to send; all of them until there was a choice."""
@@ -124,17 +140,12 @@ class ChunkSparse(Lossy):
         chunks = -(-numel // self.chunk)
         return torch.arange(chunks) if mask is None or mask.numel() != chunks else mask.nonzero().flatten()
 
-    def _average(self, packed: Tensor, bucket: Bucket, ctx: Context) -> Flow[tuple[Tensor, Tensor]]:
-        """The mean of the packed chunks, and what of this worker's is not in it."""
-        if not isinstance(self.codec, Cast):
-            mean, rest = torch.empty_like(packed), torch.empty_like(packed)
-            yield from scatter_reduce(packed, None, self.codec, ctx, bucket.index, mean, rest)
-            return mean, rest
-        share = fitting(packed / ctx.world, self.codec.wire_dtype(packed.dtype), ctx.world)
-        sent = self.codec.encode(share)
-        lost = packed - self.codec.decode(sent, sent.numel(), packed.dtype) * ctx.world
-        mean = yield from all_reduce(sent)
-        return self.codec.decode(mean, mean.numel(), packed.dtype), lost
+    @staticmethod
+    def _share(packed: Tensor, codec: Cast, ctx: Context) -> tuple[Tensor, Tensor]:
+        """What this worker adds to the mean of the packed chunks, in the dtype of the wire; and what that lacks."""
+        share = fitting(packed / ctx.world, codec.wire_dtype(packed.dtype), ctx.world)
+        sent = codec.encode(share)
+        return sent, packed - codec.decode(sent, sent.numel(), packed.dtype) * ctx.world
 
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
         return self._choose(states, ctx)
@@ -143,10 +154,10 @@ class ChunkSparse(Lossy):
         """Choose the chunks of the next step, over all buckets."""
         norms = [norm for each in states if (norm := each.extra(NORMS)) is not None]
         mine = torch.cat(norms) / ctx.world
-        total = yield from all_reduce(mine if mine.device.type == "meta" else mine.cpu())
-        count = math.ceil(self.density_at(ctx.step + 1) * total.numel())
-        default = evenly(total.numel(), count)
-        mask = yield decide("chunks", default, lambda: largest(total, count))
+        norm = yield from total(mine if mine.device.type == "meta" else mine.cpu(), ctx.world)
+        count = math.ceil(self.density_at(ctx.step + 1) * norm.numel())
+        default = evenly(norm.numel(), count)
+        mask = yield decide("chunks", default, lambda: largest(norm, count))
         for each, part in zip(states, mask.split([norm.numel() for norm in norms]), strict=True):
             each.set_extra(CHOSEN, part.clone())
 

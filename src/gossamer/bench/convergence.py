@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from gossamer.algorithms import Algorithm
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.rows import append_row, markdown, read_rows
 from gossamer.bench.sides import in_place_of, join, parse_optimizer, parse_side
@@ -45,10 +46,19 @@ WEIGHTS = (
     "LowPrecisionDecentralized()",
     "LowPrecisionDecentralized(codec=Quantize(bits=4))",
     "GossipPGA()",
+    "PushSum()",
     "PushSum(topology=RandomPush())",
 )
-SIDES = {"gradients": GRADIENTS, "weights": WEIGHTS}
-"""What is trained beside exact all-reduce: relaxations that move gradients, or weights."""
+MOMENTA = (
+    "OneBitAdam(lr=0.001, warmup=1000000)",
+    "OneBitAdam(lr=0.001)",
+    "QAdam(lr=0.001)",
+)
+SIDES = {"gradients": GRADIENTS, "weights": WEIGHTS, "momenta": MOMENTA}
+"""What is trained beside an exact all-reduce: relaxations that move gradients, weights, or Adam's momentum.
+
+Beside Adam's momentum it is Adam with an exact all-reduce: the warm-up of 1-bit Adam, as long as the whole run.
+"""
 
 QUALITIES = {"accuracy": (100.0, "points of accuracy"), "loss": (1.0, "nats of validation loss")}
 
@@ -137,18 +147,23 @@ def run_all(workload: Workload, runs: Iterable[Training], log: Path, train: Trai
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: mean quality of every side, and its paired difference to the first side with a 95 % interval."""
+    """Markdown: mean quality of every side, and its paired difference to the first side with a 95 % interval.
+
+    Sides with an optimizer of their own are compared among themselves.
+    """
     head = (
         "workload", "workers", "batches cut by", "steps", "side", "learning rate", "seeds", "quality",
         "difference to the first (95 % interval)",
     )  # fmt: skip
     lines: list[list[str]] = []
-    groups: dict[tuple[str, int, int, int], dict[tuple[str, str], dict[int, float]]] = {}
+    groups: dict[tuple[str, int, int, int, bool], dict[tuple[str, str], dict[int, float]]] = {}
     units: dict[str, str] = {}
     for row in rows:
         name = "accuracy" if "accuracy" in row["quality"] else "loss"
         scale, units[row["workload"]] = QUALITIES[name]
-        group = groups.setdefault((row["workload"], row["workers"], row.get("cut", 1), row["steps"]), {})
+        own_optimizer = not isinstance(parse_side(row["side"]), Algorithm)
+        about = (row["workload"], row["workers"], row.get("cut", 1), row["steps"], own_optimizer)
+        group = groups.setdefault(about, {})
         side = f"`{row['side']}`" + (f", `{row['optimizer']}`" if "optimizer" in row else "")
         qualities = group.setdefault((side, str(row.get("lr") or "its own")), {})
         qualities[row["seed"]] = scale * row["quality"][name]
@@ -157,7 +172,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         for spelled, values in sides.items():
             shown = f"{statistics.mean(values.values()):.3f} {units[about[0]]}"
             pairs = [values[seed] - reference[seed] for seed in values if seed in reference]
-            lines.append([*map(str, about), *spelled, str(len(values)), shown, interval(pairs)])
+            lines.append([*map(str, about[:4]), *spelled, str(len(values)), shown, interval(pairs)])
     return markdown(head, lines)
 
 
