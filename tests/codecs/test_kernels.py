@@ -195,9 +195,19 @@ def test_chance_is_uniform() -> None:
 
 
 def test_devices_without_kernels_get_the_reference() -> None:
-    assert kernels_for("meta") is kernels_for("xpu") is kernels_named("reference")
+    assert kernels_for("xpu") is kernels_named("reference")
     assert kernels_for("cpu") is kernels_named("cpu")
-    assert chunk_norms(torch.empty(10, device="meta"), None, 4).shape == (3,)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_on_meta_tensors_the_shapes_are_the_same(codec: Codec) -> None:
+    """Also by the reference, which runs anywhere."""
+    x, nothing = torch.randn(100), torch.empty(100, device="meta")
+    kinds = [(t.shape, t.dtype) for t in codec.encode_rest(x, x)]
+    assert [(t.shape, t.dtype) for t in codec.encode_rest(nothing, nothing)] == kinds
+    assert codec.decode(codec.encode(nothing), 100, x.dtype).shape == (100,)
+    for kernels in (reference, kernels_for("meta")):
+        assert kernels.chunk_norms(nothing, None, 16).shape == chunk_norms(x, None, 16).shape == (7,)
 
 
 def test_without_its_compiler_the_reference_takes_over_and_says_so() -> None:

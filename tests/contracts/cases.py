@@ -36,7 +36,7 @@ from gossamer.comm.loopback import LoopbackRunner, current_runner
 from gossamer.comm.ops import Decide, Flow, Start, Wait
 from gossamer.state import State
 
-WORLDS = [1, 2, 3, 5, 8]
+WORLDS = [1, 2, 3, 8]
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "odd": [(7,), (3, 5), (), (2, 3, 1, 5)],

@@ -14,6 +14,10 @@ from .cases import WORLDS, algorithms, batch, make_training, mixed, same_bits, t
 
 everyone = pytest.mark.parametrize("algorithm", [*algorithms(bucket_bytes=200), *mixed()], ids=repr)
 of_gradients = pytest.mark.parametrize("algorithm", algorithms("gradients", bucket_bytes=200), ids=repr)
+SINGLE, DOUBLE, HALF = (torch.float32, None), (torch.float64, torch.float32), (torch.bfloat16, torch.float16)
+worlds_and_dtypes = pytest.mark.parametrize(
+    ("world", "dtypes"), [(2, SINGLE), (3, SINGLE), (8, SINGLE), (3, DOUBLE), (2, HALF), (8, HALF)], ids=str
+)
 exact = [cls(bucket_bytes=200) for cls in registry().values() if cls.exact]
 of_weights = pytest.mark.parametrize("algorithm", algorithms("weights", bucket_bytes=200), ids=repr)
 
@@ -32,10 +36,7 @@ def train(
 
 
 @of_gradients
-@pytest.mark.parametrize("world", [2, 3, 5, 8])
-@pytest.mark.parametrize(
-    "dtypes", [(torch.float32, None), (torch.float64, torch.float32), (torch.bfloat16, torch.float16)], ids=str
-)
+@worlds_and_dtypes
 def test_replicas_stay_bit_identical(algorithm: Algorithm, world: int, dtypes: tuple[torch.dtype, torch.dtype | None]) -> None:
     replicas = loopback(lambda rank: train(algorithm, rank, 4, dtype=dtypes[0], other=dtypes[1]), world)
     assert replicas[0].isfinite().all()
@@ -43,10 +44,7 @@ def test_replicas_stay_bit_identical(algorithm: Algorithm, world: int, dtypes: t
 
 
 @of_weights
-@pytest.mark.parametrize("world", [2, 3, 5, 8])
-@pytest.mark.parametrize(
-    "dtypes", [(torch.float32, None), (torch.float64, torch.float32), (torch.bfloat16, torch.float16)], ids=str
-)
+@worlds_and_dtypes
 def test_replicas_stay_close(algorithm: Algorithm, world: int, dtypes: tuple[torch.dtype, torch.dtype | None]) -> None:
     """Different data push the replicas apart; after ten steps they are closer than without communication."""
     run = {"dtype": dtypes[0], "other": dtypes[1]}

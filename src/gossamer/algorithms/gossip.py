@@ -134,12 +134,13 @@ PIECE_BYTES = 2**20
 """A longer message travels in pieces: one is rounded or averaged while others are on the wire."""
 
 PIECE = 2**16
-"""Elements that are converted at a time: they and their copies stay in a processor's cache."""
+"""Elements that a CPU converts at a time: they and their copies stay in its cache."""
 
 
 def add_difference(theirs: Tensor, mine: Tensor, share: float, out: Tensor, fresh: bool) -> None:
     """Add share·(theirs − mine), computed in the type of ``out``; ``fresh``: to nothing, whatever is there."""
-    for a, b, result in zip(theirs.split(PIECE), mine.split(PIECE), out.split(PIECE), strict=True):
+    size = PIECE if out.device.type == "cpu" else max(1, out.numel())
+    for a, b, result in zip(theirs.split(size), mine.split(size), out.split(size), strict=True):
         if fresh:
             torch.sub(a.to(out.dtype), b.to(out.dtype), out=result).mul_(share)
         else:

@@ -41,7 +41,7 @@ COMPILERS = {"cpu": "numba", "cuda": "triton"}
 
 @cache
 def kernels_named(name: str) -> Kernels:
-    """The module ``reference``, ``cpu`` or ``cuda``. Raises ImportError where its compiler is missing."""
+    """The module ``reference``, ``cpu``, ``cuda`` or ``meta``. Raises ImportError where its compiler is missing."""
     return cast(Kernels, importlib.import_module(f"{__name__}.{name}"))
 
 
@@ -49,7 +49,7 @@ def kernels_named(name: str) -> Kernels:
 def kernels_for(device_type: str) -> Kernels:
     """The fastest kernels that there are for tensors on such a device."""
     if device_type not in COMPILERS:
-        return kernels_named("reference")
+        return kernels_named("meta" if device_type == "meta" else "reference")
     try:
         return kernels_named(device_type)
     except (ImportError, RuntimeError) as missing:  # numba raises RuntimeError where it can keep no cache

@@ -1,0 +1,27 @@
+"""Kernels for ``meta`` tensors: results of the right shape, without values and without the time that values take."""
+
+import torch
+from torch import Tensor
+
+from gossamer.codecs.kernels.layout import Blocks, Grid
+
+
+def quantize(x: Tensor, residual: Tensor | None, grid: Grid, seed: int, payload: Tensor, rest: Tensor | None) -> None:
+    """Nothing to write."""
+
+
+def dequantize(payload: Tensor, out: Tensor, grid: Grid, add: bool) -> None:
+    """Nothing to write."""
+
+
+def sign(x: Tensor, residual: Tensor | None, blocks: Blocks, payload: Tensor, rest: Tensor | None) -> None:
+    """Nothing to write."""
+
+
+def unsign(payload: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None:
+    """Nothing to write."""
+
+
+def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
+    """``float32[ceil(n/chunk)]``."""
+    return torch.empty(-(-x.numel() // chunk), dtype=torch.float32, device="meta")
