@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-hosts bench-efficiency bench-quality clean
+.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-hosts bench-scale bench-efficiency bench-quality clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,13 @@ bench-relaxations: $(READY) ## step time of the relaxations of gradients and wei
 bench-hosts: $(READY) ## step time over 2 to 16 emulated hosts, without and with 2 ms per message (about 20 minutes)
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 50mbit --network 50mbit+2ms --hosts 2 --hosts 4 --hosts 8 --hosts 16 \
 	  --side 'AllReduce()' --side "Gossip(wire='bf16')" --rounds 5 --steps 3 --warmup 3 --save-to benchmarks/results/hosts
+
+bench-scale: $(READY) ## every pattern with 2 to 32 workers: time, bytes, messages, memory, beside what is predicted (about an hour)
+	$(VENV)/bin/gossamer bench 'Convnet(2)' --network 20mbit --hosts 2 --hosts 4 --hosts 8 --hosts 16 --hosts 32 --at-once 3 \
+	  --side 'AllReduce()' --side 'ScatterReduce()' --side 'ChunkSparse()' --side "Gossip(wire='bf16')" --side 'QuantizedGossip()' \
+	  --side 'DecentralizedSGD()' --side 'LowPrecisionDecentralized()' --side 'PushSum()' --side 'GossipPGA()' \
+	  --rounds 3 --steps 2 --warmup 2 --save-to benchmarks/results/scale
+	$(RUN) -m gossamer.bench.scale benchmarks/results/scale
 
 bench-efficiency: $(READY) ## GossipGraD on ResNet-50 with emulated compute, 8 hosts, its message 0.8 of the compute (about 20 minutes)
 	$(VENV)/bin/gossamer bench 'ResNet50(12)' --network 90mbit --hosts 8 --side "GossipGraD(wire='bf16')" \

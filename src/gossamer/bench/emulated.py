@@ -130,6 +130,10 @@ class Emulated(nn.Module):
         self._seconds = [seconds * layer.multiplications / total for layer in layers]
         self.layers = nn.ModuleList(nn.ParameterList(_parameters(layer.shapes)) for layer in layers)
 
+    def profile(self) -> dict[str, tuple[float, float]]:
+        """Seconds of forward and backward by layer, as :meth:`gossamer.simulate.Compute.layered` takes them."""
+        return {f"layers.{i}": (FORWARD * s, (1 - FORWARD) * s) for i, s in enumerate(self._seconds)}
+
     def forward(self, signal: Tensor) -> Tensor:
         """``signal``, after as long as the model takes."""
         for layer, seconds in zip(self.layers, self._seconds, strict=True):

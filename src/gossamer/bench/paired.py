@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -206,23 +206,34 @@ def _conditions() -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What one side hands to the transport: payload bytes, and rounds of messages that follow each other."""
+
+    payload_bytes: float
+    messages: float
+
+
 def _measure(
     made: dict[str, Trained], rounds: int, steps: int, told: Callable[[int, int], None]
-) -> tuple[dict[str, list[Round]], dict[str, float]]:
-    """Every side's rounds, and the bytes that it sends per step."""
-    before = _payloads(made)
+) -> tuple[dict[str, list[Round]], dict[str, Sent]]:
+    """Every side's rounds, and what it sends per step."""
+    before = _sent(made)
     results = take_turns(made, rounds, steps, lambda index: told(index, rounds))
     # Over all rounds, because what a round's last step sends is still under way at its end.
-    after, taken = _payloads(made), {name: rounds * (side.period + side.timed(steps)) for name, side in made.items()}
-    sent = {name: (after[name] - before[name]) / taken[name] for name in made}
-    return results, sent | {name: side.payload_bytes for name, side in made.items() if side.payload_bytes is not None}
+    after, sent = _sent(made), dict[str, Sent]()
+    for name, side in made.items():
+        taken, then, now = rounds * (side.period + side.timed(steps)), before[name], after[name]
+        payload = (now.payload_bytes - then.payload_bytes) / taken if side.payload_bytes is None else side.payload_bytes
+        sent[name] = Sent(payload, (now.messages - then.messages) / taken)
+    return results, sent
 
 
-def _figures(made: dict[str, Trained], results: dict[str, list[Round]], sent: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Of every side: medians and ratios, means of what was counted, and payload."""
+def _figures(made: dict[str, Trained], results: dict[str, list[Round]], sent: dict[str, Sent]) -> dict[str, dict[str, float]]:
+    """Of every side: medians and ratios, means of what was counted, and what it sends."""
     seconds = [[each.seconds for each in results[name]] for name in made]
     compared = {name: compare(own, seconds[0]) for name, own in zip(made, seconds, strict=True)}
-    return {name: compared[name] | _counted(results[name]) | {"payload_bytes": sent[name]} for name in made}
+    return {name: compared[name] | _counted(results[name]) | asdict(sent[name]) for name in made}
 
 
 def missing(sides: Sequence[str]) -> dict[str, str]:
@@ -231,13 +242,15 @@ def missing(sides: Sequence[str]) -> dict[str, str]:
     return {name: reason for reasons in reversed(everyone) for name, reason in reasons.items()}
 
 
-def _payloads(sides: dict[str, Trained]) -> dict[str, float]:
-    """Bytes that this rank's replicas have sent so far, with nothing under way."""
-    for side in sides.values():
+def _sent(sides: dict[str, Trained]) -> dict[str, Sent]:
+    """What this rank's replicas have sent so far, with nothing under way."""
+    sent = {}
+    for name, side in sides.items():
         if side.joined.replica is not None:
             side.joined.replica.wait_for_exchanges()
-    replicas = {name: side.joined.replica for name, side in sides.items()}
-    return {name: 0.0 if replica is None else replica.metrics()["bytes_sent"] for name, replica in replicas.items()}
+        own = {} if side.joined.replica is None else side.joined.replica.metrics()
+        sent[name] = Sent(own.get("bytes_sent", 0.0), own.get("messages_sent", 0.0))
+    return sent
 
 
 def _counted(rounds: Sequence[Round]) -> dict[str, float]:
@@ -247,7 +260,7 @@ def _counted(rounds: Sequence[Round]) -> dict[str, float]:
 
 def _add_bounds(
     figures: dict[str, dict[str, float]],
-    sent: Sequence[dict[str, float]],
+    sent: Sequence[dict[str, Sent]],
     lines: Sequence[float],
     ready: Ready,
     sides: dict[str, Trained],
@@ -257,7 +270,7 @@ def _add_bounds(
     for name, figure in figures.items():
         if name in PEERS and PEERS[name].payload is None:
             continue
-        seconds = wire([each[name] for each in sent], lines)
+        seconds = wire([each[name].payload_bytes for each in sent], lines)
         bound = overlapped(step, seconds) if sides[name].overlaps else joined(step, seconds, ready.within(step))
         figure["bound_seconds"] = bound
 

@@ -123,6 +123,43 @@ def times_over_hosts(path: Path, panels: Sequence[Panel], *, title: str) -> None
     pyplot.close(figure)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Values over the number of workers, and what was predicted for them."""
+
+    measured: dict[int, float]
+    predicted: dict[int, float]
+
+
+def over_workers(path: Path, shown: dict[str, dict[str, Measured]], *, title: str) -> None:
+    """Draw each of ``shown`` (by what it is, and by side) over the number of workers, predictions dotted; save as ``path``."""
+    pyplot = require_matplotlib()
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.6), dpi=160, layout="constrained", squeeze=False)
+    names = list(dict.fromkeys(side for sides in shown.values() for side in sides))
+    colours = {side: pyplot.get_cmap("tab10").colors[index % 10] for index, side in enumerate(names)}
+    for axis, (name, sides) in zip(axes.flat, shown.items(), strict=False):
+        for side, curve in sides.items():
+            style = {"color": "black" if side == "compute" else colours[side], "linewidth": 1.8}
+            workers = sorted(curve.measured)
+            axis.plot(workers, [curve.measured[n] for n in workers], marker="o", markersize=4, label=side, **style)
+            workers = sorted(curve.predicted)
+            axis.plot(workers, [curve.predicted[n] for n in workers], linestyle=":", marker="x", markersize=6, **style)
+        ticks = sorted({n for curve in sides.values() for n in curve.measured})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [str(n) for n in ticks])
+        axis.set_ylim(bottom=0)
+        axis.set_title(name, loc="left", fontsize=11)
+        axis.set_xlabel("workers")
+        axis.grid(axis="y", color="#e4e6ea")
+        axis.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.suptitle(f"{title} (dotted: predicted)", x=0.01, ha="left", fontsize=13, fontweight="bold")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
 def quality_over_time(
     path: Path, curves: dict[str, list[Sequence[tuple[float, float]]]], *, title: str, measure: str, target: float
 ) -> None:

@@ -1,0 +1,152 @@
+"""Scale: time, bytes, messages and memory per worker over the number of workers, beside what the clocked runner predicts.
+
+gossamer bench 'Convnet(2)' --network 20mbit --hosts 2 --hosts 4 --hosts 8 --side 'Gossip()' --save-to out/scale
+python -m gossamer.bench.scale out/scale
+
+The measurements are those of ``gossamer bench``, of emulated models: what a layer takes is known. A prediction is made of
+nothing but the model, the layers' times, the rate of plain TCP in the same run, and compute alone in the same run.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from gossamer.algorithms import Algorithm
+from gossamer.bench.catalogue import find_workload
+from gossamer.bench.emulated import Emulated
+from gossamer.bench.in_lab import Record
+from gossamer.bench.matrix import ALWAYS
+from gossamer.bench.network import parse_network
+from gossamer.bench.plots import Measured, over_workers
+from gossamer.bench.rows import markdown, read_rows
+from gossamer.bench.sides import parse_side
+from gossamer.errors import ConfigurationError
+from gossamer.simulate import Compute, Link, StepTime, step_time
+
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One side with so many workers: its row of measurements, and what was predicted (of a peer: nothing)."""
+
+    row: Record
+    predicted: StepTime | None
+
+
+def predict(row: Record, compute_seconds: float) -> StepTime | None:
+    """What a step of the row's side would take, when computing alone takes ``compute_seconds``.
+
+    None for what does not run on the clocked runner: PyTorch's own, and optimizers that communicate.
+
+    Raises:
+        ConfigurationError: the row's workload is no emulated model.
+    """
+    algorithm = parse_side(row["side"])
+    if not isinstance(algorithm, Algorithm):
+        return None
+    model = find_workload(row["workload"]).build_model()
+    if not isinstance(model, Emulated):
+        raise ConfigurationError(f"{row['workload']}: only what an emulated model computes is known; see gossamer bench --help")
+    layers = model.profile()
+    rest = max(0.0, compute_seconds - sum(map(sum, layers.values())))
+    latency = parse_network(row["network"]).spec(row["hosts"], waits=True).latency_s
+    link = Link(bandwidth=row["tcp_bits_per_second"] or float("inf"), latency=latency)
+    period = algorithm.traffic_period
+    return step_time(
+        model.to("meta"),
+        algorithm,
+        world=row["hosts"],
+        link=link,
+        compute=Compute.layered(model, layers, optimizer=rest),
+        steps=-(-8 // period) * period,
+    )
+
+
+def points(rows: Sequence[Record]) -> list[Point]:
+    """Every row that was measured, in the order of sides and workers, with its prediction."""
+    there = [row for row in rows if "missing" not in row]
+    alone = {_case(row): row["step_seconds"] for row in there if row["side"] == "compute"}
+    lacking = sorted({str(_case(row)) for row in there} - set(map(str, alone)))
+    if lacking:
+        raise ConfigurationError(f"no side `compute` was measured for {lacking[0]}: measure it with gossamer bench")
+    order = {side: place for place, side in enumerate(dict.fromkeys(row["side"] for row in there))}
+    there.sort(key=lambda row: (row["workload"], row["network"], order[row["side"]], row["hosts"]))
+    return [Point(row, predict(row, alone[_case(row)])) for row in there]
+
+
+def _case(row: Record) -> tuple[str, str, int]:
+    return row["workload"], row["network"], row["hosts"]
+
+
+def table(found: Sequence[Point]) -> list[str]:
+    """Markdown: what was measured beside what was predicted."""
+    head = (
+        "workload", "network", "side", "workers", "ms per step", "predicted", "measured / predicted", "payload, MB",
+        "predicted, MB", "messages", "predicted", "on the wire, MB", "CPU, ms", "memory / gradients",
+    )  # fmt: skip
+    return markdown(head, map(_cells, found))
+
+
+def _cells(point: Point) -> list[str]:
+    row, predicted = point.row, point.predicted
+    cells = [row["name"], row["network"], f"`{row['side']}`", str(row["hosts"]), f"{1e3 * row['step_seconds']:.0f}"]
+    if predicted is None:
+        cells += ["", "", f"{row['payload_bytes'] / 1e6:.2f}", "", "", ""]
+    else:
+        cells += [
+            f"{1e3 * predicted.step_seconds:.0f}",
+            f"{row['step_seconds'] / predicted.step_seconds:.3f}",
+            f"{row['payload_bytes'] / 1e6:.2f}",
+            f"{predicted.bytes_per_step / 1e6:.2f}",
+            f"{row['messages']:.1f}",
+            f"{predicted.messages_per_step:.1f}",
+        ]
+    memory = f"{row['memory']:.2f}" if "memory" in row and row["side"] != "compute" else ""
+    return [*cells, f"{row['interface_bytes'] / 1e6:.2f}", f"{1e3 * row['cpu_seconds']:.0f}", memory]
+
+
+def curves(found: Sequence[Point]) -> dict[str, dict[str, Measured]]:
+    """For the picture: by what is shown and by side, values over the number of workers."""
+    shown: dict[str, dict[str, Measured]] = {}
+    for point in found:
+        row, predicted = point.row, point.predicted
+        values: dict[str, tuple[float | None, float | None]] = {
+            "seconds per step": (row["step_seconds"], None if predicted is None else predicted.step_seconds),
+            "payload per step, MB": (row["payload_bytes"] / 1e6, None if predicted is None else predicted.bytes_per_step / 1e6),
+            "rounds of messages per step": (row["messages"], None if predicted is None else predicted.messages_per_step),
+            "memory beyond training alone, in gradients": (row.get("memory"), None),
+        }
+        for name, (measured, expected) in values.items():
+            if measured is None or (row["side"] in ALWAYS and name != "seconds per step"):
+                continue
+            curve = shown.setdefault(name, {}).setdefault(row["side"], Measured({}, {}))
+            curve.measured[row["hosts"]] = measured
+            if expected is not None:
+                curve.predicted[row["hosts"]] = expected
+    return shown
+
+
+def main() -> None:
+    """Predict, and write the table and the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where gossamer bench has saved results.jsonl")
+    folder = parser.parse_args().folder
+    rows = read_rows(folder / "results.jsonl")
+    if not rows:
+        raise SystemExit(f"no measurements in {folder / 'results.jsonl'}: take some by gossamer bench --save-to {folder}")
+    try:
+        found = points(rows)
+    except ConfigurationError as error:
+        raise SystemExit(str(error)) from None
+    (folder / "scale.md").write_text("\n".join(table(found)) + "\n")
+    title = f"{found[0].row['name']}, {found[0].row['network']}: per worker, over the number of workers"
+    over_workers(folder / "scale.png", curves(found), title=title)
+    console.log(f"wrote {folder / 'scale.md'} and {folder / 'scale.png'}")
+
+
+if __name__ == "__main__":
+    main()
