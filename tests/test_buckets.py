@@ -135,5 +135,36 @@ def test_a_fitting_result_is_taken_over_and_another_one_copied() -> None:
     assert bucket.flat is fitting
 
 
+def test_what_is_given_away_is_not_filled_again() -> None:
+    bucket = Bucket(0, make_layout({"a": torch.empty(2, 3), "b": torch.empty(())}))
+    bucket.flat.fill_(1)
+    bucket.renew()
+    assert bucket.flat.eq(1).all(), "nobody was given anything"
+    given = bucket.give()
+    bucket.renew()
+    bucket.flat.fill_(2)
+    assert given.eq(1).all()
+    assert bucket.views[0].eq(2).all()
+    for result in (torch.full((7,), 3.0), torch.full((7,), 3.0, dtype=torch.float64)):
+        given = bucket.give().fill_(4)
+        assert bucket.adopt(result)
+        assert bucket.fresh().data_ptr() != given.data_ptr(), "somebody still looks at it"
+        assert given.eq(4).all()
+        assert bucket.views[1] == 3
+
+
+def test_a_bucket_around_the_same_tensor_gives_it_for_both() -> None:
+    bucket = Bucket(0, make_layout({"a": torch.empty(4)}))
+    given = bucket.holding(bucket.flat).give().fill_(1)
+    bucket.renew()
+    bucket.flat.fill_(2)
+    assert given.eq(1).all()
+    other = bucket.holding(bucket.flat.clone())
+    other.give()
+    before = bucket.flat
+    bucket.renew()
+    assert bucket.flat is before, "that was another tensor"
+
+
 def test_a_bucket_says_what_it_holds() -> None:
     assert str(Bucket(3, make_layout({"a": torch.empty(2), "b": torch.empty(1)}))) == "bucket 3 (a … b, 12 bytes)"

@@ -194,6 +194,9 @@ class Bucket:
         self.flat = layout.allocate()
         self.views = self.split(self.flat)
         self._memory = Memory()
+        self._given = False
+        self._origin: Bucket | None = None
+        """Whose ``flat`` this bucket has, if it is somebody else's."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -204,7 +207,8 @@ class Bucket:
         """A bucket of the same layout around another flat tensor."""
         other = Bucket.__new__(Bucket)
         other.index, other.layout, other.flat, other.views = self.index, self.layout, flat, self.split(flat)
-        other._memory = Memory()
+        other._memory, other._given = Memory(), False
+        other._origin = self if flat is self.flat else None
         return other
 
     def fresh(self) -> Tensor:
@@ -221,6 +225,21 @@ class Bucket:
     def recycle(self, result: Tensor) -> None:
         """Offer the memory of a result that has been used, unless somebody else still looks at it."""
         self._memory.recycle(result)
+
+    def give(self) -> Tensor:
+        """``flat``, to be written to and kept: an exchange that needs its input no more may turn it into what it remembers.
+
+        Its result is another tensor then. Whoever fills the bucket again asks it to :meth:`renew` first.
+        """
+        self._given = True
+        if self._origin is not None:
+            self._origin.give()
+        return self.flat.detach()  # another tensor with the same memory: nobody takes that for free
+
+    def renew(self) -> None:
+        """Have memory of its own again, uninitialised, if the last exchange was given what there was."""
+        if self._given:
+            self._hold(self.fresh())
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """The parameter-shaped views of another tensor laid out like this bucket."""
@@ -244,11 +263,17 @@ class Bucket:
         if result is self.flat:
             return False
         if result.dtype != self.flat.dtype or result.device != self.flat.device or not result.is_contiguous():
+            moves = self._given
+            self.renew()
             self.flat.copy_(result)
-            return False
-        before, self.flat, self.views = self.flat, result, self.split(result)
+            return moves
+        before = self.flat
+        self._hold(result)
         self.recycle(before)
         return True
+
+    def _hold(self, flat: Tensor) -> None:
+        self.flat, self.views, self._given = flat, self.split(flat), False
 
     def __str__(self) -> str:
         names = self.layout.names

@@ -23,6 +23,7 @@ def run(gradients: list[list[dict[str, torch.Tensor]]], rank_of: int) -> list[tu
         runner, bucket = own_runner(), Bucket(0, make_layout({name: torch.empty(shape) for name, shape in SHAPES.items()}))
         state, results = State(bucket.flat), []
         for step, ranks in enumerate(gradients):
+            bucket.renew()
             for view, value in zip(bucket.views, ranks[rank].values(), strict=True):
                 view.copy_(value)
             ctx = Context(step, runner.rank, runner.members)

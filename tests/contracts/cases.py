@@ -124,7 +124,7 @@ def descendants(cls: type) -> list[Any]:
     """Every concrete class below ``cls``, in the same order in every process (tests that run side by side need that)."""
     below = {c for child in cls.__subclasses__() for c in (child, *descendants(child))}
     # A dataclass with slots is made of another class of the same name, which lives until it is collected.
-    there = (c for c in below if getattr(sys.modules[c.__module__], c.__qualname__, None) is c)
+    there = (c for c in below if getattr(sys.modules.get(c.__module__), c.__qualname__, None) is c)
     concrete = [c for c in there if not getattr(c, "__abstractmethods__", None)]
     return sorted(concrete, key=lambda c: (c.__module__, c.__qualname__))
 
@@ -168,9 +168,11 @@ def exchange(algorithm: Algorithm, inputs: Sequence[Sequence[Tensor]], abort_aft
         runner, bucket = own_runner(), bucket_of([tuple(inputs[0][rank].shape)], inputs[0][rank].dtype)
         outcome = Outcome([], State(bucket.flat))
         for step, tensors in enumerate(inputs):
+            bucket.renew()
             if abort_after is not None:
                 bucket.flat.copy_(tensors[rank])
                 attempt(runner, algorithm, bucket, outcome.state, step, abort_after)
+                bucket.renew()
             bucket.flat.copy_(tensors[rank])
             result = runner.run(lambda: flow_of(algorithm, bucket, outcome.state, runner, step), f"step {step}")
             outcome.results.append(result.clone())

@@ -273,6 +273,15 @@ def the_mean_over_seeds_is_the_tensor(codec: Codec, tensor: Tensor, seeds: int =
     assert (error <= 6 * draws.std(0) / seeds**0.5 + slack).all()
 
 
+def the_rest_may_take_the_place_of_the_tensor(codec: Codec, tensor: Tensor) -> None:
+    """Written over what was encoded, payload and rest are the same."""
+    for residual in (None, tensor.flip(0) / 64):
+        payload, rest = codec.encode_rest(tensor, residual, seed=3)
+        place = tensor.clone()
+        assert same_bits(codec.encode_keeping(place, residual, 3, place), payload)
+        assert same_bits(place, rest)
+
+
 def error_feedback_loses_nothing(codec: Codec, tensor: Tensor, steps: int = 6) -> None:
     """Over several steps: the sum of what was decoded, and the residual, are the sum of what was given."""
     memory = codec if isinstance(codec, ErrorFeedback) else ErrorFeedback(codec)

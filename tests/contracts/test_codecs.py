@@ -51,6 +51,7 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
         laws.the_same_seed_gives_the_same_payload,
         laws.sent_and_kept_is_what_it_had,
         laws.adding_is_decoding_and_adding,
+        laws.the_rest_may_take_the_place_of_the_tensor,
         laws.error_feedback_loses_nothing,
     ],
     ids=lambda law: law.__name__,

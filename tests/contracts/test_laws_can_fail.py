@@ -200,6 +200,14 @@ class Doubling(Cast):
         super().add_decoded(payload, total)
 
 
+class Hasty(Cast):
+    """Clears the rest before it has read the tensor."""
+
+    def encode_keeping(self, tensor: Tensor, residual: Tensor | None, seed: int, rest: Tensor) -> Tensor:
+        rest.zero_()
+        return super().encode_keeping(tensor, residual, seed, rest)
+
+
 class Downward(Quantize):
     """Claims to be unbiased, and always rounds down."""
 
@@ -230,6 +238,7 @@ class Misaligned(Quantize):
         (Forgetful, laws.sent_and_kept_is_what_it_had),
         (Forgetful, laws.error_feedback_loses_nothing),
         (Doubling, laws.adding_is_decoding_and_adding),
+        (Hasty, laws.the_rest_may_take_the_place_of_the_tensor),
     ],
     ids=lambda case: getattr(case, "__name__", ""),
 )

@@ -7,9 +7,12 @@ from torch import Tensor
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
+from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
+from gossamer.codecs.cast import Wire, wire_codec
 from gossamer.codecs.error_feedback import ErrorFeedback
 from gossamer.errors import ConfigurationError
+from gossamer.state import RESIDUAL, State
 
 EXACT = "exact"
 
@@ -42,3 +45,15 @@ def check_codec(codec: object) -> None:
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in at least full precision: sums and remainders of half-precision gradients need it."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def turn_over(bucket: Bucket, flat: Tensor, state: State, residual: Wire) -> tuple[Tensor, Tensor]:
+    """Memory for what remains of ``flat`` (its own: to be written in place), and for the result of the exchange.
+
+    ``flat``: :func:`wide` of the bucket's. Where the remainder is kept as it is (not in a narrower ``residual``), the
+    bucket's memory becomes the residual's, and the result goes to where the residual before the last one was.
+    """
+    stays = wire_codec(residual).wire_dtype(flat.dtype) == flat.dtype
+    if flat is not bucket.flat:
+        return flat, state.fresh(RESIDUAL, flat) if stays else torch.empty_like(flat)
+    return (bucket.give(), state.fresh(RESIDUAL, flat)) if stays else (flat, bucket.fresh())

@@ -26,6 +26,11 @@ class Feedback:
         """Whether anything is remembered."""
         return self.worker or self.server
 
+    @property
+    def all(self) -> bool:
+        """Whether nothing that is lost is forgotten."""
+        return self.worker and self.server
+
 
 def scatter_reduce(
     flat: Tensor,
@@ -40,6 +45,8 @@ def scatter_reduce(
 ) -> Flow[list[Tensor]]:
     """The mean of ``flat + owed`` over the workers into ``mean``; what this worker owes from now on into ``rest``.
 
+    With all ``feedback``, ``rest`` may be ``flat`` itself: no element of it is read once its remainder is written.
+
     Long tensors go in pieces: one is encoded or decoded while others are on the wire. A tensor of which at most
     ``gather_below`` bytes arrive is gathered whole from all workers instead, in one round of messages.
 
@@ -50,7 +57,7 @@ def scatter_reduce(
         if rest is not None:
             rest.zero_()
         return []
-    if rest is not None and not (feedback.worker and feedback.server):
+    if rest is not None and not feedback.all:
         rest.zero_()  # nobody writes all of it
     if (ctx.world - 1) * payload_bytes(codec, flat.numel(), flat.dtype) <= gather_below:
         return (yield from Piece(codec, ctx, index, feedback, flat, owed, mean, rest).gather())

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.lossy import Lossy, wide
+from gossamer.algorithms.lossy import Lossy, turn_over, wide
 from gossamer.buckets import Bucket, Segment
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.ops import Flow, all_reduce
@@ -65,7 +65,11 @@ class PowerSGD(Lossy):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         flat = wide(bucket.flat)
-        wanted = flat + state[RESIDUAL] if RESIDUAL in state else flat.clone()
+        owed = state.get(RESIDUAL)
+        # In place: what is sent is subtracted later, and the rest is what is remembered.
+        wanted, result = turn_over(bucket, flat, state, self.residual)
+        if owed is not None:
+            wanted.add_(owed)
         thin = [segment for segment in bucket.segments if self.shrinks(segment.shape)]
         exact = [segment for segment in bucket.segments if not self.shrinks(segment.shape)]
         matrices = [matrix(segment, wanted) for segment in thin]
@@ -77,7 +81,6 @@ class PowerSGD(Lossy):
         for segment, right in zip(thin, rights, strict=True):
             # A copy, with memory of its own: products may differ in the last bits where it begins elsewhere after loading.
             state.set_extra(FACTOR, right.clone(), segment.name)
-        result = torch.empty_like(wanted)
         for segment, value in zip(exact, rest, strict=True):
             place(segment, result).copy_(value)
             place(segment, wanted).zero_()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.lossy import Lossy, check_codec, wide
+from gossamer.algorithms.lossy import Lossy, check_codec, turn_over, wide
 from gossamer.algorithms.parts import Feedback, scatter_reduce
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
@@ -52,8 +52,12 @@ class ScatterReduce(Lossy):
         flat = wide(bucket.flat)
         feedback = Feedback(self.worker_feedback, self.server_feedback)
         owed = wide(state[RESIDUAL]) if feedback.any and RESIDUAL in state else None
-        rest = state.fresh(RESIDUAL, flat) if feedback.any else None
-        mean = bucket.fresh() if flat is bucket.flat else torch.empty_like(flat)
+        rest: Tensor | None
+        if feedback.all:
+            rest, mean = turn_over(bucket, flat, state, self.residual)
+        else:
+            rest = state.fresh(RESIDUAL, flat) if feedback.any else None
+            mean = bucket.fresh() if flat is bucket.flat else torch.empty_like(flat)
         witnesses = yield from scatter_reduce(
             flat, owed, self.codec, ctx, bucket.index, mean, rest, feedback, self.gather_below
         )

@@ -51,7 +51,7 @@ class Codec(ABC):
         return payload, finite_or(wanted.sub_(self.decode(payload, wanted.numel(), wanted.dtype)), residual)
 
     def encode_keeping(self, tensor: Tensor, residual: Tensor | None, seed: int, rest: Tensor) -> Tensor:
-        """The payload of :meth:`encode_rest`; the rest goes into ``rest``, which exists already."""
+        """The payload of :meth:`encode_rest`; the rest goes into ``rest``, which may be ``tensor`` itself."""
         payload, left = self.encode_rest(tensor, residual, seed)
         rest.copy_(left)
         return payload

@@ -69,6 +69,7 @@ class OptimizerSync:
     def _exchange(self, exchange: Exchange, write: Write, step: int) -> list[Tensor]:
         exchange.land()
         for bucket in exchange.buckets:
+            bucket.renew()
             for segment, view in zip(bucket.segments, bucket.views, strict=True):
                 write(self._numbers[segment.name], view)
             exchange.launch(step, f"of the optimizer's step {step}")
