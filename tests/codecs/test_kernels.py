@@ -15,7 +15,7 @@ from gossamer.codecs import Cast, Codec, Quantize, RandomK, Sign, TopChunks, Top
 from gossamer.codecs import kernels as kernels_module
 from gossamer.codecs import quantize as quantize_module
 from gossamer.codecs import sign as sign_module
-from gossamer.codecs.kernels import COMPILERS, Kernels, kernels_for, kernels_named, reference
+from gossamer.codecs.kernels import COMPILERS, Kernels, accumulate, kernels_for, kernels_named, reference
 from gossamer.codecs.kernels.layout import Blocks, Grid
 
 SIZES = [0, 1, 2, 7, 8, 9, 65, 511, 512, 513, 1000, 2049]
@@ -139,6 +139,26 @@ def test_norms_agree(name: str) -> None:
         assert (ours.shape, ours.dtype) == ((-(-x.numel() // chunk),), torch.float32)
         far = theirs > 1e38  # a sum near the end of the range may or may not overflow
         assert torch.allclose(ours[~far], theirs[~far], rtol=1e-5, atol=0, equal_nan=True)
+
+
+@every_kernel
+def test_accumulating_agrees(name: str) -> None:
+    kernels = fast(name)
+    for _, draw, x, residual in cases(100 if name == "cpu" else 20, seed=5):
+        chunk, owed = draw.choice([1, 7, 512, 9999]), torch.zeros_like(x) if residual is None else residual
+        sums = [x.clone(), x.clone()]
+        theirs, ours = (k.accumulate(sum_, owed, chunk) for k, sum_ in zip((reference, kernels), sums, strict=True))
+        assert same_values(*sums)
+        assert (ours.shape, ours.dtype) == ((-(-x.numel() // chunk),), torch.float32)
+        far = theirs > 1e38
+        assert torch.allclose(ours[~far], theirs[~far], rtol=1e-5, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_is_accumulated_may_be_of_any_type(dtype: torch.dtype) -> None:
+    x, residual = torch.ones(10, dtype=dtype), torch.arange(10, dtype=torch.float32).to(dtype)
+    assert accumulate(x, residual, 4).tolist() == [8 + 6.0, 8 + 22.0, 4 + 17.0]
+    assert x.tolist() == [1.0 + i for i in range(10)]
 
 
 CODECS: list[Codec] = [

@@ -35,6 +35,8 @@ class Kernels(Protocol):
 
     def chunk_norms(self, x: Tensor, residual: Tensor | None, chunk: int) -> Tensor: ...
 
+    def accumulate(self, x: Tensor, residual: Tensor, chunk: int) -> Tensor: ...
+
 
 COMPILERS = {"cpu": "numba", "cuda": "triton"}
 
@@ -70,6 +72,18 @@ def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
     NaN or inf in a chunk shows in its norm. Any floating-point dtype; the sum is made in fp32.
     """
     return kernels_for(x.device.type).chunk_norms(single(x), None if residual is None else single(residual), chunk)
+
+
+def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
+    """Add ``residual`` to ``x`` in place. Returns ``float32[ceil(n/chunk)]``: the L1 norms of x after + x before, by chunk.
+
+    The norms that chunks will have next time, if nothing of them is sent and as much is added again. In one pass for
+    contiguous fp32.
+    """
+    if x.dtype == torch.float32 and x.is_contiguous():
+        return kernels_for(x.device.type).accumulate(x, single(residual), chunk)
+    before = x.clone()
+    return chunk_norms(x.add_(residual), before, chunk)
 
 
 def single(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gossamer.codecs.kernels.cpu_numba import Array
 from gossamer.codecs.kernels.cpu_quantize import dequantize_all, quantize_all
-from gossamer.codecs.kernels.cpu_sign import norms_all, sign_all, unsign_all
+from gossamer.codecs.kernels.cpu_sign import accumulate_all, norms_all, sign_all, unsign_all
 from gossamer.codecs.kernels.layout import Blocks, Grid, keys
 
 NOTHING = np.empty(0, np.float32)
@@ -42,4 +42,10 @@ def unsign(payload: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None:
 def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
     norms = torch.empty(-(-x.numel() // chunk), dtype=torch.float32)
     norms_all(array(x), array(residual), array(norms), chunk)
+    return norms
+
+
+def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
+    norms = torch.empty(-(-x.numel() // chunk), dtype=torch.float32)
+    accumulate_all(array(x), array(residual), array(norms), chunk)
     return norms

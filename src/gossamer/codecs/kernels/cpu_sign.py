@@ -29,6 +29,17 @@ def total_size_of_both(x: Array, residual: Array) -> Any:
     return total
 
 
+@summing
+def accumulated(x: Array, residual: Array) -> Any:
+    """Add the residual to x; sum of |x after + x before|."""
+    total = F32(0)
+    for i in range(x.size):
+        before = x[i]
+        x[i] = after = before + residual[i]
+        total += abs(after + before)
+    return total
+
+
 @exact
 def take(x: Array, residual: Array, wanted: Array) -> None:
     """wanted = x + residual, without −0. Not summed in the same loop: one over several arrays is compiled twice, in case
@@ -136,3 +147,11 @@ def norms_all(x: Array, residual: Array, norms: Array, chunk: int) -> None:
     for c in range(norms.size):
         begin, end = c * chunk, min((c + 1) * chunk, x.size)
         norms[c] = total_size_of_both(x[begin:end], residual[begin:end]) if residual.size else total_size(x[begin:end], F32(1))
+
+
+@exact
+def accumulate_all(x: Array, residual: Array, norms: Array, chunk: int) -> None:
+    """Add the residual to x; sum of |x after + x before| over each chunk."""
+    for c in range(norms.size):
+        begin, end = c * chunk, min((c + 1) * chunk, x.size)
+        norms[c] = accumulated(x[begin:end], residual[begin:end])

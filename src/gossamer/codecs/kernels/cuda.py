@@ -71,3 +71,9 @@ def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
     both = (x, x if residual is None else residual)
     launch(loops.norms_kernel, x, norms.numel(), *both, norms, x.numel(), chunk, tile=TILE, has_residual=residual is not None)
     return norms
+
+
+def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
+    norms = torch.empty(-(-x.numel() // chunk), dtype=torch.float32, device=x.device)
+    launch(loops.accumulate_kernel, x, norms.numel(), x, residual, norms, x.numel(), chunk, tile=TILE)
+    return norms

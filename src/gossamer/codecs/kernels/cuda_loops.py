@@ -224,3 +224,20 @@ def norms_kernel(x, residual, norms, numel, chunk, tile: tl.constexpr, has_resid
         place = at + tl.arange(0, tile)
         total += tl.abs(load_wanted(x, residual, start, place, place < length, has_residual))
     tl.store(norms + c, tl.sum(total, axis=0))
+
+
+@triton.jit
+def accumulate_kernel(x, residual, norms, numel, chunk, tile: tl.constexpr):
+    """Add the residual to x; sum of |x after + x before| over a chunk."""
+    c = tl.program_id(0)
+    start = c.to(tl.int64) * chunk
+    length = tl.minimum(numel - start, chunk).to(tl.int32)
+    total = tl.zeros((tile,), tl.float32)
+    for at in range(0, length, tile):
+        place = at + tl.arange(0, tile)
+        here = place < length
+        before = tl.load(x + start + place, mask=here, other=0.0)
+        after = before + tl.load(residual + start + place, mask=here, other=0.0)
+        tl.store(x + start + place, after, mask=here)
+        total += tl.abs(after + before)
+    tl.store(norms + c, tl.sum(total, axis=0))

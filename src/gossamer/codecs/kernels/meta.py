@@ -25,3 +25,8 @@ def unsign(payload: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None:
 def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
     """``float32[ceil(n/chunk)]``."""
     return torch.empty(-(-x.numel() // chunk), dtype=torch.float32, device="meta")
+
+
+def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
+    """``float32[ceil(n/chunk)]``; nothing to add."""
+    return chunk_norms(x, residual, chunk)

@@ -176,3 +176,9 @@ def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
     """``float32[ceil(n/chunk)]``: the sum of |x + residual| over each chunk; NaN or inf where the chunk has one."""
     wanted = x if residual is None else x + residual
     return torch.cat([x.new_empty(0), *(part.abs().sum(1) for part in rows(wanted, chunk))])
+
+
+def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
+    """Add ``residual`` to ``x``, in place; ``float32[ceil(n/chunk)]``: the sum of |x after + x before| over each chunk."""
+    before = x.clone()
+    return chunk_norms(x.add_(residual), before, chunk)
