@@ -260,3 +260,26 @@ def test_a_closure_goes_with_join() -> None:
         assert replica.step == 2
 
     loopback(body, 2)
+
+
+@pytest.mark.parametrize(("floor", "stays"), [(0.1, True), (0.0, False)])
+@pytest.mark.parametrize("kind", [OneBitAdam, QAdam])
+def test_weights_without_a_gradient_are_not_moved_by_rounding(kind: Any, floor: float, stays: bool) -> None:
+    """Features that are always zero: Adam leaves their weights alone."""
+
+    def body(rank: int) -> float:
+        model = make_model()
+        optimizer = kind(model.parameters(), lr=1e-2, warmup=20, floor=floor)
+        replica = gossamer.replicate(model, optimizer)
+        dead = model[0].weight[:, 5:9].detach().clone()
+        for step in range(80):
+            inputs, targets = data(step, rank)
+            inputs[:, 5:9] = 0
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+        replica.close()
+        return float((model[0].weight[:, 5:9].detach() - dead).abs().max())
+
+    moved = max(loopback(body, 3))
+    assert (moved < 0.6) == stays, moved  # sixty steps of the learning rate

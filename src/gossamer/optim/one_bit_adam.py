@@ -25,6 +25,10 @@ class OneBitAdam(Communicating):
     w ← w − lr·(m̂/(√v̂ + ε) + weight_decay·w). A frozen variance makes the step linear in what is averaged, so that
     error feedback can make up for what a sign loses. Biases and the scales of norms are averaged exactly throughout.
 
+    Where there was hardly a gradient before the freeze (a dead feature, a rare token), √v̂ is close to zero, and what
+    rounding makes of zero would move the weight without bounds. So frozen roots are at least ``floor`` times the mean of
+    their tensor's; such weights move less than with Adam.
+
     ``warmup``: the number of steps of the first phase; None ends it when the variance is stable: the L1 norm of v̂ has
     changed by less than ``tolerance`` over the last ``interval`` steps. (The original compares over 1/(1 − β₂) steps.)
 
@@ -53,10 +57,12 @@ class OneBitAdam(Communicating):
         warmup: int | None = None,
         interval: int = 50,
         tolerance: float = 0.04,
+        floor: float = 0.1,
         codec: Codec | None = None,
         bucket_bytes: int = 2 * 2**20,
     ) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("tolerance", tolerance)):
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "tolerance": tolerance, "floor": floor}
+        for name, value in numbers.items():
             check_number(name, value)
         for beta in betas:
             check_number("betas", beta, below=1.0)
@@ -65,7 +71,7 @@ class OneBitAdam(Communicating):
         if interval < 1:
             raise ConfigurationError(f"interval must be a number of steps, at least 1; got {interval!r}")
         self._algorithm = ScatterReduce(codec=self.default_codec() if codec is None else codec, bucket_bytes=bucket_bytes)
-        self._warmup, self._interval, self._tolerance = warmup, interval, tolerance
+        self._warmup, self._interval, self._tolerance, self._floor = warmup, interval, tolerance, floor
         # Constant once the variance is frozen; made again from it after loading, so not saved.
         self._inverse_roots: dict[Tensor, Tensor] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -120,7 +126,7 @@ class OneBitAdam(Communicating):
             exact = mean.to(state["exp_avg"].dtype)
             state["exp_avg"].lerp_(exact, 1 - beta1)
             state["exp_avg_sq"].mul_(beta2).addcmul_(exact, exact, value=1 - beta2)
-            self._update(parameter, group, self._inverse_root(parameter, group, self._steps()))
+            self._update(parameter, group, self._root(parameter, group, self._steps()).add_(group["eps"]).reciprocal_())
         if self._is_stable():
             self.param_groups[0]["frozen_at"] = self._steps()
 
@@ -139,13 +145,18 @@ class OneBitAdam(Communicating):
         for parameter, group, mean in self._each(means, used()):
             self.state[parameter]["exp_avg"] = mean  # no copy: a pass over memory less
             if parameter not in self._inverse_roots:
-                self._inverse_roots[parameter] = self._inverse_root(parameter, group, self.param_groups[0]["frozen_at"])
+                self._inverse_roots[parameter] = self._frozen_inverse_root(parameter, group)
             self._update(parameter, group, self._inverse_roots[parameter])
 
-    def _inverse_root(self, parameter: Tensor, group: dict[str, Any], variance_steps: int) -> Tensor:
-        """1/(√v̂ + ε), the variance corrected for its bias after that many steps."""
+    def _root(self, parameter: Tensor, group: dict[str, Any], variance_steps: int) -> Tensor:
+        """√v̂, the variance corrected for its bias after that many steps."""
         variance: Tensor = self.state[parameter]["exp_avg_sq"] / (1 - group["betas"][1] ** variance_steps)
-        return variance.sqrt_().add_(group["eps"]).reciprocal_()
+        return variance.sqrt_()
+
+    def _frozen_inverse_root(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """1/(√v̂ + ε) of the frozen variance, with its floor."""
+        root = self._root(parameter, group, self.param_groups[0]["frozen_at"])
+        return root.clamp_(min=self._floor * root.mean()).add_(group["eps"]).reciprocal_()
 
     def _update(self, parameter: Tensor, group: dict[str, Any], inverse_root: Tensor) -> None:
         average, rate = self.state[parameter]["exp_avg"], group["lr"] / (1 - group["betas"][0] ** self._steps())
