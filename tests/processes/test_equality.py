@@ -15,7 +15,7 @@ def check(scenario: str, found: dict[str, float], world: int) -> None:
         assert found["float32"] <= BOUND_CONVNET
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_equals_ddp_at_reduced_size(world: int) -> None:
     scenarios = ["gpt_small", "convnet_small"]
     processes = launch("scenarios_equality", scenarios, world, timeout=150)
