@@ -142,7 +142,7 @@ def test_workers_with_small_batches_keep_up_with_an_all_reduce() -> None:
             optimizer = kind(model.parameters(), lr=2e-3, weight_decay=0.0)
             replica = gossamer.replicate(model, optimizer, algorithm)
             generator = torch.Generator().manual_seed(rank)
-            for _ in range(150):
+            for _ in range(300):
                 optimizer.zero_grad()
                 target = 8 * torch.randn(200, generator=generator)
                 (model.w - target).square().sum().div(2).backward()
@@ -155,7 +155,7 @@ def test_workers_with_small_batches_keep_up_with_an_all_reduce() -> None:
         return loopback(body, 16)[0]
 
     exact, plain, ours = left(torch.optim.AdamW, AllReduce()), left(torch.optim.AdamW, Gossip()), left(GossipAdamW, Gossip())
-    assert plain > exact + 0.05
+    assert plain > exact + 0.1
     assert ours < exact + (plain - exact) / 2, (exact, plain, ours)
 
 

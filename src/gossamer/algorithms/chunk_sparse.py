@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.chunks import evenly, largest, pack, put
-from gossamer.algorithms.lossy import EXACT, Lossy, check_codec, turn_over, wide
+from gossamer.algorithms.lossy import EXACT, Lossy, check_codec, narrowed, turn_over, wide
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM, MomentumAllReduce
 from gossamer.algorithms.parts import scatter_reduce
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
-from gossamer.codecs.cast import Cast, Wire, check_wire, wire_codec
+from gossamer.codecs.cast import Cast, Wire, check_wire
 from gossamer.codecs.kernels import accumulate, chunk_norms
 from gossamer.codecs.sparse import check_chunk, check_density
 from gossamer.comm.ops import AllReduce, Flow, decide, start, total, wait
@@ -121,7 +121,7 @@ class ChunkSparse(Lossy):
             put(lost, chosen, self.chunk, kept)
             norms[chosen.to(norms.device)] = chunk_norms(came, lost, self.chunk)
             state.set_extra(NORMS, norms)
-            state[RESIDUAL] = kept.to(wire_codec(self.residual).wire_dtype(kept.dtype))
+            state[RESIDUAL] = narrowed(kept, self.residual)
             result.zero_()
 
         if isinstance(self.codec, Cast):

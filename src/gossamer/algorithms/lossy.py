@@ -47,6 +47,11 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+def narrowed(rest: Tensor, residual: Wire) -> Tensor:
+    """The remainder in the type in which it is kept: itself, if it is that already."""
+    return rest.to(wire_codec(residual).wire_dtype(rest.dtype))
+
+
 def turn_over(bucket: Bucket, flat: Tensor, state: State, residual: Wire) -> tuple[Tensor, Tensor]:
     """Memory for what remains of ``flat`` (its own: to be written in place), and for the result of the exchange.
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.lossy import Lossy, turn_over, wide
+from gossamer.algorithms.lossy import Lossy, narrowed, turn_over, wide
 from gossamer.buckets import Bucket, Segment
-from gossamer.codecs.cast import Wire, check_wire, wire_codec
+from gossamer.codecs.cast import Wire, check_wire
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.errors import ConfigurationError
 from gossamer.state import RESIDUAL, State
@@ -90,7 +90,7 @@ class PowerSGD(Lossy):
         for segment, left, right in zip(thin, lefts, rights, strict=True):
             put(segment, result, left @ right.T)
             place(segment, wanted).sub_(place(segment, result))
-        state[RESIDUAL] = wanted.to(wire_codec(self.residual).wire_dtype(wanted.dtype))
+        state[RESIDUAL] = narrowed(wanted, self.residual)
         return result.to(bucket.flat.dtype)
 
     def _right(self, segment: Segment, like: Tensor, state: State) -> Tensor:

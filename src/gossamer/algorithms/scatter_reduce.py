@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.lossy import Lossy, check_codec, turn_over, wide
+from gossamer.algorithms.lossy import Lossy, check_codec, narrowed, turn_over, wide
 from gossamer.algorithms.parts import Feedback, scatter_reduce
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
-from gossamer.codecs.cast import Wire, check_wire, wire_codec
+from gossamer.codecs.cast import Wire, check_wire
 from gossamer.codecs.quantize import Quantize
 from gossamer.comm.ops import SMALL, Flow
 from gossamer.errors import ConfigurationError
@@ -64,7 +64,7 @@ class ScatterReduce(Lossy):
             flat, owed, self.codec, ctx, bucket.index, mean, rest, feedback, self.gather_below
         )
         if rest is not None:
-            state[RESIDUAL] = kept = rest.to(wire_codec(self.residual).wire_dtype(rest.dtype))
+            state[RESIDUAL] = kept = narrowed(rest, self.residual)
             if witnesses and kept is rest and flat is bucket.flat:  # narrower ones may overflow
                 state.vouch(witnesses, mean, rest)
         return mean.to(bucket.flat.dtype)

@@ -1,6 +1,6 @@
 """Pictures of measurements."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,13 +107,7 @@ def times_over_hosts(path: Path, panels: Sequence[Panel], *, title: str) -> None
             axis.plot(
                 hosts, [seconds[n] for n in hosts], dashes, color=colour, linewidth=2.0, marker="o", markersize=4, label=side
             )
-        axis.set_xscale("log", base=2)
-        ticks = sorted({n for seconds in panel.seconds.values() for n in seconds})
-        axis.set_xticks(ticks, [str(n) for n in ticks])
-        axis.set_title(panel.title, loc="left", fontsize=11)
-        axis.set_xlabel("hosts")
-        axis.grid(axis="y", color="#e4e6ea")
-        axis.spines[["top", "right"]].set_visible(False)
+        _dress_doubling(axis, panel.seconds.values(), "hosts", panel.title)
     axes[0][0].set_ylabel("seconds per step")
     axes[0][0].set_ylim(bottom=0)
     axes[0][0].legend(frameon=False, fontsize=9)
@@ -121,6 +115,17 @@ def times_over_hosts(path: Path, panels: Sequence[Panel], *, title: str) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def _dress_doubling(axis: Any, curves: Iterable[Mapping[int, float]], counted: str, title: str) -> None:
+    """An axis of numbers that double, with a tick for each that some curve has."""
+    ticks = sorted({number for curve in curves for number in curve})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [str(n) for n in ticks])
+    axis.set_title(title, loc="left", fontsize=11)
+    axis.set_xlabel(counted)
+    axis.grid(axis="y", color="#e4e6ea")
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 @dataclass(frozen=True)
@@ -144,14 +149,8 @@ def over_workers(path: Path, shown: dict[str, dict[str, Measured]], *, title: st
             axis.plot(workers, [curve.measured[n] for n in workers], marker="o", markersize=4, label=side, **style)
             workers = sorted(curve.predicted)
             axis.plot(workers, [curve.predicted[n] for n in workers], linestyle=":", marker="x", markersize=6, **style)
-        ticks = sorted({n for curve in sides.values() for n in curve.measured})
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks, [str(n) for n in ticks])
+        _dress_doubling(axis, [curve.measured for curve in sides.values()], "workers", name)
         axis.set_ylim(bottom=0)
-        axis.set_title(name, loc="left", fontsize=11)
-        axis.set_xlabel("workers")
-        axis.grid(axis="y", color="#e4e6ea")
-        axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle(f"{title} (dotted: predicted)", x=0.01, ha="left", fontsize=13, fontweight="bold")

@@ -67,13 +67,15 @@ def unsign(payload: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None:
 
 
 def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
-    norms = torch.empty(-(-x.numel() // chunk), dtype=torch.float32, device=x.device)
-    both = (x, x if residual is None else residual)
-    launch(loops.norms_kernel, x, norms.numel(), *both, norms, x.numel(), chunk, tile=TILE, has_residual=residual is not None)
-    return norms
+    return _norms(x, residual, chunk, adds=False)
 
 
 def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
+    return _norms(x, residual, chunk, adds=True)
+
+
+def _norms(x: Tensor, residual: Tensor | None, chunk: int, adds: bool) -> Tensor:
     norms = torch.empty(-(-x.numel() // chunk), dtype=torch.float32, device=x.device)
-    launch(loops.accumulate_kernel, x, norms.numel(), x, residual, norms, x.numel(), chunk, tile=TILE)
+    both, parts = (x, x if residual is None else residual), {"has_residual": residual is not None, "adds": adds}
+    launch(loops.norms_kernel, x, norms.numel(), *both, norms, x.numel(), chunk, tile=TILE, **parts)
     return norms

@@ -214,21 +214,8 @@ def unsign_kernel(header, packed, out, numel, block: tl.constexpr, width: tl.con
 
 
 @triton.jit
-def norms_kernel(x, residual, norms, numel, chunk, tile: tl.constexpr, has_residual: tl.constexpr):
-    """Sum of |x + residual| over a chunk."""
-    c = tl.program_id(0)
-    start = c.to(tl.int64) * chunk
-    length = tl.minimum(numel - start, chunk).to(tl.int32)
-    total = tl.zeros((tile,), tl.float32)
-    for at in range(0, length, tile):
-        place = at + tl.arange(0, tile)
-        total += tl.abs(load_wanted(x, residual, start, place, place < length, has_residual))
-    tl.store(norms + c, tl.sum(total, axis=0))
-
-
-@triton.jit
-def accumulate_kernel(x, residual, norms, numel, chunk, tile: tl.constexpr):
-    """Add the residual to x; sum of |x after + x before| over a chunk."""
+def norms_kernel(x, residual, norms, numel, chunk, tile: tl.constexpr, has_residual: tl.constexpr, adds: tl.constexpr):
+    """Sum of |x + residual| over a chunk. If it ``adds``: the residual to x, and the sum is of |x after + x before|."""
     c = tl.program_id(0)
     start = c.to(tl.int64) * chunk
     length = tl.minimum(numel - start, chunk).to(tl.int32)
@@ -236,8 +223,10 @@ def accumulate_kernel(x, residual, norms, numel, chunk, tile: tl.constexpr):
     for at in range(0, length, tile):
         place = at + tl.arange(0, tile)
         here = place < length
-        before = tl.load(x + start + place, mask=here, other=0.0)
-        after = before + tl.load(residual + start + place, mask=here, other=0.0)
-        tl.store(x + start + place, after, mask=here)
-        total += tl.abs(after + before)
+        value = load_wanted(x, residual, start, place, here, has_residual)
+        if adds:
+            before = tl.load(x + start + place, mask=here, other=0.0)
+            tl.store(x + start + place, value, mask=here)
+            value += before
+        total += tl.abs(value)
     tl.store(norms + c, tl.sum(total, axis=0))
