@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-hosts bench-scale bench-efficiency bench-quality clean
+.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-exchanges bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-hosts bench-scale bench-efficiency bench-quality clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,7 +52,10 @@ readme: $(READY) ## run the demo and put its table and picture into the README
 topologies: $(READY) ## draw the topologies and how they mix, for docs/topologies.md
 	$(RUN) -m gossamer.bench.topologies
 
-bench-speed: $(READY) ## measure the step time beside DDP and the line rate beside plain TCP (about 20 minutes)
+bench-exchanges: $(READY) ## measure single exchanges and collectives beside plain TCP on emulated networks (about 15 minutes)
+	$(RUN) -m gossamer.bench.exchanges --save-to benchmarks/results
+
+bench-speed: $(READY) ## measure the step time of exact all-reduce and gossip beside DDP (about 20 minutes)
 	$(RUN) -m gossamer.bench.speed --networks 200mbit --save-to benchmarks/results
 	$(RUN) -m gossamer.bench.speed --networks 1gbit unshaped --rounds 40 --save-to benchmarks/results
 

@@ -1,4 +1,4 @@
-"""Primitives: the rate of single exchanges beside what plain TCP sockets reach in the same run.
+"""Primitives: the rate of single exchanges and collectives beside what plain TCP sockets reach in the same run.
 
 A script of the lab; rank 0 prints one JSON object per pattern and size:
 
@@ -11,16 +11,17 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossamer.comm.ops import Flow, maximum, permute
+from gossamer.comm.ops import Flow, Start, all_gather, all_reduce, all_to_all, maximum, permute
 from gossamer.comm.topology import Permutation, shift
 from gossamer.comm.torch_runner import TorchRunner
-from gossamer.lab.line_rate import lab_addresses, line_rate
+from gossamer.lab.line_rate import Pattern, lab_addresses, line_rate
 from gossamer.lab.rates import parse_rate
 
 SILENCE = 0.15
@@ -38,44 +39,94 @@ def slowest(runner: TorchRunner, seconds: float) -> float:
     return float(runner.run(lambda: maximum(mine, runner.world), "the slowest rank").item())
 
 
-def exchange(runner: TorchRunner, permutation: Permutation, message: Tensor, drain: int, pause: float) -> float:
+def pair_exchange(message: Tensor, world: int) -> Flow[Tensor]:
+    """Both directions of a link at once, between two hosts."""
+    return (yield from permute(message, pairs(world)))
+
+
+def ring_shift(message: Tensor, world: int) -> Flow[Tensor]:
+    """To one neighbour, from the other."""
+    return (yield from permute(message, shift(world - 1, world)))
+
+
+def exact(message: Tensor, world: int) -> Flow[Tensor]:
+    """The sum of all on all."""
+    return (yield from all_reduce(message))
+
+
+def scatter_reduce(message: Tensor, world: int) -> Flow[Tensor]:
+    """The sum of all of one part on each: rank ``j`` gets every rank's part ``j`` and adds up."""
+    return (yield from all_to_all(message.view(world, -1))).sum(0)
+
+
+def gather(message: Tensor, world: int) -> Flow[Tensor]:
+    """Every rank's part on all."""
+    return (yield from all_gather(message.view(world, -1)[0]))
+
+
+Exchange = Callable[[Tensor, int], Flow[Tensor]]
+
+PATTERNS: dict[str, Exchange] = {
+    "pair": pair_exchange,
+    "ring": ring_shift,
+    "all-reduce": exact,
+    "scatter-reduce": scatter_reduce,
+    "all-gather": gather,
+}
+
+
+def payload(pattern: str, message: Tensor, world: int) -> int:
+    """Bytes that a rank hands to the transport: for the whole message, or of an all-reduce and its halves for their parts."""
+    flow = PATTERNS[pattern](message, world)
+    command = next(flow)
+    flow.close()
+    assert isinstance(command, Start)
+    return command.op.traffic(world).bytes
+
+
+def exchange(runner: TorchRunner, pattern: str, message: Tensor, drain: int, pause: float) -> float:
     """Seconds of one exchange on the slowest rank, all ranks starting together after ``pause`` seconds of silence.
 
-    As in the plain-TCP measure, ``drain`` bytes go ahead on the same connections and the clock starts when they are
+    As in the plain-TCP measure, ``drain`` elements go ahead on the same connections and the clock starts when they are
     there; with 0 it starts at the start.
     """
+    send = PATTERNS[pattern]
 
     def flow() -> Flow[float]:
         if drain:
-            yield from permute(message[:drain], permutation)
+            yield from send(message[:drain].clone(), runner.world)
         begin = time.perf_counter()
-        yield from permute(message, permutation)
+        yield from send(message, runner.world)
         return time.perf_counter() - begin
 
     time.sleep(pause)
     slowest(runner, 0.0)  # a barrier, on connections of its own
-    return slowest(runner, runner.wait(runner.submit(flow, f"an exchange of {message.numel()} bytes")))
+    return slowest(runner, runner.wait(runner.submit(flow, f"{pattern} of {message.nbytes} bytes")))
 
 
 def measure(runner: TorchRunner, pattern: str, nbytes: int, repeats: int) -> dict[str, Any]:
-    """Interleaved seconds of plain TCP, the exchange, and the exchange after a silence; and rates in bits per second."""
+    """Interleaved seconds of plain TCP with as many bytes, the exchange, and the exchange after a silence; and rates in
+    bits of payload per second."""
     world = runner.world
-    permutation = pairs(world) if pattern == "pair" else shift(world - 1, world)
-    message = torch.zeros(nbytes, dtype=torch.uint8)
+    message = torch.zeros(nbytes // 4 // world * world)
+    sent = payload(pattern, message, world)
+    plain: Pattern = "pair" if pattern == "pair" else "ring"
     rows: dict[str, list[float]] = {"tcp": [], "gossamer": [], "gossamer_after_silence": []}
 
-    drain = max(256_000, 4 * parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped")).burst)
+    burst = parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped")).burst
+    drain = min(message.numel(), max(64_000, burst) // world * world)  # of 4 bytes each
     for _ in range(repeats):
-        plain = line_rate(runner.rank, world, lab_addresses(), "pair" if pattern == "pair" else "ring", nbytes, 1)
-        rows["tcp"] += plain
-        rows["gossamer"].append(exchange(runner, permutation, message, drain, pause=0.0))
-        rows["gossamer_after_silence"].append(exchange(runner, permutation, message, 0, SILENCE))
+        rows["tcp"] += line_rate(runner.rank, world, lab_addresses(), plain, sent, 1)
+        rows["gossamer"].append(exchange(runner, pattern, message, drain, pause=0.0))
+        rows["gossamer_after_silence"].append(exchange(runner, pattern, message, 0, SILENCE))
     medians = {name: statistics.median(seconds) for name, seconds in rows.items()}
     return {
         "pattern": pattern,
+        "hosts": world,
         "bytes": nbytes,
+        "payload": sent,
         "seconds": rows,
-        "bits_per_second": {name: 8 * nbytes / median for name, median in medians.items()},
+        "bits_per_second": {name: 8 * sent / median for name, median in medians.items()},
         "ratio_to_tcp": statistics.median(t / g for t, g in zip(rows["tcp"], rows["gossamer"], strict=True)),
         "ratio_after_silence": statistics.median(
             t / g for t, g in zip(rows["tcp"], rows["gossamer_after_silence"], strict=True)
@@ -86,8 +137,8 @@ def measure(runner: TorchRunner, pattern: str, nbytes: int, repeats: int) -> dic
 def main() -> None:
     """Measure every pattern and size, and print from rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--patterns", nargs="+", choices=("pair", "ring"), default=["pair", "ring"])
-    parser.add_argument("--mbytes", nargs="+", type=float, default=[8.0, 16.0, 64.0], help="message sizes in 10^6 bytes")
+    parser.add_argument("--patterns", nargs="+", choices=tuple(PATTERNS), default=list(PATTERNS))
+    parser.add_argument("--mbytes", nargs="+", type=float, default=[8.0, 16.0, 64.0], help="sizes in 10^6 bytes")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     dist.init_process_group("gloo")

@@ -19,7 +19,6 @@ from gossamer.lab import LabSpec
 NETWORKS = ("200mbit", "1gbit", "unshaped")
 STEPS = 6
 """Steps of a side per round. Few, and the barriers at its ends, which queue behind an exchange under way, would count."""
-EXCHANGES = ("--mbytes", "8", "16", "64", "--repeats", "5")
 WORKLOADS = (Path("examples/02_convnet.py"), Path("examples/01_gpt.py"))
 
 console = Console(stderr=True)
@@ -37,17 +36,6 @@ def steps_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return markdown(("workload", "network", "side", "ms per step", "time relative to DDP (95 % interval)"), lines)
 
 
-def exchange_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: rate of single exchanges relative to plain TCP."""
-    lines = []
-    for row in rows:
-        tcp, ratios = row["bits_per_second"]["tcp"] / 1e6, (row["ratio_to_tcp"], row["ratio_after_silence"])
-        lines.append(
-            [row["rate"], row["pattern"], f"{row['bytes'] / 1e6:g}", f"{tcp:.1f}", *(f"{each:.3f}" for each in ratios)]
-        )
-    return markdown(("network", "exchange", "MB", "plain TCP, Mbit/s", "gossamer / TCP", "after 150 ms of silence"), lines)
-
-
 def merged(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], key: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of both, in the order of the first time that each was measured; the newer one where both have it."""
     rows = {tuple(row[name] for name in key): row for row in (*before, *now)}
@@ -60,33 +48,27 @@ def main() -> None:
     parser.add_argument("--save-to", type=Path, default=Path("out/speed"))
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
     parser.add_argument("--workloads", nargs="+", type=Path, default=list(WORKLOADS))
-    parser.add_argument("--without-exchanges", action="store_true", help="measure the training steps only")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    steps, exchanges = [], []
+    steps = []
     for rate in options.networks:
         spec = LabSpec(hosts=options.hosts, rate=rate)
         for workload in options.workloads:
             console.log(f"{workload.stem} on {rate}: {options.rounds} rounds")
             command = ["-m", "gossamer.bench.paired", "--workload", str(workload), "--rounds", str(options.rounds)]
             steps.append(lab_json(spec, [*command, "--steps", str(STEPS)])[-1])
-        if rate != "unshaped" and not options.without_exchanges:
-            console.log(f"exchanges on {rate}")
-            exchanges += lab_json(spec, ["-m", "gossamer.bench.primitives", *EXCHANGES])
-    save(options.save_to, steps, exchanges, options.hosts)
+    save(options.save_to, steps, options.hosts)
 
 
-def save(folder: Path, steps: Sequence[dict[str, Any]], exchanges: Sequence[dict[str, Any]], hosts: int) -> None:
-    """Write the raw figures and the tables. Rows of an earlier run that this one did not measure again are kept."""
+def save(folder: Path, steps: Sequence[dict[str, Any]], hosts: int) -> None:
+    """Write the raw figures and the table. Rows of an earlier run that this one did not measure again are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     before = json.loads((folder / "speed.json").read_text()) if (folder / "speed.json").exists() else {}
     steps = merged(before.get("steps", []), steps, ("workload", "rate"))
-    exchanges = merged(before.get("exchanges", []), exchanges, ("rate", "pattern", "bytes"))
     machine = f"{hosts} emulated hosts; {platform.system()} {platform.machine()}, torch {steps[0]['torch'] if steps else ''}"
-    (folder / "speed.json").write_text(json.dumps({"machine": machine, "steps": steps, "exchanges": exchanges}, indent=1))
-    text = [*steps_table(steps), "", *exchange_table(exchanges), "", machine]
-    (folder / "speed.md").write_text("\n".join(text) + "\n")
+    (folder / "speed.json").write_text(json.dumps({"machine": machine, "steps": steps}, indent=1))
+    (folder / "speed.md").write_text("\n".join([*steps_table(steps), "", machine]) + "\n")
     console.log(f"wrote {folder / 'speed.md'} and {folder / 'speed.json'}")
 
 

@@ -1,0 +1,57 @@
+"""Single exchanges: each does what its name says, and is measured by the bytes that it hands to the transport."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer.bench import exchanges
+from gossamer.bench.primitives import PATTERNS, payload
+from gossamer.comm.loopback import current_runner, loopback
+
+WORLD, SIZE = 4, 64
+
+
+def outcomes(pattern: str) -> list[Tensor]:
+    """Of ranks whose message is their rank + 1."""
+
+    def body(rank: int) -> Tensor:
+        runner = current_runner()
+        assert runner is not None
+        message = torch.full((SIZE,), rank + 1.0)
+        return runner.wait(runner.submit(lambda: PATTERNS[pattern](message, WORLD), pattern))
+
+    return loopback(body, WORLD)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("pair", [2, 1, 4, 3]),
+        ("ring", [4, 1, 2, 3]),
+        ("all-reduce", [10] * WORLD),
+        ("scatter-reduce", [10] * WORLD),
+    ],
+)
+def test_what_arrives(pattern: str, expected: list[int]) -> None:
+    assert [result.unique().tolist() for result in outcomes(pattern)] == [[value] for value in expected]
+
+
+def test_a_gather_brings_every_part() -> None:
+    for result in outcomes("all-gather"):
+        assert result.shape == (WORLD, SIZE // WORLD)
+        assert result[:, 0].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shares"), [("pair", 1), ("ring", 1), ("all-reduce", 1.5), ("scatter-reduce", 0.75), ("all-gather", 0.75)]
+)
+def test_payload_counts_what_a_host_sends(pattern: str, shares: float) -> None:
+    assert payload(pattern, torch.zeros(SIZE), WORLD) == shares * 4 * SIZE
+
+
+def test_the_table_shows_ratios() -> None:
+    row = {
+        "pattern": "ring", "hosts": 4, "rate": "200mbit", "bytes": 8_000_000, "payload": 8_000_000,
+        "bits_per_second": {"tcp": 191e6}, "ratio_to_tcp": 0.997, "ratio_after_silence": 0.991,
+    }  # fmt: skip
+    assert exchanges.table([row])[-1] == "| 200mbit | 4 | ring | 8 | 8 | 191.0 | 0.997 | 0.991 |"
