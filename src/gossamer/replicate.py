@@ -36,6 +36,7 @@ def replicate(
     scaler: Any = None,
     buffers: Buffers | None = None,
     timeout: float | timedelta | None = None,
+    overlap_forward: bool = False,
 ) -> Replica:
     """Make the training of ``model`` data-parallel over the ranks of a process group.
 
@@ -55,6 +56,12 @@ def replicate(
             ``"average"`` (with the weights; the default for weight algorithms) or ``"local"``.
         timeout: seconds (or a ``timedelta``) that an exchange may take; the process group's by default. A late rank is
             named in a warning after ten seconds.
+        overlap_forward: let gradients travel during the next forward pass too: each module waits for its own just before it
+            computes, and its parameters are updated then, with the hyper-parameters of the step that you took. For gradient
+            algorithms, from the third step on; pays where the exchange takes longer than backward. Between ``backward()`` and
+            the next forward pass no parameter has a gradient (so do not clip, scale or log them) and parameters are as
+            before the step; reading a ``state_dict`` of the model or the optimizer, and ``wait_for_exchanges()``, bring them
+            up to date. The optimizer must update each parameter by itself, as all of ``torch.optim`` but LBFGS do.
 
     Raises:
         ConfigurationError: arguments that cannot work, with the reason.
@@ -68,10 +75,12 @@ def replicate(
         algorithm.check(runner.world)
         _check_lag(algorithm, optimizers, mode, scaler)
         _check_buffers(algorithm, model, mode)
+        if overlap_forward:
+            _check_overlap(algorithm, optimizers, scaler, model)
         runner.agree_on_opening()
         if runner.nodes is not None:
             algorithm.check_machines(runner.nodes)
-        agree(runner, _facts(model, optimizers, algorithm, mode, scaler))
+        agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward))
         _start_equal(runner, model)
         running = algorithm.attach(optimizers)
     except BaseException as error:
@@ -81,7 +90,7 @@ def replicate(
         raise
     if runner.rank == 0:
         logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, algorithm)
-    return Replica(model, optimizers, running, runner, mode, scaler)
+    return Replica(model, optimizers, running, runner, mode, scaler, overlap_forward)
 
 
 def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any) -> tuple[Optimizer, ...]:
@@ -117,6 +126,25 @@ def _check_lag(algorithm: Algorithm, optimizers: Sequence[Optimizer], buffers: B
             raise ConfigurationError(f"{algorithm!r} lets ranks be at different steps, but {reason}; set lag=0, or change that")
 
 
+def _check_overlap(algorithm: Algorithm, optimizers: Sequence[Optimizer], scaler: Any, model: nn.Module) -> None:
+    """Refuse what needs all gradients at once, or has none to wait for."""
+    reasons = {
+        f"{type(optimizers[0]).__name__} communicates by itself": isinstance(optimizers[0], Communicating),
+        f"{algorithm!r} moves weights, which travel beside the next forward and backward pass anyway": (
+            algorithm.part("gradients") is None or algorithm.part("weights") is not None
+        ),
+        "there is more than one optimizer, so parts of a step would not be known to belong together": len(optimizers) > 1,
+        "LBFGS updates all parameters together": isinstance(optimizers[0], torch.optim.LBFGS),
+        "a GradScaler looks at all gradients before the step": scaler is not None,
+        "a compiled model calls its modules inside of compiled code: give the model as it is, uncompiled": hasattr(
+            model, "_orig_mod"
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigurationError(f"overlap_forward=True cannot be used: {reason}")
+
+
 def _check_buffers(algorithm: Algorithm, model: nn.Module, buffers: Buffers) -> None:
     if buffers == "average" and not algorithm.averages_buffers and floating(named_buffers(model)):
         raise ConfigurationError(
@@ -130,7 +158,12 @@ def _default(optimizers: Sequence[Optimizer]) -> Algorithm:
 
 
 def _facts(
-    model: nn.Module, optimizers: Sequence[Optimizer], algorithm: Algorithm, buffers: Buffers, scaler: Any
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    algorithm: Algorithm,
+    buffers: Buffers,
+    scaler: Any,
+    overlap_forward: bool,
 ) -> dict[str, str]:
     parameters = named_parameters(model)
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -139,7 +172,7 @@ def _facts(
         "versions": f"gossamer {__version__}, torch {torch.__version__.split('+')[0]}",
         "kernels": ", ".join(f"{kind}: {compiler_for(kind)}" for kind in devices),
         "algorithm": repr(algorithm),
-        "options": f"buffers={buffers!r}, scaler={'yes' if scaler is not None else 'no'}",
+        "options": f"buffers={buffers!r}, scaler={'yes' if scaler is not None else 'no'}, overlap_forward={overlap_forward}",
         "model parameters": "\n".join(
             f"{name}: {p.dtype} {list(p.shape)} {'trainable' if p.requires_grad else 'frozen'}"
             for name, p in parameters.items()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gossamer import AllReduce, Gossip, Hierarchical, PushSum, ScatterReduce, after
-from gossamer.bench.sides import PLAIN, join, parse_side
+from gossamer.bench.sides import PLAIN, OverlapForward, join, parse_side
 from gossamer.codecs import Quantize
 from gossamer.comm.digraph import OutNeighbours
 from gossamer.errors import ConfigurationError
@@ -21,6 +21,7 @@ from gossamer.optim import OneBitAdam
         ("Gossip(wire='fp16', bucket_bytes=1024)", Gossip(wire="fp16", bucket_bytes=1024)),
         ("ScatterReduce(codec=Quantize(bits=4))", ScatterReduce(codec=Quantize(bits=4))),
         ("Hierarchical(Gossip(), ranks_per_node=2)", Hierarchical(Gossip(), ranks_per_node=2)),
+        ("overlap_forward(ScatterReduce())", OverlapForward(ScatterReduce())),
         ("after(3, Gossip())", after(3, Gossip())),
         ("PushSum(topology=OutNeighbours(((1,), (0,))))", PushSum(topology=OutNeighbours(((1,), (0,))))),
     ],
@@ -39,6 +40,7 @@ def test_sides_are_understood(text: str, side: object) -> None:
         "AllReduce(wires='fp16')",
         "Quantize()",
         "print(1)",
+        "overlap_forward(3)",
         "PushSum(topology=RandomPush(peers=0))",
     ],
 )

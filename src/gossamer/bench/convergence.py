@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from gossamer.algorithms import Algorithm
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.rows import append_row, markdown, read_rows
 from gossamer.bench.sides import in_place_of, join, parse_optimizer, parse_side
@@ -162,7 +162,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         name = "accuracy" if "accuracy" in row["quality"] else "loss"
         scale, units[row["workload"]] = QUALITIES[name]
-        own_optimizer = not isinstance(parse_side(row["side"]), Algorithm)
+        own_optimizer = isinstance(parse_side(row["side"]), partial)
         about = (row["workload"], row["workers"], row.get("cut", 1), row["steps"], own_optimizer)
         group = groups.setdefault(about, {})
         side = f"`{row['side']}`" + (f", `{row['optimizer']}`" if "optimizer" in row else "")

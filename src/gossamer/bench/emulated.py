@@ -120,6 +120,21 @@ def _wait_until(end: float) -> None:
     time.sleep(max(0.0, end - time.perf_counter()))
 
 
+class _Waiting(nn.Module):
+    """One layer: its parameters, by number, and its time."""
+
+    def __init__(self, shapes: Iterable[tuple[int, ...]], seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        for number, shape in enumerate(shapes):
+            parameter = nn.Parameter(torch.randn(shape).mul_(math.prod(shape[1:]) ** -0.5))
+            self.register_parameter(str(number), parameter)
+
+    def forward(self, signal: Tensor) -> Tensor:
+        result: Tensor = _Compute.apply(signal, self.seconds, *self.parameters())  # type: ignore[no-untyped-call]
+        return result
+
+
 class Emulated(nn.Module):
     """A model of ``layers`` whose forward and backward together take ``seconds``. Input and output: one float, ``(1,)``."""
 
@@ -128,7 +143,7 @@ class Emulated(nn.Module):
         total = sum(layer.multiplications for layer in layers)
         seconds *= float(os.environ.get("GOSSAMER_LAB_SLOWDOWN", "1"))
         self._seconds = [seconds * layer.multiplications / total for layer in layers]
-        self.layers = nn.ModuleList(nn.ParameterList(_parameters(layer.shapes)) for layer in layers)
+        self.layers = nn.Sequential(*(_Waiting(layer.shapes, s) for layer, s in zip(layers, self._seconds, strict=True)))
 
     def profile(self) -> dict[str, tuple[float, float]]:
         """Seconds of forward and backward by layer, as :meth:`gossamer.simulate.Compute.layered` takes them."""
@@ -136,13 +151,8 @@ class Emulated(nn.Module):
 
     def forward(self, signal: Tensor) -> Tensor:
         """``signal``, after as long as the model takes."""
-        for layer, seconds in zip(self.layers, self._seconds, strict=True):
-            signal = _Compute.apply(signal, seconds, *layer.parameters())  # type: ignore[no-untyped-call]
-        return signal
-
-
-def _parameters(shapes: Iterable[tuple[int, ...]]) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.randn(shape).mul_(math.prod(shape[1:]) ** -0.5)) for shape in shapes]
+        result: Tensor = self.layers(signal)
+        return result
 
 
 def emulated(name: str, seconds: float) -> Workload:

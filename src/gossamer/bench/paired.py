@@ -30,7 +30,7 @@ from gossamer.bench.counters import Counters
 from gossamer.bench.line import plain_tcp
 from gossamer.bench.peers import PEERS, Joined
 from gossamer.bench.ranks import of_all
-from gossamer.bench.sides import join, parse_side
+from gossamer.bench.sides import OverlapForward, join, parse_side
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError
 
@@ -78,6 +78,8 @@ def make_side(workload: Workload, side: str, rank: int) -> Trained:
         peer, world = PEERS[parsed], dist.get_world_size()
         known = None if peer.payload is None else 2 * (world - 1) / world * nbytes * peer.payload
         return Trained(step, made, peer.overlaps, known, peer.period)
+    if isinstance(parsed, OverlapForward):
+        return Trained(step, made, True, None, parsed.algorithm.traffic_period)
     if isinstance(parsed, Algorithm):
         return Trained(step, made, parsed.part("gradients") is None, None, parsed.traffic_period)
     return Trained(step, made, False, None, 1)

@@ -1,6 +1,7 @@
 """Side: one way to train in a comparison, spelled as in a script: ``ddp`` or ``ScatterReduce(codec=Quantize(bits=4))``."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,19 @@ from gossamer.replicate import replicate
 PLAIN = tuple(PEERS)
 """Sides without gossamer."""
 
-Side = Algorithm | partial[Optimizer] | str
+
+@dataclass(frozen=True)
+class OverlapForward:
+    """An algorithm whose exchange goes on during the next forward pass: ``overlap_forward(AllReduce())``."""
+
+    algorithm: Algorithm
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.algorithm, Algorithm):
+            raise TypeError(f"overlap_forward() takes an algorithm, not {self.algorithm!r}")
+
+
+Side = Algorithm | OverlapForward | partial[Optimizer] | str
 
 OPTIMIZERS = ("OneBitAdam", "QAdam")
 """Optimizers that communicate themselves."""
@@ -33,17 +46,20 @@ def known_names() -> dict[str, Any]:
     }
     patterns = {**vars(topology), **vars(digraph)}.items()
     made_of |= {name: made for name, made in patterns if isinstance(made, type) and issubclass(made, Pattern)}
-    made_of |= {"Hierarchical": Hierarchical, "after": after, "by_size": by_size}
+    made_of |= {"Hierarchical": Hierarchical, "after": after, "by_size": by_size, "overlap_forward": OverlapForward}
     return made_of | dict(registry()) | {name: partial(partial, getattr(optim, name)) for name in OPTIMIZERS}
 
 
 def parse_side(text: str) -> Side:
-    """One of ``PLAIN``, an algorithm, or a maker of an optimizer that communicates. Raises ConfigurationError."""
+    """One of ``PLAIN``, an algorithm (alone, or overlapping the forward pass), or a maker of an optimizer that communicates.
+
+    Raises ConfigurationError.
+    """
     if text in PEERS:
         return text
     names = known_names()
     made = _made(text, names, "side", [*PLAIN, *sorted(names)])
-    if not isinstance(made, Algorithm | partial):
+    if not isinstance(made, Algorithm | OverlapForward | partial):
         raise ConfigurationError(f"{text!r} is not an algorithm; write for example AllReduce() or Gossip(wire='bf16')")
     return made
 
@@ -77,6 +93,8 @@ def join(side: Side, model: nn.Module, optimizer: Optimizer) -> Joined:
     """
     if isinstance(side, Algorithm):
         return _with(replicate(model, optimizer, side), model, optimizer)
+    if isinstance(side, OverlapForward):
+        return _with(replicate(model, optimizer, side.algorithm, overlap_forward=True), model, optimizer)
     if isinstance(side, partial):
         optimizer = in_place_of(optimizer, side, model)
         return _with(replicate(model, optimizer), model, optimizer)

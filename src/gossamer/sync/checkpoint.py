@@ -47,7 +47,7 @@ def collect(
             own.setdefault(prefix + key, {}).update(tensors)
     if gradients is not None:
         own |= gradients.exchange.state_by_name()
-        plan = gradients.exchange.plan.to_dict() | {"learned": gradients.learned}
+        plan = gradients.exchange.plan.to_dict() | {"learned": gradients.learned, "arranged": gradients.arranged}
     return {
         "format": FORMAT,
         "algorithm": repr(algorithm),
@@ -80,7 +80,8 @@ def restore(
     step = "any" if algorithm.may_lag else str(state["step"])
     agree(runner, {"the step of the saved state": step, "the saved plan of buckets": repr(state["plan"])})
     if gradients is not None:
-        gradients.load_plan(state["plan"]["buckets"], state["plan"]["learned"])
+        plan = state["plan"]
+        gradients.load_plan(plan["buckets"], plan["learned"], plan.get("arranged", False))
         gradients.step = state["step"]
     prefix = _prefix(gradients)
     of_weights = {key.removeprefix(prefix): tensors for key, tensors in own.items() if key.startswith(prefix)}

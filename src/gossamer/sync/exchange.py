@@ -103,11 +103,19 @@ class Exchange:
     def collect(self) -> list[Tensor]:
         """Wait for everything that was launched; the results in the plan's order."""
         results = [self.runner.wait(ticket) for ticket in self._tickets]
+        for index, result in enumerate(results):
+            self._check(index, result)
         self._tickets = []
-        for index, (bucket, result) in enumerate(zip(self.buckets, results, strict=True)):
-            if result.shape != bucket.flat.shape:
-                raise wrong_shape(self.handlers[index], bucket, result)
         return results
+
+    def result(self, index: int) -> Tensor:
+        """Wait for one bucket."""
+        return self._check(index, self.runner.wait(self._tickets[index]))
+
+    def _check(self, index: int, result: Tensor) -> Tensor:
+        if result.shape != self.buckets[index].flat.shape:
+            raise wrong_shape(self.handlers[index], self.buckets[index], result)
+        return result
 
     def finish(self, step: int) -> None:
         """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`."""

@@ -3,7 +3,8 @@
 Threads and ownership: see the note in ``gossamer.lanes``.
 """
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,10 +72,20 @@ class GradientSync:
     ) -> None:
         self.step = 0
         self.learned = False
+        self.arranged = False
+        """Whether the order of the buckets was chosen for an overlap with the forward pass."""
+        self.hold = False
+        """Whether buckets stay open at the end of backward, until somebody has them placed."""
+        self.open: set[int] = set()
+        self.completed: dict[int, float] | None = None
+        """When each bucket was complete, in seconds, if anyone wants to know."""
+        self.parameters = dict(parameters)
         self._runner, self._algorithm, self._statistics = runner, algorithm, statistics
         self._slots = {name: Slot(name, parameter) for name, parameter in parameters.items()}
         self._arrived: list[str] = []
         self._idle = False
+        self._left: tuple[set[str], Ticket[Tensor] | None] = set(), None
+        """Of the open buckets: what has no gradient here, and the question who else has none."""
         self._usage: tuple[Bucket, int] | None = None
         """Where the numbers of use are, if they travel in a bucket: the place of their view."""
         self.exchange = Exchange(runner, algorithm, alone)
@@ -115,6 +126,7 @@ class GradientSync:
 
     def _reset(self) -> None:
         self._missing = [len(bucket.segments) for bucket in self.exchange.buckets]
+        self.open = set()
         self.exchange.forget()
         for slot in self._slots.values():
             slot.ready = False
@@ -131,6 +143,8 @@ class GradientSync:
             missing = self._missing
             missing[slot.bucket] -= 1
             if not missing[slot.bucket]:
+                if self.completed is not None:
+                    self.completed[slot.bucket] = time.perf_counter()
                 self._launch_ready()
 
         return on_gradient
@@ -144,7 +158,10 @@ class GradientSync:
         """The backward pass is over: send what is left, wait for everything, put the results in place."""
         if not self._idle:
             with self.exchange.transaction():
-                self._end()
+                if self.hold:
+                    self._leave_open()
+                else:
+                    self._end()
         self.step += 1
         if not self.learned and not self._idle:
             self._learn()
@@ -157,6 +174,41 @@ class GradientSync:
             self._place(results, unused, asked)
             self.exchange.finish(self.step)
         self.exchange.settle([bucket.flat for bucket in self.exchange.buckets])
+
+    def _leave_open(self) -> None:
+        """Send what is left; no parameter has a gradient until its bucket is placed."""
+        unused = self._flush()
+        self._left = unused, None if self._usage is not None else self._ask_for_usage(unused)
+        self.open = set(range(len(self.exchange.buckets)))
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def place(self, index: int) -> list[tuple[Parameter, Tensor]]:
+        """Wait for an open bucket, and make its result its content. Returns the gradients that are there then."""
+        try:
+            with self.exchange.transaction(), self._statistics.exposed():
+                nowhere = self._nowhere_if_open()
+                bucket = self.exchange.buckets[index]
+                bucket.adopt(self.exchange.result(index))
+                gradients = list(self._adopted(bucket, nowhere))
+                self.open.discard(index)
+                if not self.open:
+                    self.exchange.forget()
+                    self.exchange.finish(self.step - 1)
+                    self.exchange.settle([bucket.flat for bucket in self.exchange.buckets])
+        except BaseException:
+            self.open = set()
+            raise
+        return gradients
+
+    def _nowhere_if_open(self) -> set[str]:
+        unused, asked = self._left
+        if unused and asked is None:
+            bucket, number = self._usage  # type: ignore[misc]
+            if bucket.index in self.open:
+                used = bucket.segments[number].view(self.exchange.result(bucket.index))
+                return self._without(used)
+        return self._nowhere(unused, asked)
 
     def _flush(self) -> set[str]:
         """Complete the buckets: a parameter that backward did not reach sends the gradient it has, or zeros.
@@ -177,6 +229,9 @@ class GradientSync:
                 bucket.views[number].copy_(self._numbers_of_use(unused))
             else:
                 bucket.views[number].fill_(1)
+        if self.completed is not None:
+            now = time.perf_counter()
+            self.completed |= {index: now for index, missing in enumerate(self._missing) if missing}
         self._missing = [0] * len(self.exchange.buckets)
         self._launch_ready()
         return unused
@@ -194,16 +249,21 @@ class GradientSync:
         # Unused on every rank: the gradient stays None, because a zero would move the parameter under AdamW.
         nowhere = self._nowhere(unused, asked)
         for bucket in self.exchange.buckets:
-            if not moved[bucket.index] and not unused:
+            if moved[bucket.index] or unused:
+                for parameter, view in self._adopted(bucket, nowhere):
+                    parameter.grad = view
+
+    def _adopted(self, bucket: Bucket, nowhere: set[str]) -> Iterator[tuple[Parameter, Tensor]]:
+        """The parameters of a bucket whose content is a result, with their gradients: all but those that are used nowhere."""
+        for segment, view in zip(bucket.segments, bucket.views, strict=True):
+            if segment.name == USAGE:
                 continue
-            for segment, view in zip(bucket.segments, bucket.views, strict=True):
-                if segment.name != USAGE:
-                    slot = self._slots[segment.name]
-                    slot.view = view
-                    if segment.name not in nowhere:
-                        slot.parameter.grad = view
-                    else:
-                        self.exchange.take_back(bucket.index, segment)
+            slot = self._slots[segment.name]
+            slot.view = view
+            if segment.name not in nowhere:
+                yield slot.parameter, view
+            else:
+                self.exchange.take_back(bucket.index, segment)
 
     def _nowhere(self, unused: set[str], asked: Ticket[Tensor] | None) -> set[str]:
         """Which of the parameters that have no gradient here have none on any rank."""
@@ -214,6 +274,9 @@ class GradientSync:
             used = bucket.views[number]
         else:
             return set()
+        return self._without(used)
+
+    def _without(self, used: Tensor) -> set[str]:
         return {name for name, anywhere in zip(self._slots, used.tolist(), strict=True) if not anywhere}
 
     def _learn(self) -> None:
@@ -230,7 +293,12 @@ class GradientSync:
         if plan.names != self.exchange.plan.names:
             self.adopt_plan(plan)
 
-    def load_plan(self, buckets: list[list[str]], learned: bool) -> None:
+    def arrange(self, order: Sequence[int]) -> None:
+        """Launch the buckets in another order: those of the plan by their index now."""
+        if list(order) != list(range(len(order))):
+            self.adopt_plan(Plan(tuple(self.exchange.plan.layouts[index] for index in order)))
+
+    def load_plan(self, buckets: list[list[str]], learned: bool, arranged: bool) -> None:
         """Restore a saved plan."""
         known: dict[str, Tensor] = {name: slot.parameter for name, slot in self._slots.items()}
         if USAGE in (name for bucket in buckets for name in bucket):
@@ -238,4 +306,4 @@ class GradientSync:
         if sorted(name for bucket in buckets for name in bucket) != sorted(known):
             raise ConfigurationError("the saved plan names other parameters than this model has")
         self.adopt_plan(plan_from_names(buckets, known, self._algorithm))
-        self.learned = learned
+        self.learned, self.arranged = learned, arranged

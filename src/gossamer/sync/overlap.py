@@ -1,0 +1,255 @@
+"""Forward overlap: gradients go on travelling during the next forward pass, which waits for them module by module.
+
+After backward every bucket stays open. The user's ``optimizer.step()`` finds no gradients; its hyper-parameters are noted,
+and the update of a bucket's parameters follows, with these, just before the first module that holds one of them begins
+its forward pass. That gains only if the buckets of the front modules overtake those of the back ones, whose gradients
+come first: so buckets are launched in an order computed from a measured step, the same on all ranks. Threads and
+ownership: see the note in ``gossamer.lanes``; an open bucket belongs to its flow until it is placed.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from gossamer.comm.ops import all_reduce, broadcast
+from gossamer.comm.runner import Runner, lane_for
+from gossamer.sync.backward import alarming
+from gossamer.sync.gradients import GradientSync
+from gossamer.sync.module_buffers import BeforeForward
+
+PROBE_BYTES = 4 * 2**20
+"""At most so much is sent to measure the line."""
+
+
+def launch_order(ready: Sequence[float], seconds: Sequence[float], needs: Sequence[int]) -> list[int]:
+    """In which order to launch buckets: whenever the line is free, of those that are there the one that is needed first.
+
+    ``ready``: when each one is complete, in seconds from the first; ``seconds``: how long each takes on the line;
+    ``needs``: the place in the forward pass of the first module that waits for it.
+    """
+    left, order, now = set(range(len(ready))), [], 0.0
+    while left:
+        there = [index for index in left if ready[index] <= now] or [min(left, key=lambda index: (ready[index], index))]
+        chosen = min(there, key=lambda index: (needs[index], index))
+        now = max(now, ready[chosen]) + seconds[chosen]
+        order.append(chosen)
+        left.remove(chosen)
+    return order
+
+
+class BeforeModule(BeforeForward):
+    """Calls back before every forward pass of a module; on a copy of the model it does nothing."""
+
+    def __init__(self, overlap: "ForwardOverlap | None" = None) -> None:
+        self._overlap = overlap
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if self._overlap is not None:
+            self._overlap.before(module)
+
+    def __reduce__(self) -> tuple[type["BeforeModule"], tuple[()]]:
+        return BeforeModule, ()
+
+
+class ForwardOverlap:
+    """Takes the updates of one optimizer, bucket by bucket, as the forward pass comes to need them."""
+
+    def __init__(self, runner: Runner, model: nn.Module, optimizer: Optimizer, gradients: GradientSync) -> None:
+        self.updating = False
+        """Whether a late update is under way: the optimizer's step is then not the user's."""
+        self._runner, self._model, self._optimizer, self._gradients = runner, model, optimizer, gradients
+        self._calls: dict[nn.Module, int] = {}
+        """The place of each module in the forward pass, until the order is known."""
+        self._needs: dict[nn.Module, tuple[int, ...]] = {}
+        self._homeless: tuple[int, ...] = ()
+        """Buckets of parameters of which no module's forward pass tells when they are used: waited for in the step."""
+        self._sent = 0, 0
+        self._asked: list[dict[str, Any]] | None = None
+        """The hyper-parameters of the update that is to be taken, group by group."""
+
+    def hook(self) -> list[Any]:
+        """Install the hooks; returns their handles."""
+        handles: list[Any] = []
+        for module in self._model.modules():
+            handles.append(module.register_forward_pre_hook(BeforeModule(self)))
+            handles.append(module.register_state_dict_pre_hook(Completing(self)))
+            handles.append(module.register_load_state_dict_pre_hook(Completing(self)))
+        handles.append(self._optimizer.register_state_dict_pre_hook(Completing(self)))
+        handles.append(self._optimizer.register_load_state_dict_pre_hook(Completing(self)))
+        return handles
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """The user's step: note with which hyper-parameters the open buckets' updates are to be taken."""
+        if not self._gradients.open:
+            return
+        groups = self._optimizer.param_groups
+        self._asked = [{key: _kept(value) for key, value in group.items() if key != "params"} for group in groups]
+        self._land(self._homeless)
+
+    def before(self, module: nn.Module) -> None:
+        """``module`` begins its forward pass: its parameters must be up to date."""
+        if self._asked is not None:
+            needed = self._needs.get(module)
+            if needed is not None:
+                self._land(needed)
+        elif not self._gradients.hold and module.training and torch.is_grad_enabled():
+            self._calls.setdefault(module, len(self._calls))
+
+    def complete(self) -> None:
+        """Take every update that is still to come. Where the user took no step, gradients are dropped."""
+        if self._asked is not None:
+            self._land(range(len(self._gradients.exchange.buckets)))
+        for index in sorted(self._gradients.open):
+            self._gradients.place(index)
+
+    def _land(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            if index in self._gradients.open:
+                with alarming(self._runner):
+                    placed = self._gradients.place(index)
+                self._update(placed)
+        if not self._gradients.open:
+            self._asked = None
+
+    def _update(self, gradients: Sequence[tuple[Parameter, Tensor]]) -> None:
+        """The optimizer's step, for these parameters only."""
+        assert self._asked is not None
+        held = {id(parameter) for parameter, _ in gradients}
+        groups = self._optimizer.param_groups
+        here = [[p for p in group["params"] if id(p) in held] for group in groups]
+        own = [(asked | {"params": some}) for asked, some in zip(self._asked, here, strict=True) if some]
+        before = [parameter.grad for parameter, _ in gradients]
+        for parameter, grad in gradients:
+            parameter.grad = grad
+        self._optimizer.param_groups, self.updating = own, True
+        try:
+            with _as_between_steps(gradients):
+                self._optimizer.step()
+        finally:
+            self._optimizer.param_groups, self.updating = groups, False
+            for (parameter, _), local in zip(gradients, before, strict=True):
+                parameter.grad = local
+
+    # -- learning the order -----------------------------------------------------------------------------------------
+
+    def after_backward(self) -> None:
+        """Watch one pass of the plan's buckets, put them in order, and from then on leave them open."""
+        gradients = self._gradients
+        if gradients.hold or not gradients.learned:
+            return
+        if gradients.arranged or self._runner.world == 1:
+            self._begin()
+        elif gradients.completed is None:
+            gradients.completed = {}
+            self._sent = self._counted()
+        elif len(gradients.completed) == len(gradients.exchange.buckets):
+            gradients.arrange(self._order(gradients.completed))
+            gradients.completed = None
+            self._begin()
+
+    def restart(self) -> None:
+        """The plan is another one."""
+        self._gradients.completed, self._gradients.hold = None, False
+        if self._gradients.arranged and self._calls:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._gradients.hold = self._gradients.arranged = True
+        self._assign()
+
+    def _counted(self) -> tuple[int, int]:
+        return sum(meter.bytes for meter in self._runner.meters()), self._gradients.exchange.exchanged_bytes
+
+    def _order(self, completed: Mapping[int, float]) -> list[int]:
+        """As rank 0 saw it."""
+        (sent_before, exact_before), (sent, exact) = self._sent, self._counted()
+        per_byte = self._probe() * (sent - sent_before) / max(1, exact - exact_before)
+        layouts = self._gradients.exchange.plan.layouts
+        begin, positions = min(completed.values()), self._positions()
+        order = launch_order(
+            [completed[index] - begin for index in range(len(layouts))],
+            [per_byte * layout.nbytes for layout in layouts],
+            [min(positions.get(name, len(self._calls)) for name in layout.names) for layout in layouts],
+        )
+        mine = torch.tensor(order, dtype=torch.int64)
+        agreed = self._runner.run(lambda: broadcast(mine), "the order in which buckets are launched")
+        return list(map(int, agreed))
+
+    def _probe(self) -> float:
+        """Seconds per byte that a rank sends, with nothing else on the line."""
+        layouts = self._gradients.exchange.plan.layouts
+        nbytes = min(PROBE_BYTES, max(layout.nbytes for layout in layouts))
+        message = torch.zeros(nbytes // 4 + 1, device=layouts[0].device)
+        begin = 0.0
+        for _ in range(2):  # ranks do not come to the first one together
+            begin = time.perf_counter()
+            self._runner.run(lambda: all_reduce(message), "a measure of the line", lane_for(message))
+            if message.device.type != "cpu":
+                torch.accelerator.synchronize(message.device)
+        world = self._runner.world
+        return (time.perf_counter() - begin) / (2 * (world - 1) / world * message.nbytes)
+
+    def _guards(self) -> Iterator[tuple[str, nn.Module | None]]:
+        """For each trainable parameter's name, the modules that wait for it: those that hold it, or, where a forward pass
+        of theirs was not seen, the nearest around them; None where there is none."""
+        named = dict(self._model.named_modules(remove_duplicate=False))
+        names = {id(p): name for name, p in self._gradients.parameters.items()}
+        for path, module in named.items():
+            mine = [names[id(p)] for p in module._parameters.values() if p is not None and id(p) in names]
+            around = path
+            while mine and named[around] not in self._calls and around:
+                around = around.rpartition(".")[0]
+            guard = named[around]
+            yield from ((name, guard if guard in self._calls else None) for name in mine)
+
+    def _positions(self) -> dict[str, int]:
+        """The place in the forward pass at which each parameter is needed first."""
+        positions: dict[str, int] = {}
+        for name, guard in self._guards():
+            place = -1 if guard is None else self._calls[guard]
+            positions[name] = min(place, positions.get(name, place))
+        return positions
+
+    def _assign(self) -> None:
+        """Who waits for which buckets."""
+        places = {name: i for i, layout in enumerate(self._gradients.exchange.plan.layouts) for name in layout.names}
+        needs: dict[nn.Module | None, set[int]] = {}
+        for name, guard in self._guards():
+            needs.setdefault(guard, set()).add(places[name])
+        self._homeless = tuple(sorted(needs.pop(None, ())))
+        self._needs = {module: tuple(sorted(indices)) for module, indices in needs.items() if module is not None}
+
+
+class Completing:
+    """Takes all updates before a state is saved or loaded; on a copy of the model or optimizer it does nothing."""
+
+    def __init__(self, overlap: ForwardOverlap | None = None) -> None:
+        self._overlap = overlap
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self._overlap is not None and not self._overlap.updating:
+            self._overlap.complete()
+
+    def __reduce__(self) -> tuple[type["Completing"], tuple[()]]:
+        return Completing, ()
+
+
+def _kept(value: Any) -> Any:
+    """A hyper-parameter as it is now; schedulers write into those that are tensors."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _as_between_steps(gradients: Sequence[tuple[Parameter, Tensor]]) -> Iterator[None]:
+    """Whatever the forward pass runs in (autocast, inference), an optimizer's step is outside of it."""
+    device = gradients[0][0].device.type if gradients else "cpu"
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+        yield

@@ -1,0 +1,231 @@
+"""Forward overlap: late updates end with the same bits, whatever the loop does between the step and the next forward pass."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gossamer
+from gossamer.algorithms import AllReduce, ChunkSparse, Gossip, PowerSGD, ScatterReduce
+from gossamer.comm.loopback import loopback
+from gossamer.errors import ConfigurationError, UsageError
+from gossamer.optim import LAMB
+from gossamer.sync.overlap import launch_order
+
+WORLD, STEPS, WIDTH = 2, 6, 12
+
+
+class Net(nn.Module):
+    """Tied weights, attention whose projection is never called, a parameter of its own, and a module that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.also_tied = nn.Linear(WIDTH, WIDTH)
+        self.also_tied.weight = self.tied.weight
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.attention(x, x, x)[0] + self.tied(x)
+        return self.also_tied(torch.relu(x)) * self.scale
+
+
+LATE = 2
+"""The first step whose update is late; alone there is no order to be found, which takes a step."""
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def lamb(parameters):
+    return LAMB(parameters, lr=0.01)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def trained(overlap: bool, algorithm, make=sgd, between=lambda *what: None, steps: int = STEPS, world: int = WORLD):
+    """The weights and the losses of every rank; ``between(model, optimizer, replica, step)`` is called after each step."""
+
+    def body(rank: int):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = make(model.parameters())
+        replica = gossamer.replicate(model, optimizer, algorithm, overlap_forward=overlap)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        losses = []
+        for step in range(steps):
+            loss = model(batch(rank, step)).square().mean()
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert (model.first.weight.grad is None) == (overlap and step >= (LATE if world > 1 else LATE - 1))
+            schedule.step()
+            between(model, optimizer, replica, step)
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        replica.close()
+        return weights, losses
+
+    return loopback(body, world)
+
+
+def same(some, others) -> None:
+    for (weights, losses), (other_weights, other_losses) in zip(some, others, strict=True):
+        assert losses == other_losses
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, other_weights[name]), name
+
+
+@pytest.mark.parametrize("make", [sgd, adamw, lamb])
+@pytest.mark.parametrize("world", [1, 3])
+def test_late_updates_end_with_the_same_bits(make, world: int) -> None:
+    runs = [trained(overlap, AllReduce(bucket_bytes=256), make, world=world) for overlap in (False, True)]
+    same(*runs)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [ScatterReduce(gather_below=0), ChunkSparse(chunk=8, density=0.5, warmup=0), PowerSGD()],
+    ids=lambda a: type(a).__name__,
+)
+def test_what_is_remembered_is_the_same(algorithm) -> None:
+    algorithm = algorithm.__class__(**{**algorithm.__dict__, "bucket_bytes": 256})
+    same(trained(False, algorithm), trained(True, algorithm))
+
+
+def looks(what: str):
+    """What a loop may do between the step and the next forward pass."""
+
+    def between(model, optimizer, replica, step: int) -> None:
+        if step <= LATE:
+            return
+        if what == "evaluation":
+            with torch.inference_mode():
+                model.eval()(batch(0, 0))
+            model.train()
+        elif what == "state of the model":
+            model.state_dict()
+        elif what == "state of the optimizer":
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif what == "metrics":
+            replica.metrics()
+        elif what == "state of the replica":
+            replica.load_state_dict(replica.state_dict())
+        elif what == "copy":
+            copy.deepcopy(model)(batch(0, 0))
+        elif what == "accumulation":
+            with replica.no_sync():
+                model(batch(1, 1)).mean().backward()
+            optimizer.zero_grad()
+
+    return between
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["evaluation", "state of the model", "state of the optimizer", "metrics", "state of the replica", "copy", "accumulation"],
+)
+def test_whoever_looks_sees_the_update(what: str) -> None:
+    algorithm = AllReduce(bucket_bytes=256)
+    same(trained(False, algorithm, adamw, looks(what)), trained(True, algorithm, adamw, looks(what)))
+
+
+def test_updates_wait_for_the_module_that_needs_them() -> None:
+    def body(rank: int) -> list[list[str]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        optimizer = sgd(model.parameters())
+        replica = gossamer.replicate(model, optimizer, AllReduce(bucket_bytes=1), overlap_forward=True)
+        changed: list[list[str]] = []
+
+        def note(module: nn.Module, inputs, output) -> None:
+            changed.append([name for name, p in model.named_parameters() if not torch.equal(p, before[name])])
+
+        for step in range(4):
+            if step == 3:
+                assert all(p.grad is None for p in model.parameters())
+                before = {name: p.detach().clone() for name, p in model.named_parameters()}
+                for module in model:
+                    module.register_forward_hook(note)
+            loss = model(batch(rank, step)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        replica.close()
+        return changed
+
+    layers = [["0.weight", "0.bias"], ["1.weight", "1.bias"], ["2.weight", "2.bias"]]
+    assert loopback(body, WORLD) == [[layers[0], layers[0] + layers[1], layers[0] + layers[1] + layers[2]]] * WORLD
+
+
+def test_a_step_that_is_not_taken_drops_its_gradients() -> None:
+    def body(rank: int) -> bool:
+        torch.manual_seed(0)
+        model = nn.Linear(WIDTH, 1)
+        optimizer = sgd(model.parameters())
+        replica = gossamer.replicate(model, optimizer, overlap_forward=True)
+        for step in range(5):
+            loss = model(batch(rank, step)).mean()
+            before = model.weight.detach().clone()
+            loss.backward()
+            if step < 4:
+                optimizer.step()
+                optimizer.zero_grad()
+        replica.close()
+        return bool(torch.equal(model.weight, before))
+
+    assert loopback(body, WORLD) == [True] * WORLD
+
+
+def test_the_frontmost_of_those_that_are_there_goes_first() -> None:
+    assert launch_order([0, 1, 2, 3], [10, 10, 10, 10], [3, 2, 1, 0]) == [0, 3, 2, 1]
+    assert launch_order([0, 1, 2, 3], [0.1] * 4, [3, 2, 1, 0]) == [0, 1, 2, 3]
+    assert launch_order([0, 1, 2, 3], [1.5] * 4, [3, 2, 1, 0]) == [0, 1, 3, 2]
+    assert launch_order([], [], []) == []
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10), st.integers(0, 5)), max_size=12))
+def test_an_order_is_a_permutation(buckets) -> None:
+    ready, seconds, needs = ([bucket[i] for bucket in buckets] for i in range(3))
+    assert sorted(launch_order(ready, seconds, needs)) == list(range(len(buckets)))
+
+
+def replicated(algorithm=None, optimizers=None, **options):
+    model = nn.Linear(2, 2)
+    return gossamer.replicate(model, optimizers(model) if optimizers else sgd(model.parameters()), algorithm, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"algorithm": Gossip()}, "moves weights"),
+        ({"optimizers": lambda m: [sgd([m.weight]), sgd([m.bias])]}, "more than one optimizer"),
+        ({"optimizers": lambda m: torch.optim.LBFGS(m.parameters())}, "LBFGS"),
+        ({"optimizers": lambda m: gossamer.optim.OneBitAdam(m.parameters())}, "communicates by itself"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "GradScaler"),
+    ],
+)
+def test_what_needs_all_gradients_at_once_is_refused(options, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"overlap_forward=True cannot be used: .*{said}"):
+        replicated(**options, overlap_forward=True)
+
+
+def test_join_is_refused() -> None:
+    replica = replicated(overlap_forward=True)
+    with pytest.raises(UsageError, match="overlap_forward"), replica.join():
+        pass
+    replica.close()
