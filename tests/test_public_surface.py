@@ -21,6 +21,7 @@ PUBLIC = {
     "ScatterReduce",
     "after",
     "by_size",
+    "in_parts",
     "Algorithm",
     "AllReduce",
     "CommunicationError",

@@ -20,6 +20,7 @@ from gossamer.algorithms import (
     ScatterReduce,
     after,
     by_size,
+    in_parts,
 )
 from gossamer.comm.loopback import loopback
 from gossamer.errors import (
@@ -62,6 +63,7 @@ __all__ = [
     "__version__",
     "after",
     "by_size",
+    "in_parts",
     "loopback",
     "replicate",
 ]

@@ -22,9 +22,11 @@ from gossamer.algorithms import (
     Hierarchical,
     LowPrecisionDecentralized,
     PowerSGD,
+    QuantizedGossip,
     ScatterReduce,
     after,
     by_size,
+    in_parts,
     registry,
 )
 from gossamer.algorithms.base import Context, Subject
@@ -92,6 +94,10 @@ def mixed() -> list[Algorithm]:
         after(4, ChunkSparse(chunk=16, density=0.3, bucket_bytes=200), before=PowerSGD(rank=1)),
         by_size(100, small=GossipGraD(), large=Gossip()),
         Hierarchical(after(4, Gossip(), before=ScatterReduce()), inner=ByteGrad(), ranks_per_node=2),
+        in_parts(3, Gossip()),
+        in_parts(2, GossipGraD()),
+        in_parts(2, QuantizedGossip()),
+        Hierarchical(in_parts(2, Gossip()), ranks_per_node=2),
         Hierarchical(Gossip(), ranks_per_node=2),
         Hierarchical(Gossip(), inner=ByteGrad(), ranks_per_node=3),
     ]

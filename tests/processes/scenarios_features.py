@@ -89,6 +89,31 @@ def plain_training(here: Here) -> float:
     return equal_to_ddp(here, with_adamw(mlp), plain)
 
 
+def overlap_of_the_forward_pass(here: Here) -> float:
+    """Updates that come late, module by module, on a skewed batch; with what a codec remembers they are the same bits."""
+
+    def late(run: Run) -> None:
+        plain(run)
+        if run.replica is not None:
+            held = [p for p in run.bare.parameters() if p.grad is None]
+            assert len(held) == len(list(run.bare.parameters())), "the last update did not wait for the next forward pass"
+            run.replica.wait_for_exchanges()
+
+    def build() -> tuple[nn.Module, Sequence[Optimizer]]:
+        model = Patchwork()
+        return model, [AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, weight_decay=0.5)]
+
+    distance = equal_to_ddp(here, build, late, ours={"overlap_forward": True}, ddp={"find_unused_parameters": True})
+    models = []
+    for overlap in (False, True):
+        run = under_gossamer(here, build, ScatterReduce(bucket_bytes=512, gather_below=0), overlap_forward=overlap)
+        plain(run)
+        run.replica.close()
+        models.append(run.bare)
+    assert difference(*models) == 0
+    return distance
+
+
 def several_optimizers_and_groups(here: Here) -> float:
     def build() -> tuple[nn.Module, Sequence[Optimizer]]:
         model = mlp()

@@ -17,6 +17,7 @@ from gossamer.algorithms.gossip import Gossip  # noqa: E402
 from gossamer.algorithms.gossip_grad import GossipGraD  # noqa: E402
 from gossamer.algorithms.gossip_pga import GossipPGA  # noqa: E402
 from gossamer.algorithms.hierarchical import Hierarchical  # noqa: E402
+from gossamer.algorithms.in_parts import in_parts  # noqa: E402
 from gossamer.algorithms.low_precision_decentralized import LowPrecisionDecentralized  # noqa: E402
 from gossamer.algorithms.power_sgd import PowerSGD  # noqa: E402
 from gossamer.algorithms.push_sum import PushSum  # noqa: E402
@@ -44,5 +45,6 @@ __all__ = [
     "ScatterReduce",
     "after",
     "by_size",
+    "in_parts",
     "registry",
 ]

@@ -158,6 +158,11 @@ class Algorithm(ABC):
         """After how many steps what travels repeats itself, as far as bytes and messages go."""
         return 1
 
+    @property
+    def weight_parts(self) -> int:
+        """Into how many even parts the weights are cut, so that :meth:`route` can tell them apart (``gossamer.pieces``)."""
+        return 1
+
     def check(self, world: int) -> None:  # noqa: B027  (most run in any world)
         """Raise ConfigurationError if this cannot run among ``world`` workers."""
 
@@ -188,11 +193,9 @@ class Algorithm(ABC):
         """Give back what :meth:`attach` took."""
 
 
-def left_alone(subject: Subject, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-    """In place of an exchange that is not due while another bucket's is: gradients, or weights, stay this worker's own."""
+def left_alone(bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+    """In place of an exchange of gradients that is not due while another bucket's is: they stay this worker's own."""
     yield from ()
-    if subject == "weights":
-        return bucket.fresh().zero_()
     return bucket.flat.mul_(ctx.world) if bucket.holds_shares else bucket.flat
 
 

@@ -72,6 +72,10 @@ class Hierarchical(Combination, register=False):
         return self.outer.exchanges_history
 
     @property
+    def weight_parts(self) -> int:
+        return self.outer.weight_parts
+
+    @property
     def lands_late(self) -> bool:
         return self.outer.lands_late
 

@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from gossamer import codecs, optim
-from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, registry
+from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, in_parts, registry
 from gossamer.bench.peers import PEERS, Joined
 from gossamer.bench.spelled import value_of
 from gossamer.comm import digraph, topology
@@ -46,7 +46,13 @@ def known_names() -> dict[str, Any]:
     }
     patterns = {**vars(topology), **vars(digraph)}.items()
     made_of |= {name: made for name, made in patterns if isinstance(made, type) and issubclass(made, Pattern)}
-    made_of |= {"Hierarchical": Hierarchical, "after": after, "by_size": by_size, "overlap_forward": OverlapForward}
+    made_of |= {
+        "Hierarchical": Hierarchical,
+        "after": after,
+        "by_size": by_size,
+        "in_parts": in_parts,
+        "overlap_forward": OverlapForward,
+    }
     return made_of | dict(registry()) | {name: partial(partial, getattr(optim, name)) for name in OPTIMIZERS}
 
 

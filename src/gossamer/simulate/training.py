@@ -16,6 +16,7 @@ from gossamer.algorithms.base import Algorithm, Context, Subject, left_alone
 from gossamer.buckets import Bucket, Plan, make_plan
 from gossamer.comm.ops import Flow, Group, all_reduce, broadcast, maximum
 from gossamer.errors import ConfigurationError
+from gossamer.pieces import cut
 from gossamer.simulate.clock import Clock, Event, Process
 from gossamer.simulate.clocked import Lane, Wire
 from gossamer.simulate.profile import Compute, Link
@@ -72,7 +73,9 @@ class Part:
         """Start the flow of one bucket."""
         handler, state, ctx = self._handlers[bucket.index], self._states[bucket.index], self._context(number)
         lane = lanes[self._lanes[bucket.index]]
-        exchange = handler.exchange if handler.due(number) else partial(left_alone, self.algorithm.subject)
+        if self.algorithm.subject == "weights" and not handler.due(number):
+            return
+        exchange = handler.exchange if handler.due(number) else left_alone
         self.under_way.append(lane.submit(lambda: exchange(bucket, state, ctx)))
 
     def finish(self, number: int) -> Iterator[Flow[None]]:
@@ -258,7 +261,7 @@ def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffer
     if algorithm.subject == "weights":
         if mode == "average":
             tensors |= {f"{name} (buffer)": b for name, b in floating(named_buffers(model)).items()}
-        return make_plan(tensors, algorithm, at_once=True)
+        return make_plan(cut(tensors, algorithm.weight_parts), algorithm, at_once=True)
     in_order = list(reversed(tensors))
     in_order.sort(key=lambda name: compute.ready_at([name]))
     return make_plan(with_usage({name: tensors[name] for name in in_order}, algorithm), algorithm)

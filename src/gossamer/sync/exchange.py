@@ -42,7 +42,8 @@ class Exchange:
         self.exchanged_bytes = 0
         """Size of everything that was exchanged so far, before any encoding."""
         self._lanes: tuple[int, ...] = ()
-        self._tickets: list[Ticket[Tensor]] = []
+        self._tickets: list[Ticket[Tensor] | None] = []
+        """One for each bucket that was launched; None for weights that stay as they are."""
         self._finishing: list[tuple[Ticket[None], list[tuple[State, State]]]] = []
         """Flows that finish a step, and the states that take what they write, each with where it is written."""
         self._seen: set[int] = set()
@@ -75,14 +76,21 @@ class Exchange:
     @property
     def arrived(self) -> bool:
         """Whether nothing is under way that has to be waited for."""
-        return all(self.runner.arrived(ticket) for ticket in self._tickets)
+        return all(ticket is None or self.runner.arrived(ticket) for ticket in self._tickets)
+
+    def due(self, index: int, step: int) -> bool:
+        """Whether weights of a bucket are exchanged at this step."""
+        return self.handlers[index].due(step)
 
     def launch(self, step: int, when: str) -> None:
         """Start the flow of the next bucket in the plan's order; ``when`` describes the step."""
         index = len(self._tickets)
+        if self.algorithm.subject == "weights" and not self.due(index, step):
+            self._tickets.append(None)
+            return
         bucket, state, ctx, handler = self.buckets[index], self.states[index], self.context(step), self.handlers[index]
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
-        exchange = handler.exchange if handler.due(step) else partial(left_alone, self.algorithm.subject)
+        exchange = handler.exchange if handler.due(step) else left_alone
         make_flow = partial(self._checked, exchange, bucket, state, ctx)
         lane = 0 if self.algorithm.serial else self._lanes[index]
         self._tickets.append(self.runner.submit(make_flow, label, lane, prompt=self._prompt))
@@ -101,16 +109,22 @@ class Exchange:
         return result
 
     def collect(self) -> list[Tensor]:
-        """Wait for everything that was launched; the results in the plan's order."""
-        results = [self.runner.wait(ticket) for ticket in self._tickets]
-        for index, result in enumerate(results):
+        """Wait for everything that was launched; the results in the plan's order, without what stays as it is."""
+        return list(self.collect_due().values())
+
+    def collect_due(self) -> dict[int, Tensor]:
+        """The same, by bucket."""
+        results = {i: self.runner.wait(ticket) for i, ticket in enumerate(self._tickets) if ticket is not None}
+        for index, result in results.items():
             self._check(index, result)
         self._tickets = []
         return results
 
     def result(self, index: int) -> Tensor:
         """Wait for one bucket."""
-        return self._check(index, self.runner.wait(self._tickets[index]))
+        ticket = self._tickets[index]
+        assert ticket is not None
+        return self._check(index, self.runner.wait(ticket))
 
     def _check(self, index: int, result: Tensor) -> Tensor:
         if result.shape != self.buckets[index].flat.shape:

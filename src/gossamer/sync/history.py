@@ -28,6 +28,11 @@ def history(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str,
     }
 
 
+def weight_of(name: str) -> str:
+    """The weight that something is remembered of; a weight's own name is its own."""
+    return name.partition(_OF)[2] or name
+
+
 def keep_squares_valid(tensors: Mapping[str, Tensor]) -> None:
     """Raise what has become negative among means of squares to zero: their root is taken."""
     squares = [tensor for name, tensor in tensors.items() if name.split(_OF)[0] in _SQUARES]

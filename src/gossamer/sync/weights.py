@@ -15,9 +15,10 @@ from torch import Tensor
 from gossamer.algorithms.base import Algorithm
 from gossamer.buckets import make_plan
 from gossamer.comm.runner import Runner
+from gossamer.pieces import cut
 from gossamer.sync.agreement import agree
 from gossamer.sync.exchange import Exchange, Kept
-from gossamer.sync.history import keep_squares_valid
+from gossamer.sync.history import keep_squares_valid, weight_of
 from gossamer.sync.statistics import Statistics
 
 PENDING = "(pending)"
@@ -49,17 +50,22 @@ class WeightSync:
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
         self._lay_out()
         self._step = 0
-        self._deltas: list[Tensor] = []
+        self._deltas: dict[int, Tensor] = {}
+        """What is not added yet, by bucket."""
         self._lag, self._late = algorithm.may_lag, 0
         self.exchanges = 0
         """How many were begun; the same on all ranks, unless they may lag."""
 
     def _lay_out(self) -> None:
-        self.exchange.adopt(make_plan(self._tensors, self._algorithm, at_once=True))
+        self.exchange.adopt(make_plan(self._pieces(), self._algorithm, at_once=True))
         self._gather_members()
 
+    def _pieces(self) -> dict[str, Tensor]:
+        return cut(self._tensors, self._algorithm.weight_parts, weight_of)
+
     def _gather_members(self) -> None:
-        self._members = [[self._tensors[s.name] for s in bucket.segments] for bucket in self.exchange.buckets]
+        pieces = self._pieces()
+        self._members = [[pieces[s.name] for s in bucket.segments] for bucket in self.exchange.buckets]
 
     def follow(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on with ``tensors`` where they have replaced others (a module may assign a new tensor to a buffer)."""
@@ -108,7 +114,8 @@ class WeightSync:
         self._follow_history()
         with self.exchange.transaction():
             for bucket, members in zip(self.exchange.buckets, self._members, strict=True):
-                torch._foreach_copy_(bucket.views, members)
+                if self.exchange.due(bucket.index, step):
+                    torch._foreach_copy_(bucket.views, members)
                 self.exchange.launch(step, f"after step {step}")
 
     def arrive(self) -> None:
@@ -119,7 +126,7 @@ class WeightSync:
 
     def _arrive(self) -> None:
         with self._statistics.exposed():
-            deltas = self.exchange.collect()
+            deltas = self.exchange.collect_due()
         self.exchange.finish(self._step)
         self.exchange.land()
         self._deltas = deltas
@@ -133,18 +140,20 @@ class WeightSync:
         self.arrive()
         if self._deltas and self._extended and self._history is not None:
             self.follow(self._history())
-        for bucket, members, delta in zip(self.exchange.buckets, self._members, self._deltas, strict=False):
-            torch._foreach_add_(members, bucket.split(delta))
+        for index, delta in self._deltas.items():
+            bucket = self.exchange.buckets[index]
+            torch._foreach_add_(self._members[index], bucket.split(delta))
             bucket.recycle(delta)
         if self._deltas and self._extended:
             keep_squares_valid(self._tensors)
-        self._deltas = []
+        self._deltas = {}
 
     def state_by_name(self) -> Kept:
         """The algorithm's state and the delta not yet added, ``{key: {parameter name: tensor}}``."""
         self.arrive()
         kept = self.exchange.state_by_name()
-        for bucket, delta in zip(self.exchange.buckets, self._deltas, strict=False):
+        for index, delta in self._deltas.items():
+            bucket = self.exchange.buckets[index]
             kept.setdefault(PENDING, {}).update(zip(bucket.layout.names, bucket.split(delta), strict=True))
         if self._lag:
             kept[EXCHANGES] = {next(iter(self._tensors)): torch.tensor(self.exchanges)}
@@ -153,11 +162,11 @@ class WeightSync:
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` returned."""
         self.arrive()
-        self._deltas = []
+        self._deltas = {}
         self.exchanges = max((int(number) for number in kept.get(EXCHANGES, {}).values()), default=0)
         if self._history is not None and self._history():  # otherwise it comes with the first step
             self._follow_history()
         own = {key: tensors for key, tensors in kept.items() if key not in (PENDING, EXCHANGES)}
         self.exchange.load_state_by_name(own, extras)
-        deltas = [bucket.gather(kept.get(PENDING, {})) for bucket in self.exchange.buckets]
-        self._deltas = [delta for delta in deltas if delta is not None]
+        deltas = {bucket.index: bucket.gather(kept.get(PENDING, {})) for bucket in self.exchange.buckets}
+        self._deltas = {index: delta for index, delta in deltas.items() if delta is not None}
