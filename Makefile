@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-exchanges bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-hosts bench-scale bench-efficiency bench-quality clean
+.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-exchanges bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,14 @@ bench-relaxations: $(READY) ## step time of the relaxations of gradients and wei
 	$(VENV)/bin/gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --hosts 4 --no-memory --rounds 12 \
 	  --side 'ScatterReduce()' --side 'ScatterReduce(codec=Quantize(bits=4))' --side 'ChunkSparse(density=0.1)' \
 	  --side 'OneBitAdam(warmup=2)' --side "Gossip(wire='bf16')" --side 'QuantizedGossip()' --save-to benchmarks/results/relaxations
+
+bench-bounds: $(READY) ## step time beside its bound with emulated compute, on every kind of network (about 40 minutes)
+	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 20mbit --network 100mbit --network 200mbit --network 500mbit --network 1gbit \
+	  --network unshaped --network 200mbit/slow-link=50mbit --network 200mbit/slow-host=2x --network 200mbit+2ms --hosts 4 \
+	  --side 'AllReduce()' --side 'ScatterReduce()' --side 'ChunkSparse()' --side "Gossip(wire='bf16')" --side 'QuantizedGossip()' \
+	  --no-memory --rounds 4 --steps 4 --warmup 3 --save-to benchmarks/results/bounds
+	$(VENV)/bin/gossamer bench 'ResNet50(3)' --network 500mbit --network 1gbit --hosts 4 --side 'AllReduce()' \
+	  --side 'overlap_forward(AllReduce())' --no-memory --rounds 3 --steps 3 --warmup 4 --save-to benchmarks/results/bounds
 
 bench-hosts: $(READY) ## step time over 2 to 16 emulated hosts, without and with 2 ms per message (about 20 minutes)
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 50mbit --network 50mbit+2ms --hosts 2 --hosts 4 --hosts 8 --hosts 16 \
