@@ -173,7 +173,7 @@ class Replica:
     def state_dict(self) -> dict[str, Any]:
         """Plan, counters and the algorithm's state of this rank, under a key with its rank. Collective, between steps."""
         self._require_open()
-        self._complete_updates()
+        self._conclude_updates()
         self.catch_up()
         return checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
 
@@ -187,7 +187,7 @@ class Replica:
         self.catch_up()
         with alarming(self._runner):
             syncs: list[WeightSync | OptimizerSync] = [*self._weights, *self._links]
-            self._complete_updates()
+            self._conclude_updates()
             self.step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
             if self._overlap is not None:
                 self._overlap.restart()
@@ -265,7 +265,7 @@ class Replica:
         self._backward.reached()
 
     def _begin_backward(self) -> None:
-        self._complete_updates()
+        self._conclude_updates()
         self._join.announce(Event.BACKWARD)
         if self._gradients is not None:
             self._gradients.begin()
@@ -318,6 +318,10 @@ class Replica:
     def _complete_updates(self) -> None:
         if self._overlap is not None:
             self._overlap.complete()
+
+    def _conclude_updates(self) -> None:
+        if self._overlap is not None:
+            self._overlap.conclude()
 
     def _tell_how_many(self, optimizer: Optimizer) -> None:
         """Of how many gradients the mean update is made, if the optimizer asks for it."""

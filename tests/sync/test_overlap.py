@@ -144,6 +144,39 @@ def test_whoever_looks_sees_the_update(what: str) -> None:
     same(trained(False, algorithm, adamw, looks(what)), trained(True, algorithm, adamw, looks(what)))
 
 
+def test_one_rank_alone_may_look() -> None:
+    """Whatever a step ends with is communicated at the same place on all ranks, between the same other messages."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.net = nn.BatchNorm1d(3), Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(self.norm(x))
+
+    def body(rank: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Normed()
+        optimizer = sgd(model.parameters())
+        algorithm = ChunkSparse(density=0.5, chunk=8, bucket_bytes=256)
+        replica = gossamer.replicate(model, optimizer, algorithm, overlap_forward=True)
+        for step in range(STEPS):
+            loss = model(batch(rank, step)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if rank == 0:
+                model.state_dict()
+                replica.metrics()
+        replica.close()
+        return dict(model.named_parameters())
+
+    first, second = loopback(body, WORLD)
+    for name, parameter in first.items():
+        assert torch.equal(parameter, second[name]), name
+
+
 def test_updates_wait_for_the_module_that_needs_them() -> None:
     def body(rank: int) -> list[list[str]]:
         torch.manual_seed(0)

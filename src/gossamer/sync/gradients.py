@@ -77,6 +77,8 @@ class GradientSync:
         self.hold = False
         """Whether buckets stay open at the end of backward, until somebody has them placed."""
         self.open: set[int] = set()
+        self._left_open = False
+        """Whether the last step was left open and has not been concluded."""
         self.completed: dict[int, float] | None = None
         """When each bucket was complete, in seconds, if anyone wants to know."""
         self.parameters = dict(parameters)
@@ -126,7 +128,7 @@ class GradientSync:
 
     def _reset(self) -> None:
         self._missing = [len(bucket.segments) for bucket in self.exchange.buckets]
-        self.open = set()
+        self.open, self._left_open = set(), False
         self.exchange.forget()
         for slot in self._slots.values():
             slot.ready = False
@@ -179,7 +181,7 @@ class GradientSync:
         """Send what is left; no parameter has a gradient until its bucket is placed."""
         unused = self._flush()
         self._left = unused, None if self._usage is not None else self._ask_for_usage(unused)
-        self.open = set(range(len(self.exchange.buckets)))
+        self.open, self._left_open = set(range(len(self.exchange.buckets))), True
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -192,14 +194,20 @@ class GradientSync:
                 bucket.adopt(self.exchange.result(index))
                 gradients = list(self._adopted(bucket, nowhere))
                 self.open.discard(index)
-                if not self.open:
-                    self.exchange.forget()
-                    self.exchange.finish(self.step - 1)
-                    self.exchange.settle([bucket.flat for bucket in self.exchange.buckets])
         except BaseException:
-            self.open = set()
+            self.open, self._left_open = set(), False
             raise
         return gradients
+
+    def conclude(self) -> None:
+        """All buckets are placed: the end of their step, where all ranks are at the same place, since it may communicate."""
+        if not self._left_open:
+            return
+        self._left_open = False
+        with self.exchange.transaction():
+            self.exchange.forget()
+            self.exchange.finish(self.step - 1)
+            self.exchange.settle([bucket.flat for bucket in self.exchange.buckets])
 
     def _nowhere_if_open(self) -> set[str]:
         unused, asked = self._left

@@ -110,6 +110,11 @@ class ForwardOverlap:
         for index in sorted(self._gradients.open):
             self._gradients.place(index)
 
+    def conclude(self) -> None:
+        """The same, and the end of the step, where all ranks do it: others may complete their updates whenever they like."""
+        self.complete()
+        self._gradients.conclude()
+
     def _land(self, indices: Sequence[int]) -> None:
         for index in indices:
             if index in self._gradients.open:
