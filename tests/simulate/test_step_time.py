@@ -112,6 +112,32 @@ def test_lanes_overlap_latencies(lanes: int) -> None:
     assert result.step_seconds == close(0.1 + -(-5 // lanes) * LATENCY, slack=1e-5)
 
 
+LAYERS = Compute(
+    forward=0.04, backward=0.08, optimizer=0.01,
+    ready={"3": 0.02, "2": 0.04, "1": 0.06, "0": 0.08}, needed={"0": 0.0, "1": 0.025, "2": 0.03, "3": 0.035},
+)  # fmt: skip
+
+
+def test_with_an_overlap_of_the_forward_pass_the_front_overtakes() -> None:
+    """Of three large layers two are gone when backward ends: the small front one goes next, and all wait for it no longer."""
+    model, algorithm = tensors(1000, 625_000, 625_000, 625_000), AllReduce(bucket_bytes=9)
+    assert ring(0.625 * BYTES, 4) == pytest.approx(0.03)
+    joined, late = (run(model, algorithm, 4, LAYERS, overlap_forward=each, latency=0.0) for each in (False, True))
+    assert joined.step_seconds == pytest.approx(0.13 + 0.03, abs=1e-3)
+    assert late.step_seconds == pytest.approx(0.13 + 0.11 - 0.105, abs=1e-3)
+    assert late.bytes_per_step == joined.bytes_per_step
+
+
+def test_an_overlap_with_nothing_to_send_is_only_compute() -> None:
+    result = run(tensors(1000, 10, 10, 10), AllReduce(), 1, LAYERS, overlap_forward=True)
+    assert result.step_seconds == pytest.approx(0.13)
+
+
+def test_an_overlap_of_weights_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="moves weights"):
+        run(tensors(1000), Gossip(), 4, overlap_forward=True)
+
+
 def test_the_optimizer_waits_for_the_gradients() -> None:
     compute = Compute(forward=0.03, backward=0.07, optimizer=0.5)
     assert seconds(tensors(10**6), AllReduce(), 4, compute) == close(0.6 + ring(BYTES, 4) + 6 * LATENCY)
@@ -300,6 +326,14 @@ def test_layered_profile() -> None:
     compute = Compute.layered(model, {"0": (1, 2), "1": (0.5, 0.25), "2": (1, 1), "2.1": (2, 4)}, optimizer=3)
     assert compute.ready == {"2.1.weight": 4, "2.1.bias": 4, "2.0.weight": 5, "2.0.bias": 5, "0.weight": 7.25, "0.bias": 7.25}
     assert (compute.forward, compute.backward, compute.seconds) == (4.5, 7.25, 14.75)
+    assert compute.needed == {
+        "0.weight": 0,
+        "0.bias": 0,
+        "2.0.weight": 1.5,
+        "2.0.bias": 1.5,
+        "2.1.weight": 2.5,
+        "2.1.bias": 2.5,
+    }
     assert set(Compute.layered(model, {"": (1, 2)}).ready.values()) == {2}
     with pytest.raises(ConfigurationError, match=r"'2\.0\.weight' belongs to none"):
         Compute.layered(model, {"0": (1, 2)})

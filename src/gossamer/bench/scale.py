@@ -22,7 +22,7 @@ from gossamer.bench.matrix import ALWAYS
 from gossamer.bench.network import parse_network
 from gossamer.bench.plots import Measured, over_workers
 from gossamer.bench.rows import markdown, read_rows
-from gossamer.bench.sides import parse_side
+from gossamer.bench.sides import OverlapForward, parse_side
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, StepTime, step_time
 
@@ -46,6 +46,8 @@ def predict(row: Record, compute_seconds: float) -> StepTime | None:
         ConfigurationError: the row's workload is no emulated model.
     """
     algorithm = parse_side(row["side"])
+    if overlaps := isinstance(algorithm, OverlapForward):
+        algorithm = algorithm.algorithm
     if not isinstance(algorithm, Algorithm):
         return None
     model = find_workload(row["workload"]).build_model()
@@ -63,6 +65,7 @@ def predict(row: Record, compute_seconds: float) -> StepTime | None:
         link=link,
         compute=Compute.layered(model, layers, optimizer=rest),
         steps=-(-8 // period) * period,
+        overlap_forward=overlaps,
     )
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from torch import nn
 from torch.nn import Parameter
@@ -27,16 +28,18 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Seconds that one step computes, and when in it each gradient is there.
+    """Seconds that one step computes, when in it each gradient is there, and when each parameter is used.
 
     ``ready`` gives, by parameter name, seconds after the beginning of the backward pass; a gradient without an entry
-    comes when the backward pass ends.
+    comes when the backward pass ends. ``needed`` gives seconds after the beginning of the forward pass; a parameter without an
+    entry is used from the beginning.
     """
 
     forward: float
     backward: float
     optimizer: float = 0.0
     ready: Mapping[str, float] = field(default_factory=dict)
+    needed: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "optimizer"):
@@ -45,6 +48,9 @@ class Compute:
         for name, moment in self.ready.items():
             if not 0 <= moment <= self.backward * (1 + 1e-9):
                 raise ConfigurationError(f"ready[{name!r}] is {moment!r}, not within the backward pass of {self.backward:g} s")
+        for name, moment in self.needed.items():
+            if not 0 <= moment <= self.forward * (1 + 1e-9):
+                raise ConfigurationError(f"needed[{name!r}] is {moment!r}, not within the forward pass of {self.forward:g} s")
 
     @property
     def seconds(self) -> float:
@@ -55,28 +61,40 @@ class Compute:
         """When the last of these gradients is there, in seconds after the beginning of the backward pass."""
         return max((self.ready.get(name, self.backward) for name in names), default=0.0)
 
+    def needed_at(self, names: Iterable[str]) -> float:
+        """When the first of these parameters is used, in seconds after the beginning of the forward pass."""
+        return min((self.needed.get(name, 0.0) for name in names), default=0.0)
+
     @classmethod
     def uniform(cls, model: nn.Module, *, forward: float, backward: float, optimizer: float = 0.0) -> "Compute":
-        """Backward goes through the parameters in reverse, each taking time in proportion to its size."""
+        """Forward goes through the parameters, and backward in reverse, each taking time in proportion to its size."""
         backwards = list(reversed(_trainable(model).items()))
-        total, done, ready = max(1, sum(p.numel() for _, p in backwards)), 0, {}
+        total, done = max(1, sum(p.numel() for _, p in backwards)), 0
+        ready, needed = {}, {}
         for name, parameter in backwards:
             done += parameter.numel()
-            ready[name] = backward * done / total
-        return cls(forward=forward, backward=backward, optimizer=optimizer, ready=ready)
+            ready[name], needed[name] = backward * done / total, forward * (1 - done / total)
+        return cls(forward=forward, backward=backward, optimizer=optimizer, ready=ready, needed=needed)
 
     @classmethod
     def layered(cls, model: nn.Module, layers: Mapping[str, tuple[float, float]], *, optimizer: float = 0.0) -> "Compute":
         """From measured (forward, backward) seconds by layer, in forward order.
 
-        A layer's gradients are there when its backward is done. A parameter belongs to the layer with the longest
-        name that its own begins with; ``""`` holds whatever is left.
+        A layer's gradients are there when its backward is done, its parameters used when its forward begins. A parameter
+        belongs to the layer with the longest name that its own begins with; ``""`` holds whatever is left.
         """
         done, ends = 0.0, {}
         for layer, (_, seconds) in reversed(list(layers.items())):
             done = ends[layer] = done + seconds
-        ready = {name: ends[_layer_of(name, ends)] for name in _trainable(model)}
-        return cls(forward=sum(f for f, _ in layers.values()), backward=done, optimizer=optimizer, ready=ready)
+        begins = dict(zip(layers, accumulate((forward for forward, _ in layers.values()), initial=0.0), strict=False))
+        layer_of = {name: _layer_of(name, layers) for name in _trainable(model)}
+        return cls(
+            forward=sum(forward for forward, _ in layers.values()),
+            backward=done,
+            optimizer=optimizer,
+            ready={name: ends[layer] for name, layer in layer_of.items()},
+            needed={name: begins[layer] for name, layer in layer_of.items()},
+        )
 
 
 def _trainable(model: nn.Module) -> dict[str, Parameter]:

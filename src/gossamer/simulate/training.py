@@ -23,6 +23,7 @@ from gossamer.simulate.profile import Compute, Link
 from gossamer.state import State
 from gossamer.sync.checks import named_parameters
 from gossamer.sync.module_buffers import Buffers, floating, named_buffers, resolve_buffers
+from gossamer.sync.overlap import launch_order
 from gossamer.sync.usage import USAGE, with_usage
 
 META = torch.device("meta")
@@ -115,10 +116,12 @@ class Training:
         gradients: Part | None,
         weights: Part | None,
         preludes: Sequence[MakeFlow],
+        overlap_forward: bool = False,
     ) -> None:
         self.clock, self.wire = clock, wire
         self.exposed = 0.0
         self._compute, self._gradients, self._weights, self._preludes = compute, gradients, weights, preludes
+        self._overlap = overlap_forward
         self._lanes = [Lane(clock, wire) for _ in range(lanes)]
         self._control = Lane(clock, wire)
 
@@ -126,13 +129,20 @@ class Training:
         """One step, from the beginning of its forward pass to the end of the optimizer's work."""
         for make_flow in self._preludes:
             yield from self._wait([self._control.submit(make_flow)])
-        begin = self.clock.now + self._compute.forward
-        if self._gradients is not None and self._gradients.algorithm.due(number):
+        if self._overlap and self._gradients is not None and self._gradients.under_way:
+            yield from self._update_in_parts(self._gradients, number - 1)
+            begin = self.clock.now
+        else:
+            begin = self.clock.now + self._compute.forward
+        due = self._gradients is not None and self._gradients.algorithm.due(number)
+        if self._gradients is not None and due:
             yield begin  # what finished the step before may take as long as this forward pass
             yield from self._wait(self._gradients.finishing)
             begin = self.clock.now
             yield from self._send_gradients(self._gradients, number, begin)
         yield begin + self._compute.backward
+        if self._overlap and due:
+            return
         for part in (self._gradients, self._weights):
             if part is not None:
                 yield from self._conclude(part, number)
@@ -140,6 +150,19 @@ class Training:
         if self._weights is not None and self._weights.algorithm.due(number + 1):
             for bucket in self._weights.buckets:
                 self._weights.launch(bucket, number + 1, self._lanes)
+
+    def _update_in_parts(self, part: Part, number: int) -> Process:
+        """A forward pass that waits for each bucket of step ``number`` where it is needed first, and updates its parameters."""
+        compute, begin = self._compute, self.clock.now
+        total = sum(bucket.layout.nbytes for bucket in part.buckets)
+        needs = [(compute.needed_at(bucket.layout.names), bucket.index) for bucket in part.buckets]
+        for moment, index in sorted(needs):
+            yield begin + moment
+            yield from self._wait([part.under_way[index]])
+            yield self.clock.now + compute.optimizer * part.buckets[index].layout.nbytes / max(1, total)
+            begin = self.clock.now - moment
+        yield begin + compute.forward
+        yield from self._finish(part, number)
 
     def _send_gradients(self, part: Part, number: int, begin: float) -> Process:
         """Buckets leave during backward; its end waits for them and for the agreement on which parameters were used."""
@@ -157,6 +180,9 @@ class Training:
         if not part.under_way:
             return
         yield from self._wait(part.under_way)
+        yield from self._finish(part, number)
+
+    def _finish(self, part: Part, number: int) -> Process:
         part.finishing = [self._control.submit(lambda flow=flow: flow) for flow in part.finish(number)]  # type: ignore[misc]
         if part is self._weights:
             yield from self._wait(part.finishing)
@@ -185,6 +211,7 @@ def step_time(
     warmup: int = 2,
     ranks_per_node: int = 1,
     inside: Link | None = None,
+    overlap_forward: bool = False,
 ) -> StepTime:
     """The time of one training step of ``algorithm`` among ``world`` ranks, each on a ``link`` of its own.
 
@@ -199,6 +226,7 @@ def step_time(
         steps: steps to average over, after ``warmup`` others. An algorithm with a cycle needs a multiple of it.
         ranks_per_node: how many ranks share a machine.
         inside: how those reach each other; at once by default.
+        overlap_forward: as in :func:`gossamer.replicate`.
     """
     _check(world=world, lanes=lanes, steps=steps, warmup=warmup + 1, ranks_per_node=ranks_per_node)
     mode = resolve_buffers(buffers, algorithm.subject)
@@ -208,6 +236,16 @@ def step_time(
         for subject, part in parts.items()
         if part is not None
     }
+    if overlap_forward:
+        if parts["gradients"] is None or parts["weights"] is not None:
+            raise ConfigurationError(
+                f"overlap_forward: {algorithm!r} moves weights, which travel beside forward and backward anyway"
+            )
+        joined = step_time(
+            model_or_plan, algorithm, world=world, link=link, compute=compute, lanes=lanes, buffers=buffers,
+            steps=steps, warmup=warmup, ranks_per_node=ranks_per_node, inside=inside,
+        )  # fmt: skip
+        plans["gradients"] = _arranged(plans["gradients"], compute, joined.wire_seconds)
     communicated = {name for plan in plans.values() for name in plan.names}
     unknown = sorted(set(compute.ready) - communicated)
     if unknown:
@@ -219,7 +257,14 @@ def step_time(
     preludes = [] if isinstance(model_or_plan, Plan) or world == 1 else _preludes(model_or_plan, algorithm, mode)
     wire = Wire(clock, link, world, nodes, inside)
     training = Training(
-        clock, wire, compute, lanes, gradients=made.get("gradients"), weights=made.get("weights"), preludes=preludes
+        clock,
+        wire,
+        compute,
+        lanes,
+        gradients=made.get("gradients"),
+        weights=made.get("weights"),
+        preludes=preludes,
+        overlap_forward=overlap_forward,
     )
     seconds, exposed, sent, messages = _run(training, steps, warmup)
     return StepTime(
@@ -265,6 +310,17 @@ def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffer
     in_order = list(reversed(tensors))
     in_order.sort(key=lambda name: compute.ready_at([name]))
     return make_plan(with_usage({name: tensors[name] for name in in_order}, algorithm), algorithm)
+
+
+def _arranged(plan: Plan, compute: Compute, wire_seconds: float) -> Plan:
+    """The plan with the buckets in the order in which a replica launches them when they overlap the forward pass."""
+    total = max(1, sum(layout.nbytes for layout in plan.layouts))
+    order = launch_order(
+        [compute.ready_at(layout.names) for layout in plan.layouts],
+        [wire_seconds * layout.nbytes / total for layout in plan.layouts],
+        [compute.needed_at(layout.names) for layout in plan.layouts],
+    )
+    return Plan(tuple(plan.layouts[index] for index in order))
 
 
 def _preludes(model: nn.Module, algorithm: Algorithm, mode: Buffers) -> list[MakeFlow]:

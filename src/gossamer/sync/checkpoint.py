@@ -47,7 +47,8 @@ def collect(
             own.setdefault(prefix + key, {}).update(tensors)
     if gradients is not None:
         own |= gradients.exchange.state_by_name()
-        plan = gradients.exchange.plan.to_dict() | {"learned": gradients.learned, "arranged": gradients.arranged}
+        order = gradients.exchange.order if gradients.arranged else None
+        plan = gradients.exchange.plan.to_dict() | {"learned": gradients.learned, "order": order}
     return {
         "format": FORMAT,
         "algorithm": repr(algorithm),
@@ -81,7 +82,7 @@ def restore(
     agree(runner, {"the step of the saved state": step, "the saved plan of buckets": repr(state["plan"])})
     if gradients is not None:
         plan = state["plan"]
-        gradients.load_plan(plan["buckets"], plan["learned"], plan.get("arranged", False))
+        gradients.load_plan(plan["buckets"], plan["learned"], plan.get("order"))
         gradients.step = state["step"]
     prefix = _prefix(gradients)
     of_weights = {key.removeprefix(prefix): tensors for key, tensors in own.items() if key.startswith(prefix)}

@@ -42,7 +42,9 @@ class Exchange:
         self.exchanged_bytes = 0
         """Size of everything that was exchanged so far, before any encoding."""
         self._lanes: tuple[int, ...] = ()
-        self._tickets: list[Ticket[Tensor] | None] = []
+        self.order: list[int] = []
+        """In which order buckets are launched, by their index in the plan."""
+        self._tickets: dict[int, Ticket[Tensor] | None] = {}
         """One for each bucket that was launched; None for weights that stay as they are."""
         self._finishing: list[tuple[Ticket[None], list[tuple[State, State]]]] = []
         """Flows that finish a step, and the states that take what they write, each with where it is written."""
@@ -54,13 +56,20 @@ class Exchange:
     def adopt(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
         kept, extras = self.state_by_name(), self.extras_by_name()
-        self.plan, self._lanes = plan, plan.lanes(self.runner.lanes)
+        self.plan = plan
+        self.arrange(range(len(plan.layouts)))
         self.buckets = [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
         for layout in plan.layouts:
             self.step_states.setdefault(layout.label, State(torch.zeros(())))
         self.handlers = [self.algorithm.of(layout.label) for layout in plan.layouts]
         self._prompt = self._alone and all(handler.prompt for handler in self.handlers)
         self.load_state_by_name(kept, {key: owned for key, owned in extras.items() if not key.startswith(_BUCKET)})
+
+    def arrange(self, order: Sequence[int]) -> None:
+        """Launch the buckets in another order than the plan's. It changes when they travel, and nothing else."""
+        self.order = list(order)
+        lanes = Plan(tuple(self.plan.layouts[index] for index in self.order)).lanes(self.runner.lanes)
+        self._lanes = tuple(lane for _, lane in sorted(zip(self.order, lanes, strict=True)))
 
     def context(self, step: int) -> Context:
         """What flows of this step may know."""
@@ -76,24 +85,24 @@ class Exchange:
     @property
     def arrived(self) -> bool:
         """Whether nothing is under way that has to be waited for."""
-        return all(ticket is None or self.runner.arrived(ticket) for ticket in self._tickets)
+        return all(ticket is None or self.runner.arrived(ticket) for ticket in self._tickets.values())
 
     def due(self, index: int, step: int) -> bool:
         """Whether weights of a bucket are exchanged at this step."""
         return self.handlers[index].due(step)
 
     def launch(self, step: int, when: str) -> None:
-        """Start the flow of the next bucket in the plan's order; ``when`` describes the step."""
-        index = len(self._tickets)
+        """Start the flow of the bucket that is next; ``when`` describes the step."""
+        index = self.order[len(self._tickets)]
         if self.algorithm.subject == "weights" and not self.due(index, step):
-            self._tickets.append(None)
+            self._tickets[index] = None
             return
         bucket, state, ctx, handler = self.buckets[index], self.states[index], self.context(step), self.handlers[index]
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
         exchange = handler.exchange if handler.due(step) else left_alone
         make_flow = partial(self._checked, exchange, bucket, state, ctx)
         lane = 0 if self.algorithm.serial else self._lanes[index]
-        self._tickets.append(self.runner.submit(make_flow, label, lane, prompt=self._prompt))
+        self._tickets[index] = self.runner.submit(make_flow, label, lane, prompt=self._prompt)
         self.exchanged_bytes += bucket.flat.nbytes
 
     def _checked(self, exchange: Callable[..., Flow[Tensor]], bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
@@ -114,10 +123,11 @@ class Exchange:
 
     def collect_due(self) -> dict[int, Tensor]:
         """The same, by bucket."""
-        results = {i: self.runner.wait(ticket) for i, ticket in enumerate(self._tickets) if ticket is not None}
+        under_way = sorted(self._tickets.items())
+        results = {index: self.runner.wait(ticket) for index, ticket in under_way if ticket is not None}
         for index, result in results.items():
             self._check(index, result)
-        self._tickets = []
+        self._tickets = {}
         return results
 
     def result(self, index: int) -> Tensor:
@@ -160,7 +170,7 @@ class Exchange:
 
     def forget(self) -> None:
         """Nothing is under way any more, whatever was."""
-        self._tickets = []
+        self._tickets = {}
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

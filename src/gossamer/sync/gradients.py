@@ -4,7 +4,7 @@ Threads and ownership: see the note in ``gossamer.lanes``.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -152,8 +152,9 @@ class GradientSync:
         return on_gradient
 
     def _launch_ready(self) -> None:
-        """Launch, in the plan's order, every bucket that is complete and has no incomplete one before it."""
-        while (index := self.exchange.launched) < len(self._missing) and self._missing[index] == 0:
+        """Launch, in the agreed order, every bucket that is complete and has no incomplete one before it."""
+        order = self.exchange.order
+        while (place := self.exchange.launched) < len(order) and self._missing[order[place]] == 0:
             self.exchange.launch(self.step, f"at step {self.step}")
 
     def end(self) -> None:
@@ -211,7 +212,9 @@ class GradientSync:
 
     def _nowhere_if_open(self) -> set[str]:
         unused, asked = self._left
-        if unused and asked is None:
+        if not unused:
+            return set()
+        if asked is None:
             bucket, number = self._usage  # type: ignore[misc]
             if bucket.index in self.open:
                 used = bucket.segments[number].view(self.exchange.result(bucket.index))
@@ -301,17 +304,14 @@ class GradientSync:
         if plan.names != self.exchange.plan.names:
             self.adopt_plan(plan)
 
-    def arrange(self, order: Sequence[int]) -> None:
-        """Launch the buckets in another order: those of the plan by their index now."""
-        if list(order) != list(range(len(order))):
-            self.adopt_plan(Plan(tuple(self.exchange.plan.layouts[index] for index in order)))
-
-    def load_plan(self, buckets: list[list[str]], learned: bool, arranged: bool) -> None:
-        """Restore a saved plan."""
+    def load_plan(self, buckets: list[list[str]], learned: bool, order: list[int] | None) -> None:
+        """Restore a saved plan, and the order of launch if one was chosen."""
         known: dict[str, Tensor] = {name: slot.parameter for name, slot in self._slots.items()}
         if USAGE in (name for bucket in buckets for name in bucket):
             known = with_usage(known, self._algorithm)
         if sorted(name for bucket in buckets for name in bucket) != sorted(known):
             raise ConfigurationError("the saved plan names other parameters than this model has")
         self.adopt_plan(plan_from_names(buckets, known, self._algorithm))
-        self.learned, self.arranged = learned, arranged
+        self.learned, self.arranged = learned, order is not None
+        if order is not None:
+            self.exchange.arrange(order)

@@ -27,7 +27,7 @@ PROBE_BYTES = 4 * 2**20
 """At most so much is sent to measure the line."""
 
 
-def launch_order(ready: Sequence[float], seconds: Sequence[float], needs: Sequence[int]) -> list[int]:
+def launch_order(ready: Sequence[float], seconds: Sequence[float], needs: Sequence[float]) -> list[int]:
     """In which order to launch buckets: whenever the line is free, of those that are there the one that is needed first.
 
     ``ready``: when each one is complete, in seconds from the first; ``seconds``: how long each takes on the line;
@@ -156,7 +156,7 @@ class ForwardOverlap:
             gradients.completed = {}
             self._sent = self._counted()
         elif len(gradients.completed) == len(gradients.exchange.buckets):
-            gradients.arrange(self._order(gradients.completed))
+            gradients.exchange.arrange(self._order(gradients.completed))
             gradients.completed = None
             self._begin()
 
