@@ -50,8 +50,8 @@ def test_the_signature() -> None:
     parameters = inspect.signature(gossamer.replicate).parameters
     keyword = {name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     assert list(parameters)[:3] == ["model", "optimizer_or_optimizers", "algorithm"]
-    assert keyword == {"group", "mesh", "scaler", "buffers", "timeout"}
-    assert all(parameters[name].default is None for name in keyword | {"algorithm"})
+    assert keyword == {"group", "mesh", "scaler", "buffers", "timeout", "overlap_forward"}
+    assert all(not parameters[name].default for name in keyword | {"algorithm"})
 
 
 def test_the_handle() -> None:
