@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.rows import append_row, markdown, read_rows
@@ -76,6 +78,7 @@ class Training:
 
     ``cut``: each batch of the workload is cut into that many, so that more workers share the same global batch.
     ``lr``: the learning rate, and ``optimizer``: one of gossamer's, spelled as in a script, instead of the workload's own.
+    ``decay``: the learning rate falls linearly to zero.
     """
 
     workload: str
@@ -86,6 +89,7 @@ class Training:
     cut: int = 1
     lr: float | None = None
     optimizer: str | None = None
+    decay: bool = False
 
     def key(self) -> dict[str, Any]:
         """What a row of results is known by: what differs from the defaults, at least the first five."""
@@ -112,9 +116,12 @@ def train(workload: Workload, run: Training, batches: Batches | None = None) -> 
         if run.optimizer is not None:
             optimizer = in_place_of(optimizer, parse_optimizer(run.optimizer), model)
         joined = join(parse_side(run.side), model, optimizer)
+        assert isinstance(joined.optimizer, Optimizer)
+        rate = LambdaLR(joined.optimizer, lambda step: 1 - step / run.steps if run.decay else 1.0)
         source = batches(rank, run.workers, run.seed)
         for inputs, targets in islice(cut(source, run.cut), run.steps):
             joined.step(inputs, targets, workload.loss)
+            rate.step()
         if isinstance(source, Generator):  # all ranks together, and not when its memory is freed
             source.close()
         assert joined.replica is not None
@@ -157,16 +164,17 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         "difference to the first (95 % interval)",
     )  # fmt: skip
     lines: list[list[str]] = []
-    groups: dict[tuple[str, int, int, int, bool], dict[tuple[str, str], dict[int, float]]] = {}
+    groups: dict[tuple[str, int, int, int, bool, bool], dict[tuple[str, str], dict[int, float]]] = {}
     units: dict[str, str] = {}
     for row in rows:
         name = "accuracy" if "accuracy" in row["quality"] else "loss"
         scale, units[row["workload"]] = QUALITIES[name]
         own_optimizer = isinstance(parse_side(row["side"]), partial)
-        about = (row["workload"], row["workers"], row.get("cut", 1), row["steps"], own_optimizer)
+        decay = row.get("decay", False)
+        about = (row["workload"], row["workers"], row.get("cut", 1), row["steps"], own_optimizer, decay)
         group = groups.setdefault(about, {})
         side = f"`{row['side']}`" + (f", `{row['optimizer']}`" if "optimizer" in row else "")
-        qualities = group.setdefault((side, str(row.get("lr") or "its own")), {})
+        qualities = group.setdefault((side, f"{row.get('lr') or 'its own'}{', falling to zero' if decay else ''}"), {})
         qualities[row["seed"]] = scale * row["quality"][name]
     for about, sides in groups.items():
         reference = next(iter(sides.values()))
@@ -199,6 +207,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cut", type=int, default=1, help="cut every batch into so many (more workers, the same global batch)")
     parser.add_argument("--lr", type=float, help="learning rate, instead of the workload's")
+    parser.add_argument("--decay", action="store_true", help="let the learning rate fall linearly to zero")
     parser.add_argument("--optimizer", help="one of gossamer.optim, such as 'GossipAdamW()', instead of the workload's")
     parser.add_argument("--save-to", type=Path, default=Path("out/convergence"))
     options = parser.parse_args()
@@ -206,7 +215,17 @@ def main() -> None:
     sides = options.sides or SIDES[options.family]
     workload = find_workload(options.workload)
     runs = [
-        Training(workload.name, side, options.workers, options.steps, seed, options.cut, options.lr, options.optimizer)
+        Training(
+            workload.name,
+            side,
+            options.workers,
+            options.steps,
+            seed,
+            options.cut,
+            options.lr,
+            options.optimizer,
+            options.decay,
+        )
         for seed in range(options.seeds)
         for side in sides
     ]
