@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-exchanges bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
+.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-exchanges bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,13 @@ bench-relaxations: $(READY) ## step time of the relaxations of gradients and wei
 	$(VENV)/bin/gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --hosts 4 --no-memory --rounds 12 \
 	  --side 'ScatterReduce()' --side 'ScatterReduce(codec=Quantize(bits=4))' --side 'ChunkSparse(density=0.1)' \
 	  --side 'OneBitAdam(warmup=2)' --side "Gossip(wire='bf16')" --side 'QuantizedGossip()' --save-to benchmarks/results/relaxations
+
+bench-peers: peers ## step time beside whatever else a user of PyTorch could take, 4 hosts at 200 Mbit/s and 1 Gbit/s (about 15 minutes)
+	$(VENV)/bin/gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --hosts 4 --no-memory --rounds 6 --steps 6 \
+	  --side 'in_parts(8, Gossip())' --side 'in_parts(16, Gossip())' --side 'in_parts(16, GossipPGA(period=1))' \
+	  --side 'OneBitAdam(warmup=2)' --side 'ChunkSparse()' --side ddp-fp16 --side ddp-powersgd --side post-localsgd \
+	  --side accelerate --side deepspeed --side deepspeed-fp16 --side torchft-ddp --side torchft-localsgd --side torchft-diloco \
+	  --side hivemind --side horovod --save-to benchmarks/results/peers
 
 bench-bounds: $(READY) ## step time beside its bound with emulated compute, on every kind of network (about 40 minutes)
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 20mbit --network 100mbit --network 200mbit --network 500mbit --network 1gbit \

@@ -111,7 +111,9 @@ def _time(side: Trained, steps: int) -> Round:
             side.step()
         _meet(side)
         seconds = (time.perf_counter() - begin) / steps
-        return Round(seconds, Counters.read(side.joined.replica).per_step(before, steps))
+        counted = Counters.read(side.joined.replica).per_step(before, steps)
+        side.joined.model.zero_grad()  # while others take their turns, their memory is needed
+        return Round(seconds, counted)
 
 
 def warm_up(side: Trained, steps: int) -> None:
@@ -120,6 +122,7 @@ def warm_up(side: Trained, steps: int) -> None:
         for _ in range(side.timed(steps)):
             side.step()
         _meet(side)
+        side.joined.model.zero_grad()
 
 
 def _meet(side: Trained) -> None:
