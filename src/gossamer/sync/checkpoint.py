@@ -46,6 +46,7 @@ def collect(
         for key, tensors in sync.state_by_name().items():
             own.setdefault(prefix + key, {}).update(tensors)
     if gradients is not None:
+        gradients.adopt_learned()
         own |= gradients.exchange.state_by_name()
         order = gradients.exchange.order if gradients.arranged else None
         plan = gradients.exchange.plan.to_dict() | {"learned": gradients.learned, "order": order}

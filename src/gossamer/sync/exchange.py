@@ -56,7 +56,7 @@ class Exchange:
     def adopt(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
         kept, extras = self.state_by_name(), self.extras_by_name()
-        self.plan = plan
+        self.plan, self.buckets = plan, []
         self.arrange(range(len(plan.layouts)))
         self.buckets = [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
         for layout in plan.layouts:

@@ -86,6 +86,7 @@ class GradientSync:
         self._slots = {name: Slot(name, parameter) for name, parameter in parameters.items()}
         self._arrived: list[str] = []
         self._idle = False
+        self._learned_plan: Plan | None = None
         self._left: tuple[set[str], Ticket[Tensor] | None] = set(), None
         """Of the open buckets: what has no gradient here, and the question who else has none."""
         self._usage: tuple[Bucket, int] | None = None
@@ -103,8 +104,10 @@ class GradientSync:
 
     def adopt_plan(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
+        for slot in self._slots.values():
+            slot.view = slot.parameter.detach()  # nothing is to hold the old buckets while the new ones are made
         self.exchange.adopt(plan)
-        self._usage = None
+        self._usage = self._learned_plan = None
         # As a tensor: torch takes longer to wrap a number than to scale a small gradient.
         share = torch.tensor(1 / self._runner.world, dtype=torch.float64)
         for bucket, handler in zip(self.exchange.buckets, self.exchange.handlers, strict=True):
@@ -120,6 +123,7 @@ class GradientSync:
 
     def begin(self) -> None:
         """A backward pass has produced its first gradient."""
+        self.adopt_learned()
         if self.exchange.finishing:
             with self._statistics.exposed():
                 self.exchange.land()
@@ -302,7 +306,13 @@ class GradientSync:
         plan = self._make_plan(tensors)
         agree(self._runner, {"the plan of buckets": plan.digest()})
         if plan.names != self.exchange.plan.names:
-            self.adopt_plan(plan)
+            self._learned_plan = plan
+
+    def adopt_learned(self) -> None:
+        """Lay the buckets out as learned. Not at once: the parameters' gradients still lie in the old ones, and both together
+        would be the most memory that a run ever needs."""
+        if self._learned_plan is not None:
+            self.adopt_plan(self._learned_plan)
 
     def load_plan(self, buckets: list[list[str]], learned: bool, order: list[int] | None) -> None:
         """Restore a saved plan, and the order of launch if one was chosen."""

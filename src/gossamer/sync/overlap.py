@@ -167,6 +167,7 @@ class ForwardOverlap:
             self._begin()
 
     def _begin(self) -> None:
+        self._gradients.adopt_learned()
         self._gradients.hold = self._gradients.arranged = True
         self._assign()
 
