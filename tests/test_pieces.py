@@ -62,6 +62,13 @@ def test_what_is_remembered_is_cut_where_its_weight_is() -> None:
     }  # fmt: skip
 
 
+def test_a_name_that_looks_like_a_memory_is_a_weight() -> None:
+    assert list(cut({"sum of parts": torch.zeros(2)}, 2, lambda name: name.partition(" of ")[2] or name)) == [
+        piece_name("sum of parts", 0),
+        piece_name("sum of parts", 1),
+    ]
+
+
 def test_names_are_taken_apart() -> None:
     assert part_of(piece_name("layers.0 [part 3]", 12)) == ("layers.0 [part 3]", 12)
     assert part_of("layers.0") == ("layers.0", None)

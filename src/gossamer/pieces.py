@@ -28,16 +28,17 @@ def cut(tensors: Mapping[str, Tensor], parts: int, weight_of: Callable[[str], st
     """
     if parts == 1:
         return dict(tensors)
+    owners = {name: owner if (owner := weight_of(name)) in tensors else name for name in tensors}
     offsets: dict[str, int] = {}
     total = 0
     for name, tensor in tensors.items():
-        if weight_of(name) == name:
+        if owners[name] == name:
             offsets[name] = total
             total += tensor.numel()
     ends = [total * (part + 1) // parts for part in range(parts)]
     pieces: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        pieces |= _pieces(name, tensor, offsets[weight_of(name)], ends)
+        pieces |= _pieces(name, tensor, offsets[owners[name]], ends)
     return pieces
 
 

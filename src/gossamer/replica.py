@@ -173,7 +173,8 @@ class Replica:
     def state_dict(self) -> dict[str, Any]:
         """Plan, counters and the algorithm's state of this rank, under a key with its rank. Collective, between steps."""
         self._require_open()
-        self._conclude_updates()
+        if self._overlap is not None:
+            self._overlap.conclude()
         self.catch_up()
         return checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
 
@@ -187,7 +188,9 @@ class Replica:
         self.catch_up()
         with alarming(self._runner):
             syncs: list[WeightSync | OptimizerSync] = [*self._weights, *self._links]
-            self._conclude_updates()
+            if self._overlap is not None:
+                self._overlap.conclude()
+                self._overlap.drop()
             self.step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
             if self._overlap is not None:
                 self._overlap.restart()
@@ -202,7 +205,14 @@ class Replica:
         if self._closed:
             return
         self._closed = True
-        self._complete_updates()
+        try:
+            if self._overlap is not None:
+                self._overlap.complete()
+                self._overlap.leave()
+        finally:
+            self._release(average)
+
+    def _release(self, average: bool) -> None:
         self.algorithm.detach(self._optimizers)
         for optimizer in self._optimizers:
             if isinstance(optimizer, Communicating):
@@ -211,8 +221,9 @@ class Replica:
             handle.remove()
         self._watch.release()
         try:
-            self.wait_for_exchanges()
-            for index in range(len(self._weights)):
+            self.catch_up()
+            for index, sync in enumerate(self._weights):
+                sync.arrive()
                 self._land(index)
             if average and self._weights and self._runner.world > 1:
                 become_average(self._runner, self._optimizers, self._parameters.values(), floating(named_buffers(self._model)))
@@ -265,7 +276,8 @@ class Replica:
         self._backward.reached()
 
     def _begin_backward(self) -> None:
-        self._conclude_updates()
+        if self._overlap is not None:
+            self._overlap.begin_backward()
         self._join.announce(Event.BACKWARD)
         if self._gradients is not None:
             self._gradients.begin()
@@ -318,10 +330,6 @@ class Replica:
     def _complete_updates(self) -> None:
         if self._overlap is not None:
             self._overlap.complete()
-
-    def _conclude_updates(self) -> None:
-        if self._overlap is not None:
-            self._overlap.conclude()
 
     def _tell_how_many(self, optimizer: Optimizer) -> None:
         """Of how many gradients the mean update is made, if the optimizer asks for it."""

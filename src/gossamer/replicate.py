@@ -59,9 +59,11 @@ def replicate(
         overlap_forward: let gradients travel during the next forward pass too: each module waits for its own just before it
             computes, and its parameters are updated then, with the hyper-parameters of the step that you took. For gradient
             algorithms, from the third step on; pays where the exchange takes longer than backward. Between ``backward()`` and
-            the next forward pass no parameter has a gradient (so do not clip, scale or log them) and parameters are as
+            the next forward pass no parameter has a gradient (so do not clip, scale or log them), and parameters are as
             before the step; reading a ``state_dict`` of the model or the optimizer, and ``wait_for_exchanges()``, bring them
-            up to date. The optimizer must update each parameter by itself, as all of ``torch.optim`` but LBFGS do.
+            up to date, a copy or a pickle of the model does not. The optimizer must update each parameter by itself, as all of
+            ``torch.optim`` but LBFGS do; its step, and hooks on it, run once per bucket. Take a step after every backward pass
+            (accumulate inside ``no_sync()``), and call modules rather than use their parameters in another way.
 
     Raises:
         ConfigurationError: arguments that cannot work, with the reason.

@@ -85,7 +85,10 @@ def test_the_mean_is_kept_on_every_wire(algorithm: Algorithm) -> None:
         (lambda: in_parts(0, Gossip()), "number of parts"),
         (lambda: in_parts(2.5, Gossip()), "number of parts"),
         (lambda: in_parts(2, AllReduce()), "moves gradients"),
-        (lambda: in_parts(2, after(3, Gossip())), "moves gradients"),
+        (lambda: in_parts(2, after(3, Gossip())), "goes inside after"),
+        (lambda: in_parts(2, by_size(9, small=Gossip(), large=Gossip())), "not go with by_size"),
+        (lambda: by_size(9, small=in_parts(2, Gossip()), large=Gossip()), "not go with in_parts"),
+        (lambda: after(3, in_parts(2, Gossip()), before=in_parts(3, Gossip())), "cut once"),
         (lambda: in_parts(2, Gossip(lag=1)), "lag"),
         (lambda: in_parts(2, Gossip), "an instance"),
         (lambda: in_parts(2, in_parts(2, Gossip())), "all weights at once"),
@@ -96,9 +99,28 @@ def test_what_cannot_be_cut_is_refused(make, said: str) -> None:
         make()
 
 
-def test_inside_of_a_combination_by_size_it_is_refused_and_around_one_it_works() -> None:
-    with pytest.raises(ConfigurationError, match="put in_parts"):
-        by_size(8, small=in_parts(2, Gossip()), large=Gossip())
-    both = by_size(50, small=Gossip(wire="fp32"), large=Gossip(wire="fp32"))
-    for (some, _), (others, _) in zip(drifted(in_parts(2, both), 5), drifted(in_parts(2, Gossip(wire="fp32")), 5), strict=True):
-        torch.testing.assert_close(some[-1], others[-1])
+@pytest.mark.parametrize("before", [AllReduce(), Gossip(wire="fp32")])
+def test_after_other_steps_replicas_agree_as_well(before: Algorithm) -> None:
+    algorithm = after(3, in_parts(PARTS, DecentralizedSGD(topology=Complete())), before=before)
+    finals = [seen[-1] for seen, _ in drifted(algorithm, 3 + PARTS)]
+    for final in finals:
+        torch.testing.assert_close(final, finals[0], atol=1e-6, rtol=1e-5)
+
+
+def test_weights_that_are_moved_to_other_memory_are_followed() -> None:
+    def body(rank: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 10)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        replica = gossamer.replicate(model, optimizer, in_parts(PARTS, Gossip(wire="fp32")))
+        for step in range(2 * PARTS):
+            model(torch.ones(1, 6)).sum().backward()
+            optimizer.step()
+            if step == 0:
+                with torch.no_grad():
+                    nn.utils.vector_to_parameters(flat(model) + rank, model.parameters())
+        replica.close()
+        return flat(model)
+
+    first, second = loopback(body, 2)
+    torch.testing.assert_close(first, second)

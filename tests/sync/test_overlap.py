@@ -12,7 +12,7 @@ import gossamer
 from gossamer.algorithms import AllReduce, ChunkSparse, Gossip, PowerSGD, ScatterReduce
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError, UsageError
-from gossamer.optim import LAMB
+from gossamer.optim import LAMB, MasterWeights
 from gossamer.sync.overlap import launch_order
 
 WORLD, STEPS, WIDTH = 2, 6, 12
@@ -57,18 +57,18 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def trained(overlap: bool, algorithm, make=sgd, between=lambda *what: None, steps: int = STEPS, world: int = WORLD):
+def trained(overlap: bool, algorithm, make=sgd, between=lambda *what: None, steps: int = STEPS, world: int = WORLD, half=False):
     """The weights and the losses of every rank; ``between(model, optimizer, replica, step)`` is called after each step."""
 
     def body(rank: int):
         torch.manual_seed(0)
-        model = Net()
+        model = Net().bfloat16() if half else Net()
         optimizer = make(model.parameters())
         replica = gossamer.replicate(model, optimizer, algorithm, overlap_forward=overlap)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
         losses = []
         for step in range(steps):
-            loss = model(batch(rank, step)).square().mean()
+            loss = model(batch(rank, step).to(model.scale.dtype)).square().mean()
             losses.append(loss.item())
             optimizer.zero_grad()
             loss.backward()
@@ -205,23 +205,152 @@ def test_updates_wait_for_the_module_that_needs_them() -> None:
     assert loopback(body, WORLD) == [[layers[0], layers[0] + layers[1], layers[0] + layers[1] + layers[2]]] * WORLD
 
 
-def test_a_step_that_is_not_taken_drops_its_gradients() -> None:
-    def body(rank: int) -> bool:
-        torch.manual_seed(0)
-        model = nn.Linear(WIDTH, 1)
-        optimizer = sgd(model.parameters())
-        replica = gossamer.replicate(model, optimizer, overlap_forward=True)
-        for step in range(5):
-            loss = model(batch(rank, step)).mean()
-            before = model.weight.detach().clone()
-            loss.backward()
-            if step < 4:
-                optimizer.step()
-                optimizer.zero_grad()
-        replica.close()
-        return bool(torch.equal(model.weight, before))
+def loop(body, world: int = WORLD, make=sgd, algorithm=None, model=None):
+    """Train STEPS steps in loopback; ``body(model, optimizer, replica, step)`` takes each."""
 
-    assert loopback(body, WORLD) == [True] * WORLD
+    def train(rank: int):
+        torch.manual_seed(0)
+        net = (model or Net)()
+        optimizer = make(net)
+        replica = gossamer.replicate(net, optimizer, algorithm or AllReduce(bucket_bytes=256), overlap_forward=True)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            body(net, optimizer, replica, rank, step)
+        replica.close()
+        return net
+
+    return loopback(train, world)
+
+
+def net_sgd(model: nn.Module):
+    return sgd(model.parameters())
+
+
+@pytest.mark.parametrize("look", ["metrics", "state_dict"])
+def test_whoever_looks_before_the_step_takes_nothing_away(look: str) -> None:
+    def body(model, optimizer, replica, rank: int, step: int) -> None:
+        model(batch(rank, step)).square().mean().backward()
+        if rank == 0:
+            replica.metrics() if look == "metrics" else model.state_dict()
+        optimizer.step()
+
+    first, second = loop(body, make=net_sgd)
+    reference = trained(False, AllReduce(bucket_bytes=256), steps=1)
+    assert not torch.equal(first.first.weight, reference[0][0]["first.weight"])
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_step_that_is_not_taken_is_an_error() -> None:
+    def body(model, optimizer, replica, rank: int, step: int) -> None:
+        model(batch(rank, step)).mean().backward()
+        if step < STEPS - 2:
+            optimizer.step()
+
+    with pytest.raises(UsageError, match=r"optimizer\.step\(\) was not called"):
+        loop(body, make=net_sgd)
+
+
+def test_closed_before_the_step_gradients_are_left() -> None:
+    def body(model, optimizer, replica, rank: int, step: int) -> None:
+        model(batch(rank, step)).mean().backward()
+        if step < STEPS - 1:
+            optimizer.step()
+
+    first, second = loop(body, make=net_sgd)
+    assert first.first.weight.grad is not None
+    assert torch.equal(first.first.weight.grad, second.first.weight.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_hook_that_was_there_before_sees_the_new_weights() -> None:
+    """Weight norm computes a weight in a hook that was there before."""
+
+    def normed() -> nn.Module:
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+
+    def body(model, optimizer, replica, rank: int, step: int) -> None:
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+
+    first, second = loop(body, make=net_sgd, model=normed)
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+class Encoder(nn.Module):
+    """A parameter that autograd does not save, in a module that is called, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.net = nn.Parameter(torch.zeros(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.net(x + self.position)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+
+def test_a_parameter_that_is_used_behind_its_modules_back_is_an_error() -> None:
+    def body(model, optimizer, replica, rank: int, step: int) -> None:
+        outputs = model(batch(rank, step)) if step < STEPS - 1 else model.encode(batch(rank, step))
+        outputs.square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(UsageError, match="'position' was used before its update"):
+        loop(body, make=net_sgd, model=Encoder, algorithm=AllReduce(bucket_bytes=1))
+
+
+def in_groups(parameters):
+    """Float32 copies, and weights of matrices that decay apart from the others."""
+    matrices, others = [], []
+    for parameter in parameters:
+        (matrices if parameter.dim() > 1 else others).append(parameter)
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
+    return MasterWeights(torch.optim.AdamW, groups, lr=0.01)
+
+
+def test_groups_of_which_a_bucket_has_nothing_stay() -> None:
+    algorithm = AllReduce(bucket_bytes=1)
+    same(trained(False, algorithm, in_groups, half=True), trained(True, algorithm, in_groups, half=True))
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number of its own in its groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_counts_its_steps_in_its_groups_is_refused() -> None:
+    def body(model, optimizer, replica, rank: int, step: int) -> None:
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(UsageError, match="writes 'count' into its parameter groups"):
+        loop(body, make=lambda model: Counting(model.parameters(), lr=0.1))
+
+
+def test_after_a_failure_everything_is_given_back() -> None:
+    model = nn.Linear(WIDTH, 1)
+    optimizer = sgd(model.parameters())
+    replica = gossamer.replicate(model, optimizer, overlap_forward=True)
+    for step in range(3):
+        model(batch(0, step)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def broken(*args):
+        raise RuntimeError("the network is gone")
+
+    replica._runner.wait = broken
+    with pytest.raises(RuntimeError, match="the network is gone"):
+        replica.close()
+    assert not model._forward_pre_hooks
+    gossamer.replicate(model, optimizer).close()
 
 
 def test_the_frontmost_of_those_that_are_there_goes_first() -> None:

@@ -110,6 +110,4 @@ def check_parts(*parts: Algorithm | None) -> None:
             raise ConfigurationError(f"after() and by_size() combine instances of gossamer algorithms; got {part!r}")
         if part is not None:
             refuse_lag(part, "after() and by_size()")
-            if part.weight_parts > 1:
-                raise ConfigurationError(f"after() and by_size() cannot combine {part!r}; put in_parts() around them instead")
             refuse_momentum(part, "after() and by_size()")

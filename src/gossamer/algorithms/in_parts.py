@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.algorithms.combination import Combination, refuse_lag
+from gossamer.algorithms.schedule import BySize, Switch
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
@@ -20,7 +21,7 @@ def in_parts(count: int, algorithm: Algorithm) -> Algorithm:
     Every step sends, computes and waits for a ``count``-th of what ``algorithm`` would, and a weight meets others every
     ``count`` steps, as with ``every=count``; but the traffic is the same in every step, instead of all at once in one of
     them, so it hides behind the compute on a network that is ``count`` times slower. For each part it is as if its exchanges
-    were the only ones: partners change with them. Large tensors are cut.
+    were the only ones: partners change with them, and ``every=`` or ``period=`` count them. Large tensors are cut.
 
     Not the choice where replicas must be as close as possible: they drift apart for ``count`` steps.
 
@@ -43,6 +44,11 @@ class InParts(Combination, register=False):
             raise ConfigurationError(f"in_parts() takes an instance of a gossamer algorithm; got {self.algorithm!r}")
         if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 1:
             raise ConfigurationError(f"in_parts() takes a number of parts, at least 1; got {self.count!r}")
+        if isinstance(self.algorithm, Switch | BySize):
+            raise ConfigurationError(
+                "in_parts() goes inside after(), and does not go with by_size(), which would see pieces of tensors: write "
+                "after(steps, in_parts(…))"
+            )
         if self.algorithm.subject != "weights" or self.algorithm.part("gradients") is not None:
             raise ConfigurationError(
                 f"in_parts(): {type(self.algorithm).__name__} moves gradients, and all of those are needed in every step; "

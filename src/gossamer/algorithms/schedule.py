@@ -44,6 +44,8 @@ class Switch(Combination, register=False):
         if not isinstance(self.steps, int) or self.steps < 0:
             raise ConfigurationError(f"after() takes a number of steps; got {self.steps!r}")
         check_parts(self.then, self.before)
+        if len({part.weight_parts for part in self.parts} - {1}) > 1:
+            raise ConfigurationError("after(): both are in_parts(), of different numbers; weights are cut once")
 
     @property
     def parts(self) -> tuple[Algorithm, ...]:
@@ -53,6 +55,10 @@ class Switch(Combination, register=False):
     def subject(self) -> Subject:  # type: ignore[override]
         """Weights, as soon as one of the parts moves them."""
         return "weights" if any(part.subject == "weights" for part in self.parts) else "gradients"
+
+    @property
+    def weight_parts(self) -> int:
+        return max((part.weight_parts for part in self.parts), default=1)
 
     def at(self, step: int) -> Algorithm | None:
         """The part whose time it is."""
@@ -144,6 +150,8 @@ class BySize(Combination, register=False):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_parts(self.small, self.large)
+        if self.small.weight_parts > 1 or self.large.weight_parts > 1:
+            raise ConfigurationError("by_size() does not go with in_parts(), which would have it see pieces of tensors")
         if not isinstance(self.threshold, int) or self.threshold < 0:
             raise ConfigurationError(f"by_size() takes a number of bytes; got {self.threshold!r}")
         if _NOTHING in self.parts:

@@ -200,8 +200,10 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def _write_model(self) -> None:
-        if self._masters:
-            torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+        """Round the copies into the model, as far as the groups hold it now."""
+        pairs = [(own, master) for own, master in self._pairs() if own in self._masters]
+        if pairs:
+            torch._foreach_copy_([own for own, _ in pairs], [master for _, master in pairs])
 
     def _copy_options(self, sources: Iterable[dict[str, Any]], targets: Iterable[dict[str, Any]]) -> None:
         """Schedules write into our groups, some optimizers into theirs: both always hold the same options."""

@@ -89,6 +89,8 @@ class GradientSync:
         self._learned_plan: Plan | None = None
         self._left: tuple[set[str], Ticket[Tensor] | None] = set(), None
         """Of the open buckets: what has no gradient here, and the question who else has none."""
+        self._known: set[str] | None = None
+        """The answer."""
         self._usage: tuple[Bucket, int] | None = None
         """Where the numbers of use are, if they travel in a bucket: the place of their view."""
         self.exchange = Exchange(runner, algorithm, alone)
@@ -185,6 +187,7 @@ class GradientSync:
     def _leave_open(self) -> None:
         """Send what is left; no parameter has a gradient until its bucket is placed."""
         unused = self._flush()
+        self._known = None
         self._left = unused, None if self._usage is not None else self._ask_for_usage(unused)
         self.open, self._left_open = set(range(len(self.exchange.buckets))), True
         for parameter in self.parameters.values():
@@ -215,15 +218,20 @@ class GradientSync:
             self.exchange.settle([bucket.flat for bucket in self.exchange.buckets])
 
     def _nowhere_if_open(self) -> set[str]:
-        unused, asked = self._left
-        if not unused:
-            return set()
-        if asked is None:
-            bucket, number = self._usage  # type: ignore[misc]
-            if bucket.index in self.open:
-                used = bucket.segments[number].view(self.exchange.result(bucket.index))
-                return self._without(used)
-        return self._nowhere(unused, asked)
+        """See :meth:`_nowhere`; found out once per step."""
+        if self._known is None:
+            unused, asked = self._left
+            self._known = self._nowhere(unused, asked)
+        return self._known
+
+    def parameters_of(self, index: int) -> list[Parameter]:
+        """The parameters in a bucket."""
+        names = self.exchange.plan.layouts[index].names
+        return [self.parameters[name] for name in names if name != USAGE]
+
+    def reached(self) -> list[str]:
+        """The parameters whose gradients came in the last backward pass."""
+        return [slot.name for slot in self._slots.values() if slot.ready]
 
     def _flush(self) -> set[str]:
         """Complete the buckets: a parameter that backward did not reach sends the gradient it has, or zeros.
@@ -286,12 +294,10 @@ class GradientSync:
             used = self._runner.wait(asked)
         elif unused:
             bucket, number = self._usage  # type: ignore[misc]
-            used = bucket.views[number]
+            still_open = bucket.index in self.open
+            used = bucket.segments[number].view(self.exchange.result(bucket.index)) if still_open else bucket.views[number]
         else:
             return set()
-        return self._without(used)
-
-    def _without(self, used: Tensor) -> set[str]:
         return {name for name, anywhere in zip(self._slots, used.tolist(), strict=True) if not anywhere}
 
     def _learn(self) -> None:

@@ -7,6 +7,7 @@ come first: so buckets are launched in an order computed from a measured step, t
 ownership: see the note in ``gossamer.lanes``; an open bucket belongs to its flow until it is placed.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,12 @@ from torch.optim import Optimizer
 
 from gossamer.comm.ops import all_reduce, broadcast
 from gossamer.comm.runner import Runner, lane_for
+from gossamer.errors import UsageError
 from gossamer.sync.backward import alarming
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.module_buffers import BeforeForward
+
+logger = logging.getLogger("gossamer")
 
 PROBE_BYTES = 4 * 2**20
 """At most so much is sent to measure the line."""
@@ -70,6 +74,10 @@ class ForwardOverlap:
         self._homeless: tuple[int, ...] = ()
         """Buckets of parameters of which no module's forward pass tells when they are used: waited for in the step."""
         self._sent = 0, 0
+        self._placed: dict[int, list[tuple[Parameter, Tensor]]] = {}
+        """Gradients that are there and wait for the user's step."""
+        self._unnoticed: set[int] = set()
+        """Parameters (ids) that were updated because backward began, and not because a module needed them."""
         self._asked: list[dict[str, Any]] | None = None
         """The hyper-parameters of the update that is to be taken, group by group."""
 
@@ -77,7 +85,7 @@ class ForwardOverlap:
         """Install the hooks; returns their handles."""
         handles: list[Any] = []
         for module in self._model.modules():
-            handles.append(module.register_forward_pre_hook(BeforeModule(self)))
+            handles.append(module.register_forward_pre_hook(BeforeModule(self), prepend=True))
             handles.append(module.register_state_dict_pre_hook(Completing(self)))
             handles.append(module.register_load_state_dict_pre_hook(Completing(self)))
         handles.append(self._optimizer.register_state_dict_pre_hook(Completing(self)))
@@ -88,11 +96,16 @@ class ForwardOverlap:
 
     def ask(self) -> None:
         """The user's step: note with which hyper-parameters the open buckets' updates are to be taken."""
-        if not self._gradients.open:
+        if not self._waiting:
             return
         groups = self._optimizer.param_groups
         self._asked = [{key: _kept(value) for key, value in group.items() if key != "params"} for group in groups]
         self._land(self._homeless)
+
+    @property
+    def _waiting(self) -> set[int]:
+        """Buckets whose update is still to come."""
+        return self._gradients.open | self._placed.keys()
 
     def before(self, module: nn.Module) -> None:
         """``module`` begins its forward pass: its parameters must be up to date."""
@@ -103,34 +116,65 @@ class ForwardOverlap:
         elif not self._gradients.hold and module.training and torch.is_grad_enabled():
             self._calls.setdefault(module, len(self._calls))
 
+    before._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets
+
     def complete(self) -> None:
-        """Take every update that is still to come. Where the user took no step, gradients are dropped."""
+        """Take every update that is still to come, if the user took the step; else the weights are what they are to be."""
         if self._asked is not None:
-            self._land(range(len(self._gradients.exchange.buckets)))
+            self._land(sorted(self._waiting))
         for index in sorted(self._gradients.open):
-            self._gradients.place(index)
+            self._place(index)
 
     def conclude(self) -> None:
         """The same, and the end of the step, where all ranks do it: others may complete their updates whenever they like."""
         self.complete()
         self._gradients.conclude()
 
+    def begin_backward(self) -> None:
+        """Another backward pass has begun. Whoever was not asked for in its forward pass is not to have been used there."""
+        if self._asked is None and self._waiting:
+            raise UsageError(
+                f"rank {self._runner.rank}: another backward pass, but optimizer.step() was not called after the last one: "
+                "with overlap_forward gradients do not add up; accumulate inside replica.no_sync(), and take every step"
+            )
+        self._unnoticed = {id(parameter) for index in self._waiting for parameter in self._gradients.parameters_of(index)}
+        self.conclude()
+
+    def drop(self) -> None:
+        """Forget the step that was not asked for."""
+        self._placed = {}
+
+    def leave(self) -> None:
+        """Put the gradients of a step that was not asked for where they would be without an overlap."""
+        for gradients in self._placed.values():
+            for parameter, grad in gradients:
+                parameter.grad = grad
+        self.drop()
+
     def _land(self, indices: Sequence[int]) -> None:
         for index in indices:
-            if index in self._gradients.open:
-                with alarming(self._runner):
-                    placed = self._gradients.place(index)
-                self._update(placed)
-        if not self._gradients.open:
+            if index in self._waiting:
+                self._place(index)
+                self._update(self._placed.pop(index))
+        if not self._waiting:
             self._asked = None
+
+    def _place(self, index: int) -> None:
+        if index in self._gradients.open:
+            with alarming(self._runner):
+                self._placed[index] = self._gradients.place(index)
 
     def _update(self, gradients: Sequence[tuple[Parameter, Tensor]]) -> None:
         """The optimizer's step, for these parameters only."""
+        if not gradients:
+            return
         assert self._asked is not None
         held = {id(parameter) for parameter, _ in gradients}
         groups = self._optimizer.param_groups
-        here = [[p for p in group["params"] if id(p) in held] for group in groups]
-        own = [(asked | {"params": some}) for asked, some in zip(self._asked, here, strict=True) if some]
+        own = [
+            asked | {"params": [p for p in group["params"] if id(p) in held]}
+            for asked, group in zip(self._asked, groups, strict=True)
+        ]
         before = [parameter.grad for parameter, _ in gradients]
         for parameter, grad in gradients:
             parameter.grad = grad
@@ -142,12 +186,24 @@ class ForwardOverlap:
             self._optimizer.param_groups, self.updating = groups, False
             for (parameter, _), local in zip(gradients, before, strict=True):
                 parameter.grad = local
+        self._check_groups(own)
+
+    def _check_groups(self, used: Sequence[Mapping[str, Any]]) -> None:
+        assert self._asked is not None
+        for asked, group in zip(self._asked, used, strict=True):
+            changed = [key for key, value in group.items() if key != "params" and value is not asked.get(key)]
+            if changed:
+                raise UsageError(
+                    f"{type(self._optimizer).__name__} writes {', '.join(map(repr, changed))} into its parameter groups in "
+                    "every step: it cannot take a step in parts; use it without overlap_forward"
+                )
 
     # -- learning the order -----------------------------------------------------------------------------------------
 
     def after_backward(self) -> None:
         """Watch one pass of the plan's buckets, put them in order, and from then on leave them open."""
         gradients = self._gradients
+        self._check_unnoticed()
         if gradients.hold or not gradients.learned:
             return
         if gradients.arranged or self._runner.world == 1:
@@ -160,6 +216,19 @@ class ForwardOverlap:
             gradients.completed = None
             self._begin()
 
+    def _check_unnoticed(self) -> None:
+        """Raise if a parameter that no module waited for was used all the same: with the weights of one step before."""
+        if not self._unnoticed:
+            return
+        used = [name for name in self._gradients.reached() if id(self._gradients.parameters[name]) in self._unnoticed]
+        self._unnoticed = set()
+        if used:
+            raise UsageError(
+                f"rank {self._runner.rank}: parameter {used[0]!r} was used before its update: the module that holds it was "
+                "called in the first steps and not in this forward pass, which used it in another way (a method, or "
+                "functional.…); call the modules themselves, or leave out overlap_forward"
+            )
+
     def restart(self) -> None:
         """The plan is another one."""
         self._gradients.completed, self._gradients.hold = None, False
@@ -167,6 +236,8 @@ class ForwardOverlap:
             self._begin()
 
     def _begin(self) -> None:
+        if self._runner.rank == 0:
+            logger.info("from now on gradients overlap the forward pass: between backward and there p.grad is None")
         self._gradients.adopt_learned()
         self._gradients.hold = self._gradients.arranged = True
         self._assign()

@@ -64,8 +64,17 @@ class WeightSync:
         return cut(self._tensors, self._algorithm.weight_parts, weight_of)
 
     def _gather_members(self) -> None:
+        self._places = self._where()
         pieces = self._pieces()
         self._members = [[pieces[s.name] for s in bucket.segments] for bucket in self.exchange.buckets]
+
+    def _where(self) -> list[int]:
+        """Where the tensors lie, if pieces are views of their memory; whoever assigns to ``.data`` moves them."""
+        return [] if self._algorithm.weight_parts == 1 else [tensor.data_ptr() for tensor in self._tensors.values()]
+
+    def _follow_moved(self) -> None:
+        if self._where() != self._places:
+            self._gather_members()
 
     def follow(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on with ``tensors`` where they have replaced others (a module may assign a new tensor to a buffer)."""
@@ -112,6 +121,7 @@ class WeightSync:
         self._step, self._late = step, 0
         self.exchanges += 1
         self._follow_history()
+        self._follow_moved()
         with self.exchange.transaction():
             for bucket, members in zip(self.exchange.buckets, self._members, strict=True):
                 if self.exchange.due(bucket.index, step):
@@ -140,6 +150,7 @@ class WeightSync:
         self.arrive()
         if self._deltas and self._extended and self._history is not None:
             self.follow(self._history())
+        self._follow_moved()
         for index, delta in self._deltas.items():
             bucket = self.exchange.buckets[index]
             torch._foreach_add_(self._members[index], bucket.split(delta))
