@@ -50,9 +50,10 @@ class ChunkSparse(Lossy):
     (``exact_vectors``) are not sparse.
 
     Not the choice for models of a few thousand parameters, or where no step may use a gradient that is many steps old:
-    in a run of a few hundred steps from the start the convnet loses 2 to 3 points of accuracy at density 0.1, half of
-    that after a dense ``warmup``. Not with Adam, which divides by what comes every tenth step ten times as large: the GPT
-    ends 0.4 nats behind. There :class:`ScatterReduce` or 1-bit Adam do better (``docs/algorithms.md`` has the figures).
+    in a run of a few hundred steps from the start the convnet loses 2 points of accuracy at density 0.1, 0.4 if the first
+    third of it is exact (``after(…, ChunkSparse())``). Not with Adam, which divides by what comes every tenth step ten times
+    as large: the GPT ends 0.4 nats behind. There :class:`ScatterReduce` or 1-bit Adam do better (``docs/algorithms.md`` has
+    the figures).
 
     Source: Sun et al. 2019 (arXiv 1902.06855); momentum and warm-up as in Lin et al. 2018 (arXiv 1712.01887).
     """

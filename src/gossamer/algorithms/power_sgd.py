@@ -32,10 +32,9 @@ class PowerSGD(Lossy):
     elements per matrix, in full precision.
     Memory: one residual per element. Compute: four products with thin matrices and a QR decomposition.
 
-    Not the choice for models of vectors or tiny matrices, or where computation, not the network, is what is short. In a
-    run of a few hundred steps from the start the convnet loses a point of accuracy with ``rank`` 2, and half a point with
-    4; with Adam, which makes large what little there is outside of these directions, the GPT ends 0.5 nats behind
-    (``docs/algorithms.md`` has the figures).
+    Not the choice for models of vectors or tiny matrices, or where computation, not the network, is what is short; nor
+    with Adam, which makes large what little there is outside of these directions: the GPT ends 0.5 nats behind. With SGD
+    the convnet keeps its accuracy (0.3 points in a short run from the start; ``docs/algorithms.md`` has the figures).
     Workers on different kinds of processors may differ in the last bits, because their QR decompositions do.
 
     Source: Vogels et al. 2019 (arXiv 1905.13727), algorithms 1 and 2.
