@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gossamer import AllReduce, Gossip
-from gossamer.algorithms import Algorithm
+from gossamer.algorithms import Algorithm, in_parts
 from gossamer.algorithms.base import Context
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, Permute, all_reduce, decide, start, wait
@@ -151,6 +151,14 @@ def test_gossip_hides_behind_the_next_step() -> None:
     result = run(tensors(10**6), Gossip(wire="fp32"), 4, compute)
     assert (result.step_seconds, result.exposed_seconds) == (pytest.approx(0.11), 0)
     assert (result.bytes_per_step, result.messages_per_step) == (BYTES, 4), "pieces of a mebibyte"
+
+
+def test_gossip_in_parts_sends_the_same_in_every_step() -> None:
+    model, parts = tensors(1000, 10**6, 7), 4
+    whole = run(model, Gossip(), 8)
+    cut = [run(model, in_parts(parts, Gossip()), 8, steps=steps) for steps in (parts, 1)]
+    assert cut[0].bytes_per_step == pytest.approx(whole.bytes_per_step / parts, rel=1e-6)
+    assert cut[1].bytes_per_step == pytest.approx(whole.bytes_per_step / parts, rel=1e-5)
 
 
 def test_gossip_on_a_slow_wire() -> None:

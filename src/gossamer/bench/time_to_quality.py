@@ -29,7 +29,16 @@ from gossamer.bench.sides import parse_side
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabError
 
-SIDES = ("ddp", "ddp-fp16", "ddp-powersgd", "post-localsgd", "Gossip(wire='bf16')", "ScatterReduce()", "ChunkSparse()")
+SIDES = (
+    "ddp",
+    "ddp-fp16",
+    "ddp-powersgd",
+    "post-localsgd",
+    "Gossip()",
+    "in_parts(8, Gossip())",
+    "ScatterReduce()",
+    "ChunkSparse()",
+)
 
 KEY = ("workload", "network", "hosts", "side", "seed", "eval_every")
 
