@@ -104,9 +104,13 @@ bench-scale: $(READY) ## every pattern with 2 to 32 workers: time, bytes, messag
 	  --rounds 3 --steps 2 --warmup 2 --save-to benchmarks/results/scale
 	$(RUN) -m gossamer.bench.scale benchmarks/results/scale
 
-bench-efficiency: $(READY) ## GossipGraD on ResNet-50 with emulated compute, 8 hosts, its message 0.8 of the compute (about 20 minutes)
-	$(VENV)/bin/gossamer bench 'ResNet50(12)' --network 90mbit --hosts 8 --side "GossipGraD(wire='bf16')" \
+bench-efficiency: $(READY) ## papers' runs in slow motion, 8 hosts: GossipGraD and sparse chunks on ResNet-50, sparse chunks on AlexNet (an hour)
+	$(VENV)/bin/gossamer bench 'ResNet50(12)' --network 90mbit --hosts 8 --no-memory --side "GossipGraD(wire='bf16')" \
 	  --rounds 3 --steps 2 --warmup 2 --save-to benchmarks/results/efficiency
+	$(VENV)/bin/gossamer bench 'ResNet50(12)' --network 60mbit --hosts 8 --no-memory --side 'ChunkSparse()' \
+	  --rounds 3 --steps 2 --warmup 4 --save-to benchmarks/results/efficiency
+	$(VENV)/bin/gossamer lab --hosts 8 --rate 71mbit -- -m gossamer.bench.paired --workload 'AlexNet(16)' \
+	  --sides compute 'ChunkSparse()' --rounds 2 --steps 2 --warmup 3 | sed 's/^.rank 0. //' > benchmarks/results/efficiency/alexnet.json
 
 bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, beside DDP (hours, resumable)
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/02_convnet.py --target 0.905 --save-to benchmarks/results

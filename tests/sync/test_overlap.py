@@ -13,7 +13,7 @@ from gossamer.algorithms import AllReduce, ChunkSparse, Gossip, PowerSGD, Scatte
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.optim import LAMB, MasterWeights
-from gossamer.sync.overlap import launch_order
+from gossamer.sync.launch import launch_order
 
 WORLD, STEPS, WIDTH = 2, 6, 12
 

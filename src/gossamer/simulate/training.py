@@ -22,8 +22,8 @@ from gossamer.simulate.clocked import Lane, Wire
 from gossamer.simulate.profile import Compute, Link
 from gossamer.state import State
 from gossamer.sync.checks import named_parameters
+from gossamer.sync.launch import launch_order
 from gossamer.sync.module_buffers import Buffers, floating, named_buffers, resolve_buffers
-from gossamer.sync.overlap import launch_order
 from gossamer.sync.usage import USAGE, with_usage
 
 META = torch.device("meta")

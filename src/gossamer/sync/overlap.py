@@ -8,7 +8,6 @@ ownership: see the note in ``gossamer.lanes``; an open bucket belongs to its flo
 """
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,33 +17,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from gossamer.comm.ops import all_reduce, broadcast
-from gossamer.comm.runner import Runner, lane_for
+from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
 from gossamer.sync.backward import alarming
 from gossamer.sync.gradients import GradientSync
+from gossamer.sync.launch import agreed_order
 from gossamer.sync.module_buffers import BeforeForward
 
 logger = logging.getLogger("gossamer")
-
-PROBE_BYTES = 4 * 2**20
-"""At most so much is sent to measure the line."""
-
-
-def launch_order(ready: Sequence[float], seconds: Sequence[float], needs: Sequence[float]) -> list[int]:
-    """In which order to launch buckets: whenever the line is free, of those that are there the one that is needed first.
-
-    ``ready``: when each one is complete, in seconds from the first; ``seconds``: how long each takes on the line;
-    ``needs``: the place in the forward pass of the first module that waits for it.
-    """
-    left, order, now = set(range(len(ready))), [], 0.0
-    while left:
-        there = [index for index in left if ready[index] <= now] or [min(left, key=lambda index: (ready[index], index))]
-        chosen = min(there, key=lambda index: (needs[index], index))
-        now = max(now, ready[chosen]) + seconds[chosen]
-        order.append(chosen)
-        left.remove(chosen)
-    return order
 
 
 class BeforeModule(BeforeForward):
@@ -246,33 +226,15 @@ class ForwardOverlap:
         return sum(meter.bytes for meter in self._runner.meters()), self._gradients.exchange.exchanged_bytes
 
     def _order(self, completed: Mapping[int, float]) -> list[int]:
-        """As rank 0 saw it."""
         (sent_before, exact_before), (sent, exact) = self._sent, self._counted()
-        per_byte = self._probe() * (sent - sent_before) / max(1, exact - exact_before)
-        layouts = self._gradients.exchange.plan.layouts
-        begin, positions = min(completed.values()), self._positions()
-        order = launch_order(
-            [completed[index] - begin for index in range(len(layouts))],
-            [per_byte * layout.nbytes for layout in layouts],
-            [min(positions.get(name, len(self._calls)) for name in layout.names) for layout in layouts],
+        layouts, positions = self._gradients.exchange.plan.layouts, self._positions()
+        return agreed_order(
+            self._runner,
+            layouts,
+            ready=[completed[index] for index in range(len(layouts))],
+            needs=[min(positions.get(name, len(self._calls)) for name in layout.names) for layout in layouts],
+            sent_share=(sent - sent_before) / max(1, exact - exact_before),
         )
-        mine = torch.tensor(order, dtype=torch.int64)
-        agreed = self._runner.run(lambda: broadcast(mine), "the order in which buckets are launched")
-        return list(map(int, agreed))
-
-    def _probe(self) -> float:
-        """Seconds per byte that a rank sends, with nothing else on the line."""
-        layouts = self._gradients.exchange.plan.layouts
-        nbytes = min(PROBE_BYTES, max(layout.nbytes for layout in layouts))
-        message = torch.zeros(nbytes // 4 + 1, device=layouts[0].device)
-        begin = 0.0
-        for _ in range(2):  # ranks do not come to the first one together
-            begin = time.perf_counter()
-            self._runner.run(lambda: all_reduce(message), "a measure of the line", lane_for(message))
-            if message.device.type != "cpu":
-                torch.accelerator.synchronize(message.device)
-        world = self._runner.world
-        return (time.perf_counter() - begin) / (2 * (world - 1) / world * message.nbytes)
 
     def _guards(self) -> Iterator[tuple[str, nn.Module | None]]:
         """For each trainable parameter's name, the modules that wait for it: those that hold it, or, where a forward pass
