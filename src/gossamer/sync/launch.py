@@ -34,7 +34,7 @@ def agreed_order(
 ) -> list[int]:
     """The order of :func:`launch_order` as rank 0 sees it, after the line was measured. Collective.
 
-    ``ready``: when each bucket was complete, in seconds of any clock; ``sent_share``: bytes that a rank sends per byte of gradient.
+    ``ready``: when each bucket was complete, in seconds of any clock; ``sent_share``: bytes sent per byte of gradient.
     """
     per_byte = _measured_line(runner, layouts) * sent_share
     order = launch_order([moment - min(ready) for moment in ready], [per_byte * layout.nbytes for layout in layouts], needs)
