@@ -17,7 +17,7 @@ from gossamer.data import RingShuffle
 from gossamer.data.ring_shuffle import UNDER_WAY
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 5])
-MIXED = pytest.mark.parametrize("mix", [False, True])
+MIXED = pytest.mark.parametrize("options", [{}, {"mix": True}, {"deal": True}], ids=["plain", "mix", "deal"])
 SIZES = pytest.mark.parametrize("sizes", ["equal", "one apart", "far apart"])
 BATCH = 4
 
@@ -61,13 +61,13 @@ def each(world: int, body: Callable[[RingShuffle, int], Any], sizes: str = "equa
 @WORLDS
 @MIXED
 @SIZES
-def test_every_sample_visits_every_worker_exactly_once(world: int, mix: bool, sizes: str) -> None:
+def test_every_sample_visits_every_worker_exactly_once(world: int, options: dict[str, bool], sizes: str) -> None:
     """Over ``world`` local epochs; and then again."""
 
     def body(shuffle: RingShuffle, rank: int) -> list[list[int]]:
         return [flat(names_of(batch) for batch in shuffle) for _ in range(2 * world)]
 
-    for seen in each(world, body, sizes, mix=mix):
+    for seen in each(world, body, sizes, **options):
         assert sorted(flat(seen[:world])) == everything(world, sizes)
         assert sorted(flat(seen[world:])) == everything(world, sizes)
 
@@ -75,11 +75,11 @@ def test_every_sample_visits_every_worker_exactly_once(world: int, mix: bool, si
 @WORLDS
 @MIXED
 @SIZES
-def test_the_union_over_ranks_is_unchanged_after_each_step(world: int, mix: bool, sizes: str) -> None:
+def test_the_union_over_ranks_is_unchanged_after_each_step(world: int, options: dict[str, bool], sizes: str) -> None:
     def body(shuffle: RingShuffle, rank: int) -> list[list[int]]:
         return [names_of(shuffle.samples()) for _ in range(world + 1) for _ in shuffle]
 
-    ranks = each(world, body, sizes, mix=mix)
+    ranks = each(world, body, sizes, **options)
     for step in zip(*ranks, strict=True):
         assert sorted(flat(step)) == everything(world, sizes)
 
@@ -124,6 +124,31 @@ def test_mixing_composes_batches_anew(world: int) -> None:
     assert max(Counter(tuple(sorted(batch)) for epoch in each(world, body)[0] for batch in epoch).values()) == 2
 
 
+@WORLDS
+@SIZES
+def test_dealt_shares_are_even_and_hold_some_of_everyones(world: int, sizes: str) -> None:
+    def body(shuffle: RingShuffle, rank: int) -> list[int]:
+        return names_of(shuffle.samples())
+
+    hands = each(world, body, sizes, deal=True)
+    assert sorted(flat(hands)) == everything(world, sizes)
+    assert max(map(len, hands)) - min(map(len, hands)) <= world
+    for hand in hands:
+        brought = Counter(name // 100 for name in hand)
+        for rank in range(world):
+            assert abs(brought[rank] - share_size(sizes, rank) / world) < 1
+
+
+def test_a_deal_is_random_and_reproducible() -> None:
+    def body(shuffle: RingShuffle, rank: int) -> list[list[int]]:
+        return [names_of(batch) for batch in shuffle]
+
+    first = each(3, body, deal=True, seed=1)
+    assert each(3, body, deal=True, seed=1) == first
+    assert each(3, body, deal=True, seed=2) != first
+    assert any(len({name // 100 for name in batch}) > 1 for batch in first[0]), "batches of one share's samples only"
+
+
 def test_nothing_depends_on_the_generators_of_the_script() -> None:
     def body(shuffle: RingShuffle, rank: int) -> list[list[int]]:
         torch.manual_seed(rank)
@@ -138,7 +163,7 @@ def test_nothing_depends_on_the_generators_of_the_script() -> None:
 @WORLDS
 @MIXED
 @pytest.mark.parametrize("at", [(0, 0), (0, 2), (1, 3), (4, 1)], ids=str)
-def test_a_resumed_run_goes_on_bit_for_bit(world: int, mix: bool, at: tuple[int, int]) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(world: int, options: dict[str, bool], at: tuple[int, int]) -> None:
     """At the same sample, from a new shuffle or from one that has moved on; the state is the same on every rank."""
     epochs, sizes = 7, "far apart"
 
@@ -160,11 +185,11 @@ def test_a_resumed_run_goes_on_bit_for_bit(world: int, mix: bool, at: tuple[int,
 
         return body
 
-    ranks = each(world, straight, sizes, mix=mix)
+    ranks = each(world, straight, sizes, **options)
     state = ranks[0][1]
     assert all(other == state for _, other in ranks)
     for moved in (0, 2, 3):
-        for (seen, _), again in zip(ranks, each(world, resumed(moved), sizes, mix=mix), strict=True):
+        for (seen, _), again in zip(ranks, each(world, resumed(moved), sizes, **options), strict=True):
             expected = [(epoch, names) for epoch, step, names in seen if (epoch, step) >= at]
             assert again[: len(expected)] == expected
             assert len(again) >= len(expected) > 0
@@ -233,7 +258,7 @@ def test_through_a_data_loader() -> None:
 
 
 @MIXED
-def test_a_run_through_a_data_loader_resumes_in_the_middle_of_a_local_epoch(mix: bool) -> None:
+def test_a_run_through_a_data_loader_resumes_in_the_middle_of_a_local_epoch(options: dict[str, bool]) -> None:
     """With shares that three workers do not divide, at the last but one of the batches of the second epoch."""
 
     def straight(shuffle: RingShuffle, rank: int) -> tuple[dict[str, Any], list[list[int]]]:
@@ -250,9 +275,9 @@ def test_a_run_through_a_data_loader_resumes_in_the_middle_of_a_local_epoch(mix:
         loader = DataLoader(shuffle, batch_size=None, num_workers=0)
         return [names_of(batch) for _ in range(2) for batch in loader]
 
-    ranks = each(3, straight, "one apart", mix=mix)
+    ranks = each(3, straight, "one apart", **options)
     state = ranks[0][0]
-    assert each(3, resumed, "one apart", mix=mix) == [seen for _, seen in ranks]
+    assert each(3, resumed, "one apart", **options) == [seen for _, seen in ranks]
 
 
 def test_a_state_of_another_number_of_ranks_is_refused() -> None:

@@ -24,7 +24,8 @@ SHUFFLED = "shuffled globally"
 SORTED = "sorted by label"
 TRAVELLING = "sorted by label, RingShuffle"
 MIXED = "sorted by label, RingShuffle, mix=True"
-ARMS = (SHUFFLED, SORTED, TRAVELLING, MIXED)
+DEALT = "sorted by label, RingShuffle, deal=True"
+ARMS = (SHUFFLED, SORTED, TRAVELLING, MIXED, DEALT)
 
 Shard = tuple[Tensor, Tensor]
 
@@ -47,10 +48,10 @@ def staying(own: Shard, batch: int, rank: int, seed: int) -> Iterator[Shard]:
                 yield inputs[chosen], labels[chosen]
 
 
-def travelling(own: Shard, batch: int, rank: int, seed: int, mix: bool) -> Iterator[Shard]:
+def travelling(own: Shard, batch: int, rank: int, seed: int, **options: bool) -> Iterator[Shard]:
     """Batches of a share that wanders around the ring, without end; shuffled once, before anything leaves."""
     order = torch.randperm(len(own[1]), generator=torch.Generator().manual_seed(1000 * seed + rank))
-    with RingShuffle((own[0][order], own[1][order]), batch, seed=seed, mix=mix) as shuffle:
+    with RingShuffle((own[0][order], own[1][order]), batch, seed=seed, **options) as shuffle:
         yield from endless(shuffle)
 
 
@@ -70,7 +71,7 @@ def train_on(workload: Workload, run: Training, algorithm: str, batch: int) -> d
         own = shard(inputs, labels, rank, world)
         if run.side == SORTED:
             return staying(own, batch, rank, seed)
-        return travelling(own, batch, rank, seed, mix=run.side == MIXED)
+        return travelling(own, batch, rank, seed, mix=run.side == MIXED, deal=run.side == DEALT)
 
     return train(workload, replace(run, side=algorithm), None if run.side == SHUFFLED else batches)
 

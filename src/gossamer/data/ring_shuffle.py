@@ -15,6 +15,7 @@ from gossamer.comm.connect import connect
 from gossamer.comm.ops import permute
 from gossamer.comm.runner import Ticket, lane_for
 from gossamer.comm.topology import shift
+from gossamer.data.deal import dealt, dealt_sizes
 from gossamer.data.shares import batches_of, check_integers, cut, drawn, gathered
 from gossamer.data.table import Layout, Table, count, load
 from gossamer.errors import CommunicationError, ConfigurationError, UsageError
@@ -56,6 +57,9 @@ class RingShuffle(IterableDataset[Any]):
         group: a process group; the default group if none is given. Without any, a world of one.
         seed: of what is random (``mix`` and ``split``); the same on all ranks.
         mix: also compose the batches anew in every local epoch. Else samples that share a batch stay together for ever.
+        deal: first deal the shares out among the ranks like cards, so that each holds some of everyone's samples. For shares
+            that differ (sorted by label, by site): travelling alone brings every sample to every worker, but in each local
+            epoch a worker still holds what another one brought. Sends (p−1)/p of a share, once.
         split: every rank gives the same whole dataset, and each takes a random share (sizes differ by at most one).
         timeout: seconds (or a ``timedelta``) that an exchange may take; the process group's by default.
 
@@ -76,9 +80,10 @@ class RingShuffle(IterableDataset[Any]):
         *,
         mix: bool = False,
         split: bool = False,
+        deal: bool = False,
         timeout: float | timedelta | None = None,
     ) -> None:
-        self._batch_size, self._seed, self._mix = batch_size, seed, mix
+        self._batch_size, self._seed, self._mix, self._deal = batch_size, seed, mix, deal
         self._epoch = self._step = 0
         self._pending: deque[tuple[Ticket[Tensor], Tensor]] = deque()
         self._closed = False
@@ -90,7 +95,7 @@ class RingShuffle(IterableDataset[Any]):
             with alarming(self._runner):
                 check_integers(batch_size, seed)
                 self._runner.agree_on_opening("gossamer.data.RingShuffle()")
-                options = f"batch_size={batch_size}, seed={seed}, mix={mix}, split={split}"
+                options = f"batch_size={batch_size}, seed={seed}, mix={mix}, split={split}, deal={deal}"
                 agree(self._runner, {"the options of RingShuffle": options})
                 self._open(dataset, split)
         except BaseException:
@@ -104,13 +109,15 @@ class RingShuffle(IterableDataset[Any]):
             chosen = drawn(total, f"{self._seed}/split")[runner.rank :: runner.world].tolist()
         else:
             chosen = list(range(total))
-        self._sizes = gathered(runner, len(chosen))
+        brought = gathered(runner, len(chosen))
+        self._sizes = dealt_sizes(brought) if self._deal else brought
         self._steps = batches_of(self._sizes, self._batch_size)
         table: Table = load(dataset, chosen)
         agree(runner, {"samples": str(table.layout), "their structure": str(table.layout.structure)})
         self._layout: Layout = table.layout
+        rows = dealt(runner, table.rows, brought, f"{self._seed}/deal") if self._deal else table.rows
         self._storage = torch.zeros(self._steps * self._batch_size, table.layout.row_bytes, dtype=torch.uint8)
-        self._place(table.rows)
+        self._place(rows)
         self._begin_epoch()
 
     # -- what the user calls ------------------------------------------------------------------------------------
@@ -269,5 +276,5 @@ class RingShuffle(IterableDataset[Any]):
         self._free = torch.arange(len(rows), len(self._storage))
 
     def _description(self) -> str:
-        options = f"batch_size={self._batch_size}, seed={self._seed}, mix={self._mix}"
+        options = f"batch_size={self._batch_size}, seed={self._seed}, mix={self._mix}, deal={self._deal}"
         return f"{options}, shares of {list(self._sizes)} samples {self._layout}"
