@@ -66,6 +66,13 @@ bench-convergence: $(READY) ## train every relaxation with 8, 16 or 64 workers i
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --family momenta
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --workers 16 --family weights
+	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --workers 16 --optimizer 'GossipAdamW()' \
+	  --sides 'Gossip()' 'Hierarchical(Gossip(), ranks_per_node=4)'
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 16 --cut 2 --sides 'in_parts(8, Gossip())'
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 64 --cut 8 \
+	  --sides 'AllReduce()' 'Gossip()' 'GossipGraD()' 'GossipPGA(period=4)' 'QuantizedGossip(bits=4)'
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 64 --cut 8 --lr 0.04 \
+	  --sides 'AllReduce()' 'Gossip()' 'GossipPGA(period=4)'
 
 bench-shuffle: $(READY) ## gossip on shards sorted by label, without and with samples that travel (an hour, resumable)
 	$(RUN) -m gossamer.bench.shuffle --save-to benchmarks/results
