@@ -57,16 +57,16 @@ class SlowWork:
 
 
 @pytest.mark.parametrize("way", ["wait", "arrives"])
-@pytest.mark.parametrize(("seconds", "later", "expected"), [(0.05, 0.0, 0.08), (0.0, 0.05, 0.05)])
+@pytest.mark.parametrize(("seconds", "later", "expected"), [(0.05, 0.0, 0.2), (0.0, 0.2, 0.2)])
 def test_an_end_that_was_waited_for_is_delayed_by_the_latency(way: str, seconds: float, later: float, expected: float) -> None:
     port = GlooPort(Circle(None, None, (0, 1)), lambda group: Circle(None, None, group), Meter())
     begin = time.perf_counter()
-    handle = Pending(AllReduce(torch.zeros(1)), [SlowWork(seconds)], torch.zeros(1), latency=0.03)
+    handle = Pending(AllReduce(torch.zeros(1)), [SlowWork(seconds)], torch.zeros(1), latency=0.15)
     time.sleep(later)  # what came in the meantime is there at once
     while way == "arrives" and not port.arrives(handle, 0.01):
         pass
     port.wait(handle)
-    assert expected <= time.perf_counter() - begin < expected + 0.03
+    assert expected <= time.perf_counter() - begin < expected + 0.15
 
 
 @pytest.mark.parametrize(
