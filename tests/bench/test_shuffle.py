@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gossamer
-from gossamer.bench.convergence import Training, run_all
+from gossamer.bench.convergence import Training, run_all, table
 from gossamer.bench.shuffle import ARMS, MIXED, SHUFFLED, shard, staying, train_on, travelling
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError
@@ -82,3 +82,12 @@ def test_every_arm_trains_and_is_kept(tmp_path):
 def test_a_workload_without_samples_is_refused():
     with pytest.raises(ConfigurationError, match="training_samples"):
         train_on(a_workload(training_samples=None), Training("small", MIXED, 4, 1, 0), "Gossip()", 10)
+
+
+def test_the_table_sets_the_arms_beside_globally_shuffled_data():
+    about = {"workload": "convnet", "workers": 8, "steps": 936}
+    rows = [about | {"side": arm, "seed": 0, "quality": {"accuracy": 0.9 - 0.01 * i}} for i, arm in enumerate(ARMS)]
+    lines = table(rows)
+    assert len(lines) == 2 + len(ARMS)
+    assert "+0.000" in lines[2]
+    assert "-4.000" in lines[-1]

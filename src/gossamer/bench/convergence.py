@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.rows import append_row, markdown, read_rows
-from gossamer.bench.sides import in_place_of, join, parse_optimizer, parse_side
+from gossamer.bench.sides import OPTIMIZERS, in_place_of, join, parse_optimizer, parse_side
 from gossamer.bench.workload import Workload
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError
@@ -169,7 +168,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         name = "accuracy" if "accuracy" in row["quality"] else "loss"
         scale, units[row["workload"]] = QUALITIES[name]
-        own_optimizer = isinstance(parse_side(row["side"]), partial)
+        own_optimizer = row["side"].partition("(")[0] in OPTIMIZERS
         decay = row.get("decay", False)
         about = (row["workload"], row["workers"], row.get("cut", 1), row["steps"], own_optimizer, decay)
         group = groups.setdefault(about, {})
