@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -85,6 +86,13 @@ def finish(options: argparse.Namespace, rank: int, net: nn.Module, replica: goss
 
 
 def leave() -> None:
-    """End the process group, after all that used it is gone: DDP's last reference to it can wait for itself for ever."""
+    """End the process group, after all that used it is gone: DDP's last reference to it can wait for itself for ever.
+
+    And end the process with it: a thread of the group that still lets go of something would ask for the interpreter while
+    that is taken down, and the process would abort at its very end.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
