@@ -45,12 +45,11 @@ class Compute:
         for name in ("forward", "backward", "optimizer"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigurationError(f"{name} must be a number of seconds; got {getattr(self, name)!r}")
-        for name, moment in self.ready.items():
-            if not 0 <= moment <= self.backward * (1 + 1e-9):
-                raise ConfigurationError(f"ready[{name!r}] is {moment!r}, not within the backward pass of {self.backward:g} s")
-        for name, moment in self.needed.items():
-            if not 0 <= moment <= self.forward * (1 + 1e-9):
-                raise ConfigurationError(f"needed[{name!r}] is {moment!r}, not within the forward pass of {self.forward:g} s")
+        for what, where in (("ready", "backward"), ("needed", "forward")):
+            seconds = getattr(self, where)
+            for name, moment in getattr(self, what).items():
+                if not 0 <= moment <= seconds * (1 + 1e-9):
+                    raise ConfigurationError(f"{what}[{name!r}] is {moment!r}, not within the {where} pass of {seconds:g} s")
 
     @property
     def seconds(self) -> float:

@@ -74,9 +74,10 @@ class Part:
         """Start the flow of one bucket."""
         handler, state, ctx = self._handlers[bucket.index], self._states[bucket.index], self._context(number)
         lane = lanes[self._lanes[bucket.index]]
-        if self.algorithm.subject == "weights" and not handler.due(number):
+        due = handler.due(number)
+        if self.algorithm.subject == "weights" and not due:
             return
-        exchange = handler.exchange if handler.due(number) else left_alone
+        exchange = handler.exchange if due else left_alone
         self.under_way.append(lane.submit(lambda: exchange(bucket, state, ctx)))
 
     def finish(self, number: int) -> Iterator[Flow[None]]:

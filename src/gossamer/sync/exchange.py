@@ -88,18 +88,19 @@ class Exchange:
         return all(ticket is None or self.runner.arrived(ticket) for ticket in self._tickets.values())
 
     def due(self, index: int, step: int) -> bool:
-        """Whether weights of a bucket are exchanged at this step."""
+        """Whether a bucket is exchanged at this step."""
         return self.handlers[index].due(step)
 
     def launch(self, step: int, when: str) -> None:
         """Start the flow of the bucket that is next; ``when`` describes the step."""
         index = self.order[len(self._tickets)]
-        if self.algorithm.subject == "weights" and not self.due(index, step):
+        due = self.due(index, step)
+        if self.algorithm.subject == "weights" and not due:
             self._tickets[index] = None
             return
         bucket, state, ctx, handler = self.buckets[index], self.states[index], self.context(step), self.handlers[index]
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
-        exchange = handler.exchange if handler.due(step) else left_alone
+        exchange = handler.exchange if due else left_alone
         make_flow = partial(self._checked, exchange, bucket, state, ctx)
         lane = 0 if self.algorithm.serial else self._lanes[index]
         self._tickets[index] = self.runner.submit(make_flow, label, lane, prompt=self._prompt)

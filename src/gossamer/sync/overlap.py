@@ -289,6 +289,6 @@ def _kept(value: Any) -> Any:
 @contextmanager
 def _as_between_steps(gradients: Sequence[tuple[Parameter, Tensor]]) -> Iterator[None]:
     """Whatever the forward pass runs in (autocast, inference), an optimizer's step is outside of it."""
-    device = gradients[0][0].device.type if gradients else "cpu"
+    device = gradients[0][0].device.type
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
         yield
