@@ -33,7 +33,7 @@ from gossamer.sync.module_buffers import (
     synchronise_buffers,
 )
 from gossamer.sync.optimizers import OptimizerSync
-from gossamer.sync.overlap import ForwardOverlap
+from gossamer.sync.overlap import ForwardOverlap, NoOverlap
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.weights import WeightSync
 
@@ -68,7 +68,7 @@ class Replica:
         self._gradients: GradientSync | None = None
         self._links: list[OptimizerSync] = []
         self._open_syncs()
-        self._overlap: ForwardOverlap | None = None
+        self._overlap = NoOverlap()
         if overlap_forward and self._gradients is not None:
             self._overlap = ForwardOverlap(runner, model, self._optimizers[0], self._gradients)
         mirror = {
@@ -102,7 +102,7 @@ class Replica:
         """
         if self.algorithm.may_lag:
             raise UsageError("join() is not needed where exchanges may lag: a rank may have as many batches as it likes")
-        if self._overlap is not None:
+        if isinstance(self._overlap, ForwardOverlap):
             raise UsageError("join() cannot be used with overlap_forward: a rank without batches has no forward pass")
         with alarming(self._runner), self._join.active(self._conclude_join):
             yield
@@ -153,7 +153,7 @@ class Replica:
 
         Collective where exchanges may lag.
         """
-        self._complete_updates()
+        self._overlap.complete()
         self.catch_up()
         for sync in self._weights:
             sync.arrive()
@@ -163,8 +163,10 @@ class Replica:
         ``compression_ratio`` (bytes of an exact all-reduce of the same tensors, divided by ``bytes_sent``),
         ``exposed_seconds`` (the loop stood still for communication), ``wire_seconds`` and ``local_seconds`` (lanes
         waiting for the network, and encoding, decoding and computing), ``elapsed_seconds``, ``step``.
-        And as of now: ``residual_norm``, the L2 norm of what is not sent yet, relative to that of the last exchange."""
-        self._complete_updates()
+        And as of now: ``residual_norm``, the L2 norm of what is not sent yet, relative to that of the last exchange.
+        Updates that the next forward pass would take (``overlap_forward``) are taken now: if read in every step, nothing is
+        hidden."""
+        self._overlap.complete()
         exchanges = [] if self._gradients is None else [self._gradients.exchange]
         exchanges += [sync.exchange for sync in self._weights] + [link.exchange for link in self._links]
         exact = sum(link.exact_bytes for link in self._links)
@@ -173,8 +175,7 @@ class Replica:
     def state_dict(self) -> dict[str, Any]:
         """Plan, counters and the algorithm's state of this rank, under a key with its rank. Collective, between steps."""
         self._require_open()
-        if self._overlap is not None:
-            self._overlap.conclude()
+        self._overlap.conclude()
         self.catch_up()
         return checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
 
@@ -188,12 +189,10 @@ class Replica:
         self.catch_up()
         with alarming(self._runner):
             syncs: list[WeightSync | OptimizerSync] = [*self._weights, *self._links]
-            if self._overlap is not None:
-                self._overlap.conclude()
-                self._overlap.drop()
+            self._overlap.conclude()
+            self._overlap.drop()
             self.step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
-            if self._overlap is not None:
-                self._overlap.restart()
+            self._overlap.restart()
 
     def close(self, average: bool = False) -> None:
         """Add what is still under way, remove all hooks and leave. The model stays usable, alone.
@@ -206,9 +205,8 @@ class Replica:
             return
         self._closed = True
         try:
-            if self._overlap is not None:
-                self._overlap.complete()
-                self._overlap.leave()
+            self._overlap.complete()
+            self._overlap.leave()
         finally:
             self._release(average)
 
@@ -265,8 +263,7 @@ class Replica:
         for index, optimizer in enumerate(self._optimizers):
             handles.append(optimizer.register_step_pre_hook(self._before_step(index)))
             handles.append(optimizer.register_step_post_hook(self._after_step(index)))
-        if self._overlap is not None:
-            handles += self._overlap.hook()
+        handles += self._overlap.hook()
         by_forward = self._buffers == "broadcast" or (self._buffers == "average" and not self._weights)
         if by_forward and self._runner.world > 1 and named_buffers(self._model):
             handles.append(hook_forward(self._model, self._synchronise_buffers))
@@ -276,8 +273,7 @@ class Replica:
         self._backward.reached()
 
     def _begin_backward(self) -> None:
-        if self._overlap is not None:
-            self._overlap.begin_backward()
+        self._overlap.begin_backward()
         self._join.announce(Event.BACKWARD)
         if self._gradients is not None:
             self._gradients.begin()
@@ -285,14 +281,13 @@ class Replica:
     def _end_backward(self) -> None:
         if self._gradients is not None:
             self._gradients.end()
-        if self._overlap is not None:
-            self._overlap.after_backward()
+        self._overlap.after_backward()
         scaling.agree_on_overflow(self._runner, self._scaler, self._trainable.values())
         self.step += 1
 
     def _before_step(self, index: int) -> Any:
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self._late:
+            if self._overlap.updating:  # a part of a step that the user took before
                 return
             with alarming(self._runner):
                 self._watch.check()
@@ -309,10 +304,9 @@ class Replica:
 
     def _after_step(self, index: int) -> Any:
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self._late:
+            if self._overlap.updating:  # a part of a step that the user took before
                 return
-            if self._overlap is not None:
-                self._overlap.ask()
+            self._overlap.ask()
             self._seen[index] = self._passes()
             if self._weights:
                 if self.algorithm.lands_late:
@@ -321,15 +315,6 @@ class Replica:
                 self._weights[index].launch(self.step)
 
         return after_step
-
-    @property
-    def _late(self) -> bool:
-        """Whether the optimizer's step under way is a part of one that the user took before."""
-        return self._overlap is not None and self._overlap.updating
-
-    def _complete_updates(self) -> None:
-        if self._overlap is not None:
-            self._overlap.complete()
 
     def _tell_how_many(self, optimizer: Optimizer) -> None:
         """Of how many gradients the mean update is made, if the optimizer asks for it."""

@@ -11,7 +11,8 @@ from torch import nn
 
 import gossamer
 from gossamer import AllReduce, ConfigurationError, Gossip, loopback
-from gossamer.sync.module_buffers import BeforeForward, floating, hook_forward, named_buffers, resolve_buffers
+from gossamer.sync.hooks import OwnHook
+from gossamer.sync.module_buffers import floating, hook_forward, named_buffers, resolve_buffers
 
 
 def test_defaults() -> None:
@@ -122,7 +123,7 @@ def test_the_hook_stays_behind_when_a_model_is_copied_or_saved() -> None:
     model = nn.Linear(1, 1)
     hook_forward(model, lambda: calls.append(1))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert any(isinstance(hook, BeforeForward) for hook in twin._forward_pre_hooks.values())
+        assert any(isinstance(hook, OwnHook) for hook in twin._forward_pre_hooks.values())
         twin(torch.zeros(1, 1))
     assert not calls
     model(torch.zeros(1, 1))

@@ -4,7 +4,8 @@ Threads and ownership: see the note in ``gossamer.lanes``.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,6 +57,20 @@ class Slot:
         self.parameter.grad = view
 
 
+@dataclass(slots=True)
+class OpenStep:
+    """A step whose backward pass is over and whose buckets are still under way."""
+
+    buckets: set[int]
+    """Which of them are not placed."""
+    unused: set[str]
+    """What has no gradient here."""
+    asked: Ticket[Tensor] | None
+    """The question who else has none, if it is not answered in a bucket."""
+    nowhere: set[str] | None = None
+    """The answer: what has no gradient on any rank."""
+
+
 class GradientSync:
     """Exchanges gradients bucket by bucket. ``step`` counts synchronised backward passes.
 
@@ -76,9 +91,7 @@ class GradientSync:
         """Whether the order of the buckets was chosen for an overlap with the forward pass."""
         self.hold = False
         """Whether buckets stay open at the end of backward, until somebody has them placed."""
-        self.open: set[int] = set()
-        self._left_open = False
-        """Whether the last step was left open and has not been concluded."""
+        self._open: OpenStep | None = None
         self.completed: dict[int, float] | None = None
         """When each bucket was complete, in seconds, if anyone wants to know."""
         self.parameters = dict(parameters)
@@ -87,10 +100,6 @@ class GradientSync:
         self._arrived: list[str] = []
         self._idle = False
         self._learned_plan: Plan | None = None
-        self._left: tuple[set[str], Ticket[Tensor] | None] = set(), None
-        """Of the open buckets: what has no gradient here, and the question who else has none."""
-        self._known: set[str] | None = None
-        """The answer."""
         self._usage: tuple[Bucket, int] | None = None
         """Where the numbers of use are, if they travel in a bucket: the place of their view."""
         self.exchange = Exchange(runner, algorithm, alone)
@@ -134,7 +143,7 @@ class GradientSync:
 
     def _reset(self) -> None:
         self._missing = [len(bucket.segments) for bucket in self.exchange.buckets]
-        self.open, self._left_open = set(), False
+        self._open = None
         self.exchange.forget()
         for slot in self._slots.values():
             slot.ready = False
@@ -177,7 +186,7 @@ class GradientSync:
 
     def _end(self) -> None:
         unused = self._flush()
-        asked = None if self._usage is not None else self._ask_for_usage(unused)
+        asked = self._ask_for_usage(unused)
         with self._statistics.exposed():
             results = self.exchange.collect()
             self._place(results, unused, asked)
@@ -187,42 +196,40 @@ class GradientSync:
     def _leave_open(self) -> None:
         """Send what is left; no parameter has a gradient until its bucket is placed."""
         unused = self._flush()
-        self._known = None
-        self._left = unused, None if self._usage is not None else self._ask_for_usage(unused)
-        self.open, self._left_open = set(range(len(self.exchange.buckets))), True
+        self._open = OpenStep(set(range(len(self.exchange.buckets))), unused, self._ask_for_usage(unused))
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    @property
+    def open(self) -> Set[int]:
+        """The buckets that stayed open at the end of backward and are not placed."""
+        return frozenset() if self._open is None else self._open.buckets
+
     def place(self, index: int) -> list[tuple[Parameter, Tensor]]:
         """Wait for an open bucket, and make its result its content. Returns the gradients that are there then."""
+        assert self._open is not None
         try:
             with self.exchange.transaction(), self._statistics.exposed():
-                nowhere = self._nowhere_if_open()
+                if self._open.nowhere is None:
+                    self._open.nowhere = self._nowhere(self._open.unused, self._open.asked)
                 bucket = self.exchange.buckets[index]
                 bucket.adopt(self.exchange.result(index))
-                gradients = list(self._adopted(bucket, nowhere))
-                self.open.discard(index)
+                gradients = list(self._adopted(bucket, self._open.nowhere))
+                self._open.buckets.discard(index)
         except BaseException:
-            self.open, self._left_open = set(), False
+            self._open = None
             raise
         return gradients
 
     def conclude(self) -> None:
         """All buckets are placed: the end of their step, where all ranks are at the same place, since it may communicate."""
-        if not self._left_open:
+        if self._open is None:
             return
-        self._left_open = False
+        self._open = None
         with self.exchange.transaction():
             self.exchange.forget()
             self.exchange.finish(self.step - 1)
             self.exchange.settle([bucket.flat for bucket in self.exchange.buckets])
-
-    def _nowhere_if_open(self) -> set[str]:
-        """See :meth:`_nowhere`; found out once per step."""
-        if self._known is None:
-            unused, asked = self._left
-            self._known = self._nowhere(unused, asked)
-        return self._known
 
     def parameters_of(self, index: int) -> list[Parameter]:
         """The parameters in a bucket."""
@@ -262,7 +269,10 @@ class GradientSync:
     def _numbers_of_use(self, unused: set[str]) -> Tensor:
         return torch.tensor([name not in unused for name in self._slots], dtype=torch.uint8)
 
-    def _ask_for_usage(self, unused: set[str]) -> Ticket[Tensor]:
+    def _ask_for_usage(self, unused: set[str]) -> Ticket[Tensor] | None:
+        """Ask who uses what; None if the numbers of use travel in a bucket."""
+        if self._usage is not None:
+            return None
         used, world = self._numbers_of_use(unused), self._runner.world
         return self._runner.submit(lambda: maximum(used, world), f"use of parameters at step {self.step}", CONTROL)
 

@@ -12,6 +12,7 @@ from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import ConfigurationError
 from gossamer.sync.agreement import same_from_rank, unflatten
+from gossamer.sync.hooks import OwnHook
 
 Buffers = Literal["broadcast", "average", "local"]
 
@@ -65,21 +66,6 @@ def average(runner: Runner, tensors: list[Tensor]) -> None:
         unflatten(runner.run(lambda flat=flat: all_reduce(flat), "the average of buffers", lane_for(flat)), group)  # type: ignore[misc]
 
 
-class BeforeForward:
-    """Calls ``synchronise()`` before a forward pass that will be trained on; on a copy of the model it does nothing."""
-
-    def __init__(self, synchronise: Callable[[], None] | None = None) -> None:
-        self._synchronise = synchronise
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if self._synchronise is not None and module.training and torch.is_grad_enabled():
-            self._synchronise()
-
-    def __reduce__(self) -> tuple[type["BeforeForward"], tuple[()]]:
-        """Copies and pickles of the model train alone."""
-        return BeforeForward, ()
-
-
 def hook_forward(model: nn.Module, synchronise: Callable[[], None]) -> Any:
     """Call ``synchronise()`` before each forward pass of ``model`` that will be trained on."""
 
@@ -88,8 +74,13 @@ def hook_forward(model: nn.Module, synchronise: Callable[[], None]) -> Any:
 
     # What torch.compiler.disable sets, without the second that importing the compiler takes.
     outside_of_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def before_forward(module: nn.Module, inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            outside_of_the_graph()
+
     _forget_compiled(model)
-    return model.register_forward_pre_hook(BeforeForward(outside_of_the_graph))
+    return model.register_forward_pre_hook(OwnHook(before_forward))
 
 
 def _forget_compiled(model: nn.Module) -> None:

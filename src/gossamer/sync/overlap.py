@@ -21,32 +21,51 @@ from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
 from gossamer.sync.backward import alarming
 from gossamer.sync.gradients import GradientSync
+from gossamer.sync.hooks import OwnHook
 from gossamer.sync.launch import agreed_order
-from gossamer.sync.module_buffers import BeforeForward
 
 logger = logging.getLogger("gossamer")
 
 
-class BeforeModule(BeforeForward):
-    """Calls back before every forward pass of a module; on a copy of the model it does nothing."""
+class NoOverlap:
+    """Updates are taken by the user's step: nothing is late, and nothing is to be done about it."""
 
-    def __init__(self, overlap: "ForwardOverlap | None" = None) -> None:
-        self._overlap = overlap
+    updating = False
+    """Whether a late update is under way: the optimizer's step is then not the user's."""
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if self._overlap is not None:
-            self._overlap.before(module)
+    def hook(self) -> list[Any]:
+        """Install the hooks; returns their handles."""
+        return []
 
-    def __reduce__(self) -> tuple[type["BeforeModule"], tuple[()]]:
-        return BeforeModule, ()
+    def ask(self) -> None:
+        """The user's step: note with which hyper-parameters the open buckets' updates are to be taken."""
+
+    def complete(self) -> None:
+        """Take every update that is still to come, if the user took the step; else the weights are what they are to be."""
+
+    def conclude(self) -> None:
+        """The same, and the end of the step, where all ranks do it: others may complete their updates whenever they like."""
+
+    def begin_backward(self) -> None:
+        """Another backward pass has begun. Whoever was not asked for in its forward pass is not to have been used there."""
+
+    def after_backward(self) -> None:
+        """Watch one pass of the plan's buckets, put them in order, and from then on leave them open."""
+
+    def drop(self) -> None:
+        """Forget the step that was not asked for."""
+
+    def leave(self) -> None:
+        """Put the gradients of a step that was not asked for where they would be without an overlap."""
+
+    def restart(self) -> None:
+        """The plan is another one."""
 
 
-class ForwardOverlap:
+class ForwardOverlap(NoOverlap):
     """Takes the updates of one optimizer, bucket by bucket, as the forward pass comes to need them."""
 
     def __init__(self, runner: Runner, model: nn.Module, optimizer: Optimizer, gradients: GradientSync) -> None:
-        self.updating = False
-        """Whether a late update is under way: the optimizer's step is then not the user's."""
         self._runner, self._model, self._optimizer, self._gradients = runner, model, optimizer, gradients
         self._calls: dict[nn.Module, int] = {}
         """The place of each module in the forward pass, until the order is known."""
@@ -62,20 +81,24 @@ class ForwardOverlap:
         """The hyper-parameters of the update that is to be taken, group by group."""
 
     def hook(self) -> list[Any]:
-        """Install the hooks; returns their handles."""
+        before, complete = OwnHook(self.before), OwnHook(self._complete_outside)
         handles: list[Any] = []
         for module in self._model.modules():
-            handles.append(module.register_forward_pre_hook(BeforeModule(self), prepend=True))
-            handles.append(module.register_state_dict_pre_hook(Completing(self)))
-            handles.append(module.register_load_state_dict_pre_hook(Completing(self)))
-        handles.append(self._optimizer.register_state_dict_pre_hook(Completing(self)))
-        handles.append(self._optimizer.register_load_state_dict_pre_hook(Completing(self)))
+            handles.append(module.register_forward_pre_hook(before, prepend=True))
+            handles.append(module.register_state_dict_pre_hook(complete))
+            handles.append(module.register_load_state_dict_pre_hook(complete))
+        handles.append(self._optimizer.register_state_dict_pre_hook(complete))
+        handles.append(self._optimizer.register_load_state_dict_pre_hook(complete))
         return handles
+
+    def _complete_outside(self, *args: Any, **kwargs: Any) -> None:
+        """A state is to be saved or loaded."""
+        if not self.updating:
+            self.complete()
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """The user's step: note with which hyper-parameters the open buckets' updates are to be taken."""
         if not self._waiting:
             return
         groups = self._optimizer.param_groups
@@ -87,7 +110,7 @@ class ForwardOverlap:
         """Buckets whose update is still to come."""
         return self._gradients.open | self._placed.keys()
 
-    def before(self, module: nn.Module) -> None:
+    def before(self, module: nn.Module, inputs: Any) -> None:
         """``module`` begins its forward pass: its parameters must be up to date."""
         if self._asked is not None:
             needed = self._needs.get(module)
@@ -99,19 +122,16 @@ class ForwardOverlap:
     before._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets
 
     def complete(self) -> None:
-        """Take every update that is still to come, if the user took the step; else the weights are what they are to be."""
         if self._asked is not None:
             self._land(sorted(self._waiting))
         for index in sorted(self._gradients.open):
             self._place(index)
 
     def conclude(self) -> None:
-        """The same, and the end of the step, where all ranks do it: others may complete their updates whenever they like."""
         self.complete()
         self._gradients.conclude()
 
     def begin_backward(self) -> None:
-        """Another backward pass has begun. Whoever was not asked for in its forward pass is not to have been used there."""
         if self._asked is None and self._waiting:
             raise UsageError(
                 f"rank {self._runner.rank}: another backward pass, but optimizer.step() was not called after the last one: "
@@ -121,11 +141,9 @@ class ForwardOverlap:
         self.conclude()
 
     def drop(self) -> None:
-        """Forget the step that was not asked for."""
         self._placed = {}
 
     def leave(self) -> None:
-        """Put the gradients of a step that was not asked for where they would be without an overlap."""
         for gradients in self._placed.values():
             for parameter, grad in gradients:
                 parameter.grad = grad
@@ -181,7 +199,6 @@ class ForwardOverlap:
     # -- learning the order -----------------------------------------------------------------------------------------
 
     def after_backward(self) -> None:
-        """Watch one pass of the plan's buckets, put them in order, and from then on leave them open."""
         gradients = self._gradients
         self._check_unnoticed()
         if gradients.hold or not gradients.learned:
@@ -210,7 +227,6 @@ class ForwardOverlap:
             )
 
     def restart(self) -> None:
-        """The plan is another one."""
         self._gradients.completed, self._gradients.hold = None, False
         if self._gradients.arranged and self._calls:
             self._begin()
@@ -265,20 +281,6 @@ class ForwardOverlap:
             needs.setdefault(guard, set()).add(places[name])
         self._homeless = tuple(sorted(needs.pop(None, ())))
         self._needs = {module: tuple(sorted(indices)) for module, indices in needs.items() if module is not None}
-
-
-class Completing:
-    """Takes all updates before a state is saved or loaded; on a copy of the model or optimizer it does nothing."""
-
-    def __init__(self, overlap: ForwardOverlap | None = None) -> None:
-        self._overlap = overlap
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if self._overlap is not None and not self._overlap.updating:
-            self._overlap.complete()
-
-    def __reduce__(self) -> tuple[type["Completing"], tuple[()]]:
-        return Completing, ()
 
 
 def _kept(value: Any) -> Any:
