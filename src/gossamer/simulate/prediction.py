@@ -1,0 +1,183 @@
+"""Prediction: the time of a training step, from what is computed and a description of the network."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.algorithms.base import Algorithm, Subject
+from gossamer.buckets import Plan, make_plan
+from gossamer.comm.ops import Flow, all_reduce, broadcast
+from gossamer.errors import ConfigurationError
+from gossamer.pieces import cut
+from gossamer.simulate.clock import Clock, Process
+from gossamer.simulate.clocked import Wire
+from gossamer.simulate.profile import Compute, Link
+from gossamer.simulate.training import MakeFlow, Part, Training, blank
+from gossamer.sync.checks import named_parameters
+from gossamer.sync.launch import launch_order
+from gossamer.sync.module_buffers import Buffers, floating, named_buffers, resolve_buffers
+from gossamer.sync.usage import with_usage
+
+_SUBJECTS: tuple[Subject, ...] = ("gradients", "weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """What one training step takes, as the mean over steps in steady state.
+
+    ``exposed_seconds``: the training loop stands still for communication, so step = compute + exposed.
+    ``wire_seconds``: the payload at the link's full rate, latencies not counted.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    wire_seconds: float
+    exposed_seconds: float
+    bytes_per_step: float
+    messages_per_step: float
+
+    @property
+    def bound_seconds(self) -> float:
+        """What perfect overlap would give: the larger of computation and wire."""
+        return max(self.compute_seconds, self.wire_seconds)
+
+
+def step_time(
+    model_or_plan: nn.Module | Plan,
+    algorithm: Algorithm,
+    *,
+    world: int,
+    link: Link,
+    compute: Compute,
+    lanes: int = 2,
+    buffers: Buffers | None = None,
+    steps: int = 8,
+    warmup: int = 2,
+    ranks_per_node: int = 1,
+    inside: Link | None = None,
+    overlap_forward: bool = False,
+) -> StepTime:
+    """The time of one training step of ``algorithm`` among ``world`` ranks, each on a ``link`` of its own.
+
+    Args:
+        model_or_plan: the model (its tensors may be on the ``meta`` device), or a plan of buckets.
+        algorithm: any algorithm; its own ``exchange`` and ``finish`` are executed.
+        world: number of ranks.
+        link: bandwidth and latency of each rank, or of each machine where several ranks share one.
+        compute: what one step computes, and when each gradient is there.
+        lanes: flows that may be under way at the same time.
+        buffers: as in :func:`gossamer.replicate`; for models that have buffers.
+        steps: steps to average over, after ``warmup`` others. An algorithm with a cycle needs a multiple of it.
+        ranks_per_node: how many ranks share a machine.
+        inside: how those reach each other; at once by default.
+        overlap_forward: as in :func:`gossamer.replicate`.
+
+    Raises:
+        ConfigurationError: a number out of range, a gradient's moment of a parameter that is not communicated, or an
+            ``overlap_forward`` of what moves weights.
+    """
+    _check(world=world, lanes=lanes, steps=steps, warmup=warmup + 1, ranks_per_node=ranks_per_node)
+    mode = resolve_buffers(buffers, algorithm.subject)
+    parts = {subject: part for subject in _SUBJECTS if (part := algorithm.part(subject)) is not None}
+    if overlap_forward and list(parts) != ["gradients"]:
+        raise ConfigurationError(
+            f"overlap_forward: {algorithm!r} moves weights, which travel beside forward and backward anyway"
+        )
+    preludes: list[MakeFlow] = []
+    if isinstance(model_or_plan, Plan):
+        plans = dict.fromkeys(parts, model_or_plan)
+    else:
+        plans = {subject: _plan(model_or_plan, part, compute, mode) for subject, part in parts.items()}
+        if world > 1:
+            preludes = _preludes(model_or_plan, algorithm, mode)
+    _check_names(plans.values(), compute)
+    members = tuple(range(world))
+    nodes = tuple(members[first : first + ranks_per_node] for first in range(0, world, ranks_per_node))
+
+    def run(overlap: bool) -> list[float]:
+        clock = Clock()
+        made = {subject: Part(plans[subject], part, lanes, members, nodes) for subject, part in parts.items()}
+        wire = Wire(clock, link, world, nodes, inside)
+        of_gradients, of_weights = made.get("gradients"), made.get("weights")
+        return _per_step(Training(clock, wire, compute, lanes, of_gradients, of_weights, preludes, overlap), steps, warmup)
+
+    if overlap_forward:
+        _, _, sent, _ = run(False)
+        plans["gradients"] = _arranged(plans["gradients"], compute, 8 * sent / link.bandwidth)
+    seconds, exposed, sent, messages = run(overlap_forward)
+    return StepTime(
+        step_seconds=seconds,
+        compute_seconds=compute.seconds,
+        wire_seconds=8 * sent / link.bandwidth,
+        exposed_seconds=exposed,
+        bytes_per_step=sent,
+        messages_per_step=messages,
+    )
+
+
+def _check_names(plans: Iterable[Plan], compute: Compute) -> None:
+    communicated = {name for plan in plans for name in plan.names}
+    unknown = sorted(set(compute.ready) - communicated)
+    if unknown:
+        raise ConfigurationError(f"compute.ready names parameters that are not communicated: {', '.join(unknown[:3])}")
+
+
+def _check(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise ConfigurationError(f"{name} is out of range: {value - (name == 'warmup')}")
+
+
+def _per_step(training: Training, steps: int, warmup: int) -> list[float]:
+    """What ``training.totals()`` grow by per step, after ``warmup`` steps."""
+    marks: list[tuple[float, float, int, int]] = []
+
+    def loop() -> Process:
+        for number in range(warmup + steps):
+            if number == warmup:
+                marks.append(training.totals())
+            yield from training.step(number)
+        marks.append(training.totals())
+
+    with torch.no_grad():
+        training.clock.spawn(loop())
+        training.clock.run()
+    return [(end - begin) / steps for begin, end in zip(*marks, strict=True)]
+
+
+def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffers) -> Plan:
+    """The plan that a replica of ``model`` has once it has learned the order of gradients."""
+    tensors: dict[str, Tensor] = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    if algorithm.subject == "weights":
+        if mode == "average":
+            tensors |= {f"{name} (buffer)": b for name, b in floating(named_buffers(model)).items()}
+        return make_plan(cut(tensors, algorithm.weight_parts), algorithm, at_once=True)
+    in_order = list(reversed(tensors))
+    in_order.sort(key=lambda name: compute.ready_at([name]))
+    return make_plan(with_usage({name: tensors[name] for name in in_order}, algorithm), algorithm)
+
+
+def _arranged(plan: Plan, compute: Compute, wire_seconds: float) -> Plan:
+    """The plan with the buckets in the order in which a replica launches them when they overlap the forward pass."""
+    total = max(1, sum(layout.nbytes for layout in plan.layouts))
+    order = launch_order(
+        [compute.ready_at(layout.names) for layout in plan.layouts],
+        [wire_seconds * layout.nbytes / total for layout in plan.layouts],
+        [compute.needed_at(layout.names) for layout in plan.layouts],
+    )
+    return Plan(tuple(plan.layouts[index] for index in order))
+
+
+def _preludes(model: nn.Module, algorithm: Algorithm, mode: Buffers) -> list[MakeFlow]:
+    """What a replica sends of the module's buffers before each forward pass: one operation per dtype."""
+    tensors = named_buffers(model) if mode == "broadcast" else floating(named_buffers(model))
+    if mode == "local" or (mode == "average" and algorithm.subject == "weights"):
+        return []
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel() * tensor.element_size()
+    operation: Callable[[Tensor], Flow[Tensor]] = broadcast if mode == "broadcast" else all_reduce
+    return [partial(lambda size: operation(blank(size)), size) for size in sizes.values()]
