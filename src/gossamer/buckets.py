@@ -12,6 +12,18 @@ from torch import Tensor
 
 from gossamer.memory import Memory
 
+_BUFFER = " (buffer)"
+
+
+def buffer_name(name: str) -> str:
+    """The name under which a module's buffer travels with the weights: no parameter has it."""
+    return name + _BUFFER
+
+
+def is_buffer(name: str) -> bool:
+    """Whether that is what a name is of."""
+    return name.endswith(_BUFFER)
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:

@@ -119,10 +119,10 @@ class Replica:
             yield self._model
             return
         self.wait_for_exchanges()
-        tensors = [*self._parameters.values(), *floating(named_buffers(self._model)).values()]
+        tensors: dict[str, Tensor] = {**self._parameters, **beside_parameters(self._model)}
         before, self._at_average = self._at_average, True
         try:
-            with at_average(self._runner, tensors):
+            with at_average(self._runner, tensors, self._weigh):
                 yield self._model
         finally:
             self._at_average = before
@@ -135,7 +135,7 @@ class Replica:
         if not self._weights or self._runner.world == 1:
             return 0.0
         self.wait_for_exchanges()
-        return distance(self._runner, self._parameters.values())
+        return distance(self._runner, self._parameters, self._weigh)
 
     def catch_up(self) -> None:
         """Where exchanges may lag (``lag=``): wait until every rank is here and all have taken part in the same ones.
@@ -224,7 +224,8 @@ class Replica:
                 sync.arrive()
                 self._land(index)
             if average and self._weights and self._runner.world > 1:
-                become_average(self._runner, self._optimizers, self._parameters.values(), floating(named_buffers(self._model)))
+                buffers = floating(named_buffers(self._model))
+                become_average(self._runner, self._optimizers, self._parameters, buffers, self._weigh)
         finally:
             self._runner.close()
 
@@ -327,6 +328,10 @@ class Replica:
         self._follow(index)
         with changing(self._optimizers[index]):
             self._weights[index].land()
+
+    def _weigh(self, tensors: Mapping[str, Tensor]) -> None:
+        for sync in self._weights:
+            sync.weigh(tensors, self.step)
 
     def _exchange_again(self) -> None:
         self._follow(0)

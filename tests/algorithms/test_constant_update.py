@@ -57,3 +57,27 @@ def test_the_mean_moves_its_full_length(algorithm: gossamer.Algorithm) -> None:
         expected -= RATE * velocity
     for moved in loopback(body, WORLD):
         assert (moved / expected - 1).abs().max() < 0.01
+
+
+ALONE = [(algorithm, world) for algorithm in (*WIRES, GossipPGA(period=1)) for world in (4, 16)] + [(GossipPGA(period=1), 64)]
+
+
+@pytest.mark.parametrize(("algorithm", "world"), ALONE, ids=repr)
+def test_the_update_of_one_worker_alone_arrives(algorithm: gossamer.Algorithm, world: int) -> None:
+    """All others have none: what reaches them is small beside their weights, and none of it may be taken for rounding."""
+    steps, rate = 60, 50 * world * torch.finfo(torch.float32).eps
+
+    def body(rank: int) -> Tensor:
+        model = nn.Linear(20, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model.weight.sum() * (rank == 1)).backward()
+            optimizer.step()
+        with replica.consensus():
+            return 1 - model.weight.detach().double()
+
+    for moved in loopback(body, world):
+        assert (moved / (steps * rate / world) - 1).abs().max() < 0.05

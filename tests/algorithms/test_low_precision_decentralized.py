@@ -8,8 +8,8 @@ from torch import nn
 
 import gossamer
 from gossamer import Gossip, LowPrecisionDecentralized, loopback
-from gossamer.codecs import Codec, ErrorFeedback, Quantize, Sign
-from gossamer.comm.topology import Complete, Dissemination, Ring, rotated
+from gossamer.codecs import Codec, ErrorFeedback, Quantize, RandomK, Sign, TopChunks, TopK
+from gossamer.comm.topology import Complete, Dissemination, Ring, Topology, rotated
 from gossamer.errors import ConfigurationError
 
 from ..contracts.cases import exchange, gossip, noise, stacked, tap
@@ -80,6 +80,8 @@ def test_training_stays_together(codec: Codec) -> None:
         (lambda: LowPrecisionDecentralized(codec=ErrorFeedback(Quantize())), "codec without error feedback"),
         (lambda: LowPrecisionDecentralized(codec=8), "codec without error feedback"),  # type: ignore[arg-type]
         (lambda: LowPrecisionDecentralized(rate=0), "rate must be a number above 0"),
+        (lambda: LowPrecisionDecentralized(rate=True), "rate must be a number above 0"),
+        (lambda: LowPrecisionDecentralized(codec=RandomK(unbiased=True)), "makes what it encodes longer"),
         (lambda: LowPrecisionDecentralized(topology="ring"), "topology must be one of"),  # type: ignore[arg-type]
         (lambda: LowPrecisionDecentralized(every=0), "every must be a number of steps"),
         (lambda: LowPrecisionDecentralized(topology=Dissemination()).check(4), "must be the same in every step"),
@@ -89,3 +91,29 @@ def test_training_stays_together(codec: Codec) -> None:
 def test_bad_input(make: Callable[[], object], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         make()
+
+
+COARSE = [
+    Quantize(bits=2, rounding="stochastic"),
+    Sign(),
+    TopK(density=0.1),
+    RandomK(density=0.1),
+    TopChunks(density=0.1, chunk=16),
+]
+
+
+@pytest.mark.parametrize("topology", [Ring(), Complete()], ids=repr)
+@pytest.mark.parametrize("codec", COARSE, ids=repr)
+def test_coarse_codecs_bring_replicas_closer_at_the_default_rate(codec: Codec, topology: Topology) -> None:
+    tensors = noise(5, 300, torch.float64)
+    together = torch.stack(gossip(LowPrecisionDecentralized(codec=codec, topology=topology), tensors, 400))
+    before = torch.stack(tensors)
+    assert (together - together.mean(0)).norm() < 0.2 * (before - before.mean(0)).norm()
+    assert (together.mean(0) - before.mean(0)).abs().max() < 1e-12
+
+
+def test_with_too_large_a_rate_they_would_run_away() -> None:
+    """The law above can fail."""
+    tensors = noise(5, 300, torch.float64)
+    together = torch.stack(gossip(LowPrecisionDecentralized(codec=TopK(density=0.1), rate=1), tensors, 100))
+    assert (together - together.mean(0)).norm() > 10 * torch.stack(tensors).norm()

@@ -2,12 +2,13 @@
 
 import copy
 import random
+from functools import partial
 
 import pytest
 import torch
 
 import gossamer
-from gossamer import Gossip, PushSum
+from gossamer import Gossip, Hierarchical, PushSum, after, in_parts
 from gossamer.algorithms.base import Context
 from gossamer.comm.digraph import OutNeighbours, RandomPush, digraph
 from gossamer.comm.topology import Complete, Dissemination, Ring
@@ -17,6 +18,7 @@ from gossamer.state import State
 from ..contracts.cases import bucket_of, exchange, gossip, noise, stacked
 
 UNEVEN = OutNeighbours(((1, 2, 3), (2,), (0,), (0, 2)))
+STAR = OutNeighbours(((1, 2, 3), (0,), (0,), (0,)))
 
 
 @pytest.mark.parametrize("topology", [UNEVEN, RandomPush(), RandomPush(peers=2, seed=1)], ids=str)
@@ -198,3 +200,51 @@ def test_a_resumed_run_goes_on_bit_by_bit():
 def test_bad_fields(make, message):
     with pytest.raises(ConfigurationError, match=message):
         make()
+
+
+@pytest.mark.parametrize("topology", [RandomPush(), UNEVEN, STAR], ids=str)
+@pytest.mark.parametrize(
+    "wrapped", [lambda push: push, partial(in_parts, 2), partial(after, 3)], ids=["whole", "in parts", "after"]
+)
+@pytest.mark.parametrize("how", ["consensus", "close"])
+def test_the_mean_of_the_replicas_is_the_conserved_one(topology, wrapped, how):
+    """It is where all updates of all workers have moved it, however unevenly they are heard. Momentum included."""
+
+    def body(rank):
+        model = torch.nn.Linear(6, 2, bias=False).double()
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        replica = gossamer.replicate(model, optimizer, wrapped(PushSum(topology=topology)))
+        for step in range(20):
+            optimizer.zero_grad()
+            (model.weight.sum() * (rank + 1) * (-1) ** step).backward()
+            optimizer.step()
+        if how == "close":
+            replica.close(average=True)
+            return model.weight.detach()
+        with replica.consensus():
+            return model.weight.detach().clone()
+
+    weight, velocity = 1.0, 0.0
+    for step in range(20):
+        velocity = 0.9 * velocity + 2.5 * (-1) ** step
+        weight -= 0.1 * velocity
+    for found in gossamer.loopback(body, 4):
+        assert (found - weight).abs().max() < 1e-12
+
+
+def test_of_machines_that_push_the_mean_is_the_conserved_one():
+    def body(rank):
+        model = torch.nn.Linear(6, 2, bias=False).double()
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, Hierarchical(PushSum(topology=RandomPush()), ranks_per_node=2))
+        for _ in range(12):
+            optimizer.zero_grad()
+            (model.weight.sum() * (rank + 1)).backward()
+            optimizer.step()
+        with replica.consensus():
+            return model.weight.detach().clone()
+
+    for found in gossamer.loopback(body, 8):
+        assert (found - (1 - 12 * 0.1 * 4.5)).abs().max() < 1e-12

@@ -44,6 +44,18 @@ def test_what_is_further_away_is_found_out(bits: int, place: int, turns: int, si
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("wrong", [(1, -1), (2, -1, -1), (1, -2, 1), (3, -3), (8, -8)])
+@pytest.mark.parametrize("apart", [1, 10, 2**16])
+def test_turns_up_and_down_do_not_hide_each_other(bits: int, wrong: tuple[int, ...], apart: int) -> None:
+    places = torch.arange(3 * 2**16, dtype=torch.int32)
+    sent = places.clone()
+    for number, turns in enumerate(wrong):
+        sent[5 + number * apart] += turns * 2**bits
+    assert nearest(pack(places, bits), places, bits)[1]
+    assert not nearest(pack(sent, bits), places, bits)[1]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("world", [2, 3, 4, 7, 16, 24])
 @pytest.mark.parametrize(
     "topology", [Dissemination(), rotated(Dissemination()), Ring(), RandomMatching(), Complete(), Hypercube()], ids=repr

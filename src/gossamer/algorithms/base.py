@@ -71,6 +71,8 @@ class Algorithm(ABC):
     """Whether buffers may travel with the weights (``buffers="average"``)."""
     serial: ClassVar[bool] = False
     """Whether flows must run one after the other, on one lane."""
+    weighs: ClassVar[bool] = False
+    """Whether replicas do not all count alike in the mean that is kept: see :meth:`counted`."""
 
     bucket_bytes: int = 2 * 2**20
 
@@ -117,6 +119,13 @@ class Algorithm(ABC):
         An algorithm that takes its place (:func:`after`) communicates that with its first gradient.
         """
         return state.get(RESIDUAL)
+
+    def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:
+        """What this worker's weights count as in the mean over workers that exchanges keep: themselves, unless it ``weighs``.
+
+        ``weights``: all of a bucket, with the result of its last exchange, which ``state`` is of, and updates since then.
+        """
+        return weights
 
     @property
     def takes_momentum(self) -> bool:

@@ -32,6 +32,11 @@ class Combination(Algorithm, register=False):
         return all(part.averages_buffers for part in self.parts)
 
     @property
+    def weighs(self) -> bool:  # type: ignore[override]
+        """As soon as one part does."""
+        return any(part.weighs for part in self.parts)
+
+    @property
     def finishes(self) -> bool:
         return any(part.finishes for part in self.parts)
 

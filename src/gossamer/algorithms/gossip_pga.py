@@ -9,7 +9,7 @@ from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import PIECE, Gossip, check_steps
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
-from gossamer.comm.ops import Flow, all_reduce
+from gossamer.comm.ops import Flow, all_reduce, maximum
 from gossamer.state import State
 
 
@@ -18,7 +18,8 @@ class GossipPGA(Gossip):
     """As :class:`Gossip`, but every ``period``-th exchange is the average over all workers, in full precision.
 
     Replicas are equal after it, to the rounding of a sum, so that they never drift further apart than ``period``
-    exchanges let them: for many workers, sparse topologies, or data that differ between workers.
+    exchanges let them: for many workers, sparse topologies, or data that differ between workers. What is summed are weights,
+    p of them: between two averages their mean is to move by more than p·2⁻²⁴ of a weight, or rounding swallows it.
 
     Messages and bytes of gossip, and every ``period``-th time those of an all-reduce in full precision. Not the choice where
     a message through the whole ring of workers is what must be avoided.
@@ -41,9 +42,16 @@ class GossipPGA(Gossip):
             return (yield from super().exchange(bucket, state, ctx))
         weights = wide(bucket.flat)  # in 16 bits the rounding of a sum would be as large as what workers differ by
         share = torch.div(weights, ctx.world, out=bucket.fresh() if weights is bucket.flat else None)
-        mean = yield from all_reduce(share)
-        # What may be the rounding of a sum is no difference: workers that agree stay where they are, to the bit.
-        rounding = ctx.world * torch.finfo(mean.dtype).eps
-        for delta, own in zip(mean.sub_(weights).split(PIECE), weights.split(PIECE), strict=True):
-            delta.masked_fill_(delta.abs() <= own.abs().mul_(rounding), 0)
-        return mean.to(bucket.flat.dtype)
+        delta = (yield from all_reduce(share)).sub_(weights)
+        # What may be the rounding of a sum is no difference: workers that agree stay where they are, to the bit. But they all
+        # do, or none: a difference that only some of them left out would be lost from the mean.
+        differs = yield from maximum(beyond_rounding(delta, weights, ctx.world), ctx.world)
+        return delta.mul_(differs).to(bucket.flat.dtype)
+
+
+def beyond_rounding(delta: Tensor, weights: Tensor, world: int) -> Tensor:
+    """``float32[1]``: 1 if any element of ``delta`` is more than a sum of ``world`` equal weights may be rounded by; else 0."""
+    rounding = world * torch.finfo(weights.dtype).eps
+    pieces = zip(delta.split(PIECE), weights.split(PIECE), strict=True)
+    within = [(change.abs() <= own.abs().mul_(rounding)).all() for change, own in pieces]  # what is not finite is not
+    return (~torch.stack(within).all()).float().reshape(1)

@@ -10,9 +10,11 @@ from torch.optim import Optimizer
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.algorithms.combination import Combination, joined, refuse_lag, refuse_momentum, split, total
-from gossamer.buckets import Bucket
-from gossamer.comm.ops import Flow, Group, broadcast, within
+from gossamer.algorithms.lossy import wide
+from gossamer.buckets import Bucket, is_buffer
+from gossamer.comm.ops import Flow, Group, all_reduce, broadcast, within
 from gossamer.errors import ConfigurationError
+from gossamer.pieces import part_of
 from gossamer.state import State
 
 
@@ -23,7 +25,7 @@ class Hierarchical(Combination, register=False):
     ``inner`` averages the gradients inside each machine, every step. Then the first worker of each runs ``outer`` with
     the first workers of the other machines, and its result is broadcast inside the machine. Where ``outer`` moves weights, that
     happens between two steps, and the workers of one machine stay bit-identical; machines then count alike, however many
-    workers each has.
+    workers each has. Buffers that travel with the weights are averaged inside the machine first: they are each worker's own.
 
     Which ranks share a machine is known from the launcher (torchrun's ``GROUP_RANK``, else the host's name);
     ``ranks_per_node`` says it instead: consecutive ranks. So does a ``DeviceMesh`` of two dimensions, machines and the
@@ -93,11 +95,18 @@ class Hierarchical(Combination, register=False):
         return self.subject == "gradients" or self.outer.due(step)
 
     def route(self, name: str, tensor: Tensor) -> str:
-        return joined(self.outer.route(name, tensor), self.inner.route(name, tensor))
+        label = joined(self.outer.route(name, tensor), self.inner.route(name, tensor))
+        return _OWN + label if self.subject == "weights" and is_buffer(part_of(name)[0]) else label
 
     def of(self, label: str) -> Algorithm:
-        outer, inner = split(label)
-        return replace(self, outer=self.outer.of(outer), inner=self.inner.of(inner))
+        outer, inner = split(label.removeprefix(_OWN))
+        kind = OfOwn if label.startswith(_OWN) else Hierarchical
+        return kind(
+            outer=self.outer.of(outer),
+            inner=self.inner.of(inner),
+            ranks_per_node=self.ranks_per_node,
+            bucket_bytes=self.bucket_bytes,
+        )
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
         return replace(self, outer=self.outer.attach(optimizers), inner=self.inner.attach(optimizers))
@@ -143,6 +152,15 @@ class Hierarchical(Combination, register=False):
         result = result * (most * len(leaders) / ctx.world) if uneven else result
         return (yield from within(broadcast(result), node)) if len(node) > 1 else result
 
+    def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:
+        if not self.outer.weighs:
+            return weights
+        leaders = leaders_of(machines_of(ctx, self.ranks_per_node))
+        if ctx.rank not in leaders:
+            return torch.zeros_like(weights)  # a leader speaks for all of its machine
+        counted = self.outer.counted(weights, state.scoped(_OUTER), inside(ctx, leaders))
+        return counted * (ctx.world / len(leaders))
+
     def _with_strays(self, bucket: Bucket, state: State, ctx: Context, most: int) -> Bucket:
         """What a worker owes as the leader that it was, before a state was loaded by other workers, it sends as its own."""
         owed = self.outer.owed(state.scoped(_OUTER), ctx)
@@ -164,6 +182,26 @@ class Hierarchical(Combination, register=False):
 
 
 _OUTER, _INNER = "outer: ", "inner: "
+
+_OWN = "own: "
+"""Marks the labels of what every worker has of its own, and not in common with those of its machine: buffers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfOwn(Hierarchical, register=False):
+    """A hierarchy over weights for what the workers of a machine do not have in common: they take their mean between them."""
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        machines = machines_of(ctx, self.ranks_per_node)
+        node, leaders, own = machine(ctx, machines), leaders_of(machines), wide(bucket.flat).clone()
+        value = own if len(node) == 1 else (yield from within(all_reduce(own / len(node)), node))
+        if ctx.rank == node[0]:
+            mean = value.to(bucket.flat.dtype)
+            flow = self.outer.exchange(bucket.holding(mean.clone()), state.scoped(_OUTER), inside(ctx, leaders))
+            value = wide(mean + (yield from within(flow, leaders)))
+        if len(node) > 1:
+            value = yield from within(broadcast(value), node)
+        return (value - own).to(bucket.flat.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,5 +92,8 @@ class InParts(Combination, register=False):
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         return (yield from self.algorithm.exchange(bucket, state, replace(ctx, step=ctx.step // self.count)))
 
+    def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:
+        return self.algorithm.counted(weights, state, replace(ctx, step=ctx.step // self.count))
+
     def attach(self, optimizers: Any) -> Algorithm:
         return replace(self, algorithm=self.algorithm.attach(optimizers))

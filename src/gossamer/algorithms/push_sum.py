@@ -26,6 +26,9 @@ class PushSum(Meeting):
     Σx and Σa over the workers stay what they are, so that all ratios tend to the same ``Σx / Σa``, with every update in
     it in full. Where everyone sends and receives as much, all weights stay 1, and this is :class:`Gossip`.
 
+    So of the models it is the mean by weight, ``Σ a·(x / a) / Σ a``, that moves by the mean of all updates, and that is what
+    :meth:`gossamer.Replica.consensus` gives.
+
     An update enters the sum as it is, so where little weight is at the moment it moves the model further. Running statistics
     cannot stand that: models with buffers need ``buffers="broadcast"`` or ``"local"``.
 
@@ -41,6 +44,7 @@ class PushSum(Meeting):
 
     topologies: ClassVar[Any] = Pattern
     averages_buffers: ClassVar[bool] = False
+    weighs: ClassVar[bool] = True
 
     wire: Wire = "fp32"
     topology: Pattern = field(default_factory=OnePeerExponential)
@@ -69,6 +73,9 @@ class PushSum(Meeting):
         state.set_extra(WEIGHT, weight)
         delta: Tensor = total / weight - wide(bucket.flat)
         return delta.to(bucket.flat.dtype)
+
+    def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:
+        return self._with_the_update(weights, state)[0]
 
     @staticmethod
     def _with_the_update(weights: Tensor, state: State) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """QuantizedGossip: gossip in a few bits, with partners that may change in every step, and nothing to remember of them."""
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal, get_args
 
 import torch
@@ -145,8 +145,23 @@ def pack(places: Tensor, bits: int) -> Tensor:
 
 
 def checksum(places: Tensor) -> Tensor:
-    """Their sum, in 8 bytes: places that are wrong by whole turns change it."""
-    return places.sum(dtype=torch.int64).reshape(1).view(torch.uint8)
+    """A linear hash, in 8 bytes. Places that are wrong by whole turns, some up and some down, change it: each counts with
+    a random factor of its own. Sums and products wrap around."""
+    pieces = places.split(_HASHED)
+    factors, factors_of_pieces = _factors(_HASHED, places.device), _factors(len(pieces), places.device)
+    sums = torch.stack([(piece * factors[: piece.numel()]).sum(dtype=torch.int64) for piece in pieces])
+    return (sums * factors_of_pieces).sum().reshape(1).view(torch.uint8)
+
+
+_HASHED = 2**16
+"""Elements that are hashed at a time: they and their factors stay in a cache."""
+
+
+@lru_cache(maxsize=64)
+def _factors(count: int, device: torch.device) -> Tensor:
+    """``int32[count]``: odd numbers, the same everywhere."""
+    factors = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    return (factors | 1).to(device)
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:

@@ -128,6 +128,13 @@ class Switch(Combination, register=False):
         debts = [part.owed(state.scoped(scope), ctx) for part, scope in scopes if part is not None]
         return total(debts)
 
+    def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:
+        # Of a part whose time it is not there is no state, so there it is the weights.
+        for part, scope in ((self.before, _BEFORE), (self.then, _THEN)):
+            if part is not None and part.weighs:
+                weights = part.counted(weights, state.scoped(scope), ctx)
+        return weights
+
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
         before, then = (None if a is None else a.attach(optimizers) for a in (self.before, self.then))
         return replace(self, before=before, then=then)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.algorithms.base import Algorithm, Subject
-from gossamer.buckets import Plan, make_plan
+from gossamer.buckets import Plan, buffer_name, make_plan
 from gossamer.comm.ops import Flow, all_reduce, broadcast
 from gossamer.errors import ConfigurationError
 from gossamer.pieces import cut
@@ -153,7 +153,7 @@ def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffer
     tensors: dict[str, Tensor] = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     if algorithm.subject == "weights":
         if mode == "average":
-            tensors |= {f"{name} (buffer)": b for name, b in floating(named_buffers(model)).items()}
+            tensors |= {buffer_name(name): b for name, b in floating(named_buffers(model)).items()}
         return make_plan(cut(tensors, algorithm.weight_parts), algorithm, at_once=True)
     in_order = list(reversed(tensors))
     in_order.sort(key=lambda name: compute.ready_at([name]))

@@ -1,7 +1,7 @@
 """Consensus: the average of all replicas, for a while in place of each, and how far they are from it."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -14,22 +14,33 @@ from gossamer.sync.checks import held_by
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.module_buffers import average
 
+Weigh = Callable[[Mapping[str, Tensor]], None]
+"""Makes of tensors, by name, what their mean over the ranks is made of: see ``WeightSync.weigh``."""
+
+WHAT = "the average of the replicas"
+
 
 @contextmanager
-def at_average(runner: Runner, tensors: Sequence[Tensor]) -> Iterator[None]:
+def at_average(runner: Runner, tensors: Mapping[str, Tensor], weigh: Weigh) -> Iterator[None]:
     """Inside, ``tensors`` hold their average over all ranks; afterwards what they were. Collective."""
-    own = [tensor.detach().clone() for tensor in tensors]
+    places = {name: tensor.detach() for name, tensor in tensors.items()}
+    own = [place.clone() for place in places.values()]
     try:
-        average(runner, [tensor.detach() for tensor in tensors])
+        weigh(places)
+        average(runner, list(places.values()), WHAT)
         yield
     finally:
         with torch.no_grad():
-            torch._foreach_copy_([tensor.detach() for tensor in tensors], own)
+            torch._foreach_copy_(list(places.values()), own)
 
 
 @torch.no_grad()
 def become_average(
-    runner: Runner, optimizers: Iterable[Optimizer], parameters: Iterable[Tensor], buffers: Mapping[str, Tensor]
+    runner: Runner,
+    optimizers: Iterable[Optimizer],
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    weigh: Weigh,
 ) -> None:
     """Make parameters, where an optimizer keeps them exactly those, and ``buffers`` the average over all ranks. Collective."""
     with ExitStack() as stack:
@@ -37,18 +48,22 @@ def become_average(
         for optimizer in optimizers:
             stack.enter_context(changing(optimizer))
             kept |= {id(parameter): exact(optimizer, parameter) for parameter in held_by(optimizer)}
-        average(runner, [kept.get(id(parameter), parameter).detach() for parameter in parameters] + list(buffers.values()))
+        places = {name: kept.get(id(parameter), parameter).detach() for name, parameter in parameters.items()}
+        weigh(places)
+        average(runner, [*places.values(), *buffers.values()], WHAT)
 
 
 @torch.no_grad()
-def distance(runner: Runner, tensors: Iterable[Tensor]) -> float:
+def distance(runner: Runner, tensors: Mapping[str, Tensor], weigh: Weigh) -> float:
     """The root mean square over ranks of ‖w − w̄‖ / ‖w̄‖, w̄ the mean of ``tensors`` over them. Collective."""
-    own = [wide(tensor.detach()) for tensor in tensors]
-    means = [tensor.clone() for tensor in own]
-    average(runner, means)
+    own = [wide(tensor.detach()) for tensor in tensors.values()]
+    copies = {name: tensor.clone() for name, tensor in zip(tensors, own, strict=True)}
+    weigh(copies)
+    means = list(copies.values())
+    average(runner, means, WHAT)
     squares = torch.zeros(1, dtype=torch.float64, device=own[0].device)
     for mine, mean in zip(own, means, strict=True):
         squares += torch.linalg.vector_norm(mine - mean, dtype=torch.float64).square()
-    average(runner, [squares])
+    average(runner, [squares], WHAT)
     whole = sum(float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2 for mean in means)
     return math.sqrt(float(squares) / whole) if whole else 0.0

@@ -1,10 +1,12 @@
 """History: what an optimizer remembers of each weight, where that is exchanged together with the weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from gossamer.buckets import is_buffer
 
 _OF = " of "
 
@@ -31,6 +33,23 @@ def history(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str,
 def weight_of(name: str) -> str:
     """The weight that something is remembered of; a weight's own name is its own."""
     return name.partition(_OF)[2] or name
+
+
+_VARIANCE = "running_var"
+
+
+def variances(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Those that are a module's running variance."""
+    return [tensor for name, tensor in tensors.items() if is_buffer(name) and name.rpartition(".")[2].startswith(_VARIANCE)]
+
+
+def halve_at_most(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    """Where ``tensors`` have become negative, half of what was there ``before`` stays.
+
+    A difference to what was sent may be larger than what is left of it, if many forward passes lie between.
+    """
+    for tensor, was in zip(tensors, before, strict=True):
+        tensor.copy_(torch.where(tensor < 0, was / 2, tensor))
 
 
 def keep_squares_valid(tensors: Mapping[str, Tensor]) -> None:

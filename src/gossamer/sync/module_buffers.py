@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.algorithms.lossy import wide
+from gossamer.buckets import buffer_name
 from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import ConfigurationError
@@ -38,7 +39,7 @@ def floating(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def beside_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The buffers under names that no parameter has, to travel with the weights."""
-    return {f"{name} (buffer)": tensor for name, tensor in floating(named_buffers(model)).items()}
+    return {buffer_name(name): tensor for name, tensor in floating(named_buffers(model)).items()}
 
 
 def averaged(model: nn.Module) -> dict[str, Tensor]:
@@ -58,12 +59,12 @@ def synchronise_buffers(runner: Runner, model: nn.Module, mode: Buffers, source:
         average(runner, list(floating(tensors).values()))
 
 
-def average(runner: Runner, tensors: list[Tensor]) -> None:
+def average(runner: Runner, tensors: list[Tensor], what: str = "the average of buffers") -> None:
     """Overwrite floating-point ``tensors`` with their means over all ranks; those of 16 bits are summed in full precision."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         group = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = wide(torch.cat([tensor.detach().reshape(-1) for tensor in group])).div_(runner.world)
-        unflatten(runner.run(lambda flat=flat: all_reduce(flat), "the average of buffers", lane_for(flat)), group)  # type: ignore[misc]
+        unflatten(runner.run(lambda flat=flat: all_reduce(flat), what, lane_for(flat)), group)  # type: ignore[misc]
 
 
 def hook_forward(model: nn.Module, synchronise: Callable[[], None]) -> Any:

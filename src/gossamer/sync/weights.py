@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.lossy import wide
 from gossamer.buckets import make_plan
 from gossamer.comm.runner import Runner
-from gossamer.pieces import cut
+from gossamer.pieces import cut, part_of
 from gossamer.sync.agreement import agree
 from gossamer.sync.exchange import Exchange, Kept
-from gossamer.sync.history import keep_squares_valid, weight_of
+from gossamer.sync.history import halve_at_most, keep_squares_valid, variances, weight_of
 from gossamer.sync.statistics import Statistics
 
 PENDING = "(pending)"
@@ -151,13 +152,40 @@ class WeightSync:
         if self._deltas and self._extended and self._history is not None:
             self.follow(self._history())
         self._follow_moved()
+        of_variances = variances(self._tensors) if self._deltas else []
+        before = [tensor.clone() for tensor in of_variances]
         for index, delta in self._deltas.items():
             bucket = self.exchange.buckets[index]
             torch._foreach_add_(self._members[index], bucket.split(delta))
             bucket.recycle(delta)
+        halve_at_most(of_variances, before)
         if self._deltas and self._extended:
             keep_squares_valid(self._tensors)
         self._deltas = {}
+
+    @torch.no_grad()
+    def weigh(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Make of copies of the weights, by name, what their mean over the ranks is made of, where replicas do not count alike.
+
+        Nothing may be under way: see :meth:`arrive`. What has arrived and is not added to the weights is added to the copies.
+        """
+        if not self._algorithm.weighs:
+            return
+        places = {name: tensors.get(name, tensor) for name, tensor in self._tensors.items()}
+        pieces = cut(places, self._algorithm.weight_parts, weight_of)
+        for index, bucket in enumerate(self.exchange.buckets):
+            copies = {name: pieces[name] for name in bucket.layout.names if part_of(name)[0] in tensors}
+            flat = bucket.gather(copies)
+            if flat is None:
+                continue
+            if index in self._deltas:
+                flat += self._deltas[index]
+            counted = self.exchange.handlers[index].counted(
+                wide(flat), self.exchange.states[index], self.exchange.context(step)
+            )
+            for segment in bucket.segments:
+                if segment.name in copies:
+                    copies[segment.name].copy_(segment.view(counted))
 
     def state_by_name(self) -> Kept:
         """The algorithm's state and the delta not yet added, ``{key: {parameter name: tensor}}``."""
