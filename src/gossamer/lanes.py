@@ -104,9 +104,17 @@ class PromptTicket(Ticket[T]):
             self.error = error
         self._meter.busy_seconds += time.perf_counter() - begin
         if self.error is not None or self._begun.ended:
-            # The port knows its ticket: without this, only the garbage collector would end a closed replica's groups.
+            # The port and its ticket know each other: without this, only the garbage collector would end a closed replica's
+            # groups, and the result would live until the port's next flow.
+            _let_go(self._port, self)
             self._begun = self._port = None
             self.conclude()
+
+
+def _let_go(port: Any, ticket: Ticket[Any]) -> None:
+    """A port forgets a ticket that is done, unless it has the next one already."""
+    if port.ticket is ticket:
+        port.ticket = None
 
 
 class ThreadLanes:
@@ -159,6 +167,7 @@ class ThreadLanes:
         port.ticket = ticket
         begin = time.perf_counter()
         ticket.carry_out(make_flow, port)
+        _let_go(port, ticket)
         meter.busy_seconds += time.perf_counter() - begin
         if ticket.error is not None:
             self.error = ticket.error

@@ -163,14 +163,15 @@ class Replica:
         ``compression_ratio`` (bytes of an exact all-reduce of the same tensors, divided by ``bytes_sent``),
         ``exposed_seconds`` (the loop stood still for communication), ``wire_seconds`` and ``local_seconds`` (lanes
         waiting for the network, and encoding, decoding and computing), ``elapsed_seconds``, ``step``.
-        And as of now: ``residual_norm``, the L2 norm of what is not sent yet, relative to that of the last exchange.
-        Updates that the next forward pass would take (``overlap_forward``) are taken now: if read in every step, nothing is
-        hidden."""
-        self._overlap.complete()
-        exchanges = [] if self._gradients is None else [self._gradients.exchange]
-        exchanges += [sync.exchange for sync in self._weights] + [link.exchange for link in self._links]
-        exact = sum(link.exact_bytes for link in self._links)
-        return self._statistics.read(self.step, exchanges, exact)
+        And as of now: ``residual_norm``, the L2 norm of what is not sent yet, relative to that of the last exchange. (With
+        ``overlap_forward``: of the last step that was complete after it was asked for before.)"""
+        exchanges = [sync.exchange for sync in self._weights] + [link.exchange for link in self._links]
+        shares = [exchange.residual_share() for exchange in exchanges]
+        exchanged = sum(exchange.exchanged_bytes for exchange in exchanges) + sum(link.exact_bytes for link in self._links)
+        if self._gradients is not None:
+            shares.append(self._gradients.residual_share())
+            exchanged += self._gradients.exchange.exchanged_bytes
+        return self._statistics.read(self.step, exchanged, shares)
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, counters and the algorithm's state of this rank, under a key with its rank. Collective, between steps."""

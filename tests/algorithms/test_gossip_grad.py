@@ -56,6 +56,19 @@ def test_history_is_averaged_with_the_weights(name: str, late: bool) -> None:
         assert all(torch.allclose(tensor, tensors[0], atol=1e-6) for tensor in tensors) or late
 
 
+def test_landing_late_changes_nothing_but_when_it_is_waited_for() -> None:
+    def body(late: bool) -> list[Tensor]:
+        def run(rank: int) -> Tensor:
+            model, _, replica = train(GossipGraD(wire="fp32", history=False, late=late), OPTIMIZERS["momentum"][0], rank)
+            replica.close()
+            return model.weight.detach()
+
+        return loopback(run, 5)
+
+    for early, late in zip(body(False), body(True), strict=True):
+        assert torch.allclose(early, late, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_without_history_optimizers_stay_apart(name: str) -> None:
     make, keys = OPTIMIZERS[name]

@@ -192,6 +192,7 @@ def test_updates_wait_for_the_module_that_needs_them() -> None:
             if step == 3:
                 assert all(p.grad is None for p in model.parameters())
                 before = {name: p.detach().clone() for name, p in model.named_parameters()}
+                assert replica.metrics()["step"] == 3, "reading the counters completes nothing"
                 for module in model:
                     module.register_forward_hook(note)
             loss = model(batch(rank, step)).square().mean()

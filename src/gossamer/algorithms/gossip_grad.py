@@ -15,9 +15,10 @@ class GossipGraD(Gossip):
     workers.
 
     ``late=False``: the average is added before the next update, so the exchange has forward and backward to hide behind.
-    ``late=True``: after it, so it may take as long as a whole step. Averaging updated weights with a partner's older ones
+    ``late=True``: after it, so the optimizer's step hides it as well. Averaging updated weights with a partner's older ones
     would halve the update; here only the difference of what both *sent* is added, so updates keep their full length and
-    the learning rate its meaning. Replicas are a step further apart.
+    the learning rate its meaning. Both orders give the same weights, to rounding, where an update does not depend on the
+    weights that it is added to (weight decay does, a little) and no history is exchanged.
 
     Per step one message of the weights' size, and one as large for each thing that the optimizer remembers per weight:
     three in all with Adam, half of that with a 16-bit ``wire``. ``"bf16"`` rather than ``"fp16"``, which second moments are

@@ -239,8 +239,10 @@ class Exchange:
         return kept
 
     def residual_share(self) -> tuple[float, float]:
-        """Squared L2 norms: of all residuals, and of what the buckets hold (at a step's end, the gradients)."""
+        """Squared L2 norms: of all residuals, and of what the buckets hold (at a step's end, the gradients). Without any: 0."""
         residuals = [flat for state in self.states for flat in named(RESIDUAL, state.flats.kept)]
+        if not residuals:
+            return 0.0, 0.0
         return _squared(residuals), _squared([bucket.flat for bucket in self.buckets])
 
     def extras_by_name(self) -> Kept:

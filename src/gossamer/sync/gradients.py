@@ -92,6 +92,8 @@ class GradientSync:
         self.hold = False
         """Whether buckets stay open at the end of backward, until somebody has them placed."""
         self._open: OpenStep | None = None
+        self._share, self._share_asked = (0.0, 0.0), False
+        """See :meth:`residual_share`."""
         self.completed: dict[int, float] | None = None
         """When each bucket was complete, in seconds, if anyone wants to know."""
         self.parameters = dict(parameters)
@@ -230,6 +232,16 @@ class GradientSync:
             self.exchange.forget()
             self.exchange.finish(self.step - 1)
             self.exchange.settle([bucket.flat for bucket in self.exchange.buckets])
+        if self._share_asked:
+            self._share, self._share_asked = self.exchange.residual_share(), False
+
+    def residual_share(self) -> tuple[float, float]:
+        """As that of the exchange. While buckets are open they are not read: then it is that of the last step that was
+        concluded after somebody had asked."""
+        if self._open is None:
+            return self.exchange.residual_share()
+        self._share_asked = True
+        return self._share
 
     def parameters_of(self, index: int) -> list[Parameter]:
         """The parameters in a bucket."""

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gossamer.comm.runner import Runner
-from gossamer.sync.exchange import Exchange
 
 
 @dataclass
@@ -27,16 +26,15 @@ class Statistics:
         finally:
             self.exposed_seconds += time.perf_counter() - begin
 
-    def read(self, step: int, exchanges: Sequence[Exchange], also: int = 0) -> dict[str, float]:
+    def read(self, step: int, exchanged_bytes: int, shares: Sequence[tuple[float, float]]) -> dict[str, float]:
         """All counters, cumulative since the start: bytes, messages, seconds; and how much the algorithm saves and owes.
 
-        ``also``: the size of what was exchanged besides.
+        ``exchanged_bytes``: before any encoding. ``shares``: see ``Exchange.residual_share``.
         """
         meters = self.runner.meters()
         wire, sent = sum(meter.wire_seconds for meter in meters), sum(meter.bytes for meter in meters)
         world = self.runner.world
-        exact = 2 * (world - 1) / world * (also + sum(exchange.exchanged_bytes for exchange in exchanges))
-        shares = [exchange.residual_share() for exchange in exchanges]
+        exact = 2 * (world - 1) / world * exchanged_bytes
         owed, held = sum(owed for owed, _ in shares), sum(held for _, held in shares)
         return {
             "step": step,

@@ -1,0 +1,38 @@
+"""Tickets: what a lane has done is let go, with the memory of its result."""
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.ops import Flow
+from gossamer.comm.runner import LocalPort, Meter, Ticket
+from gossamer.lanes import ThreadLanes
+
+
+class Port(LocalPort):
+    ticket: Any = None
+
+
+def result() -> Flow[Tensor]:
+    yield from ()
+    return torch.ones(5)
+
+
+def test_the_result_of_the_last_flow_lives_no_longer_than_its_ticket() -> None:
+    meter = Meter()
+    lanes = ThreadLanes([Port(meter)], [meter])
+    ticket: Ticket[Tensor] = Ticket(0, "the only one")
+    lanes.submit(ticket, result, 0)
+    assert ticket.wait(5)
+    alive = weakref.ref(ticket.result)
+    lanes.close()
+    lanes._threads[0].join(5)
+    gc.disable()
+    try:
+        del ticket
+        assert alive() is None
+    finally:
+        gc.enable()
