@@ -31,6 +31,16 @@ class Ledger(Generic[K]):
         self.draft.clear()
         self.kept = {key: value for key, value in values.items() if value is not None}
 
+    def keep_where(self, broken: Tensor) -> None:
+        """Where ``broken`` (one boolean, on the tensors' device) holds, write again what is kept: zeros, if nothing fits."""
+        for key, draft in self.draft.items():
+            if draft is None:
+                continue
+            kept = self.kept.get(key)
+            if kept is None or (kept.shape, kept.dtype) != (draft.shape, draft.dtype):
+                kept = torch.zeros_like(draft)
+            draft.copy_(torch.where(broken, kept, draft))
+
     def commit(self) -> None:
         """Keep what was written."""
         self.replaced = {key: self.kept[key] for key in self.draft if key in self.kept}
@@ -164,6 +174,11 @@ class State:
     def load(self, values: Mapping[str, Tensor | None]) -> None:
         """Keep exactly these flat tensors, leaving out what is None."""
         self.flats.load(values)
+
+    def keep_where(self, broken: Tensor) -> None:
+        """Where ``broken`` holds, undo what was written since the last commit, without asking whether it holds."""
+        self.flats.keep_where(broken)
+        self.extras.keep_where(broken)
 
     def commit(self) -> None:
         """Make everything written since the last commit the state to keep."""

@@ -16,7 +16,7 @@ from gossamer.buckets import Bucket, Plan, Segment
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.state import RESIDUAL, WHOLE, State, named
-from gossamer.sync.scaling import any_non_finite
+from gossamer.sync.scaling import any_non_finite, where_they_are
 
 Kept = dict[str, dict[str, Tensor]]
 """``{key: {parameter name: tensor}}``."""
@@ -197,11 +197,30 @@ class Exchange:
 
         The results are the same on all ranks, so all of them keep it, or none does.
         """
-        unseen = [tensor for tensor in (*self.drafts(), *results) if id(tensor) not in self._seen]
-        if any(state.changed for state in self.all_states()) and (self._poisoned or any_non_finite(unseen).item() > 0):
+        drafts = self.drafts()
+        unseen = [tensor for tensor in (*drafts, *results) if id(tensor) not in self._seen]
+        if not any(state.changed for state in self.all_states()):
+            self.commit()
+        elif not self._poisoned and not self._finishing and self._on_one_device([*drafts, *unseen]):
+            self._settle_there([tensor for tensor in unseen if tensor.is_floating_point() and tensor.numel()])
+        elif self._poisoned or any_non_finite(unseen).item() > 0:
             self.rollback()
         else:
             self.commit()
+
+    @staticmethod
+    def _on_one_device(tensors: Sequence[Tensor]) -> bool:
+        """Whether all are on one accelerator: to look at a value there, the host would have to wait for it."""
+        devices = {tensor.device for tensor in tensors}
+        return len(devices) == 1 and devices.pop().type != "cpu"
+
+    def _settle_there(self, unseen: Sequence[Tensor]) -> None:
+        """The device keeps what was written, or what was there before, and the host does not ask which."""
+        if unseen:
+            broken = where_they_are(unseen) > 0
+            for state in self.all_states():
+                state.keep_where(broken)
+        self.commit()
 
     # -- state ------------------------------------------------------------------------------------------------------
 

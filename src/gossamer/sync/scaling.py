@@ -1,6 +1,6 @@
 """Loss scaling: all ranks skip a step together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,17 @@ def agree_on_overflow(runner: Runner, scaler: Any, parameters: Iterable[Paramete
 
 
 def any_non_finite(tensors: list[Tensor]) -> Tensor:
-    """One float: 1 if any element of the floating-point tensors is inf or NaN."""
+    """``float32[1]`` on the host: 1 if any element of the floating-point tensors is inf or NaN."""
     some = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel() > 0]
     if not some:
         return torch.zeros(1)
     if all(tensor.device.type == "cpu" for tensor in some) and torch.stack(torch._foreach_norm(some, 2)).isfinite().all():
         return torch.zeros(1)  # thirty times as fast; squares that overflow are looked at again
+    return where_they_are(some).to("cpu")
+
+
+def where_they_are(tensors: Sequence[Tensor]) -> Tensor:
+    """The same on the tensors' device (one for all), so that nobody waits for it. They are floating-point and not empty."""
     # A non-finite element makes the maximum norm non-finite, in one pass and without a temporary of the tensor's size.
-    finite = torch.stack([torch.isfinite(norm) for norm in torch._foreach_norm(some, float("inf"))])
-    return (~finite).any().float().reshape(1).to("cpu")
+    finite = torch.stack([torch.isfinite(norm) for norm in torch._foreach_norm(list(tensors), float("inf"))])
+    return (~finite).any().float().reshape(1)
