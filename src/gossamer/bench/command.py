@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from gossamer.bench.cluster import cases_here, is_here, joined, measure_here, measure_memory_here
+from gossamer.bench.emulated import MODELS
 from gossamer.bench.in_lab import Record
 from gossamer.bench.listing import listing
 from gossamer.bench.matrix import Case, Results, Turns, absent, cases, draw, measure, measure_memory, portions, table
@@ -26,6 +27,8 @@ SHOWN = ("side", "ms per step", "relative to DDP (95 % interval)", "step / bound
 
 SIDES = ["AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')"]
 
+_WORKLOADS = f"Python files, or emulated models ({', '.join(MODELS)}) with their seconds per step, as in 'ResNet50(2.0)'."
+
 
 def _list_sides(wanted: bool) -> None:
     if wanted:
@@ -34,7 +37,7 @@ def _list_sides(wanted: bool) -> None:
 
 
 def bench(
-    workloads: Annotated[list[str], typer.Argument(help="Python files, or emulated models such as 'ResNet50(2.0)'.")],
+    workloads: Annotated[list[str], typer.Argument(help=_WORKLOADS)],
     network: Annotated[
         list[str] | None,
         typer.Option(help="A rate: 200mbit, unshaped; if you like with +LATENCY, /slow-link=RATE, /slow-host=FACTORx."),
