@@ -36,6 +36,11 @@ def steps_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return markdown(("workload", "network", "side", "ms per step", "time relative to DDP (95 % interval)"), lines)
 
 
+def page(saved: dict[str, Any]) -> str:
+    """What ``speed.md`` says of what ``speed.json`` holds."""
+    return "\n".join([*steps_table(saved["steps"]), "", saved["machine"]]) + "\n"
+
+
 def merged(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], key: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of both, in the order of the first time that each was measured; the newer one where both have it."""
     rows = {tuple(row[name] for name in key): row for row in (*before, *now)}
@@ -67,8 +72,9 @@ def save(folder: Path, steps: Sequence[dict[str, Any]], hosts: int) -> None:
     before = json.loads((folder / "speed.json").read_text()) if (folder / "speed.json").exists() else {}
     steps = merged(before.get("steps", []), steps, ("workload", "rate"))
     machine = f"{hosts} emulated hosts; {platform.system()} {platform.machine()}, torch {steps[0]['torch'] if steps else ''}"
-    (folder / "speed.json").write_text(json.dumps({"machine": machine, "steps": steps}, indent=1))
-    (folder / "speed.md").write_text("\n".join([*steps_table(steps), "", machine]) + "\n")
+    saved = {"machine": machine, "steps": steps}
+    (folder / "speed.json").write_text(json.dumps(saved, indent=1))
+    (folder / "speed.md").write_text(page(saved))
     console.log(f"wrote {folder / 'speed.md'} and {folder / 'speed.json'}")
 
 
