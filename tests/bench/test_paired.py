@@ -10,8 +10,9 @@ import torch.distributed as dist
 from gossamer.bench import counters
 from gossamer.bench.bound import Ready
 from gossamer.bench.counters import Counters
-from gossamer.bench.paired import ENOUGH, Sent, _add_bounds, compare, take_turns
+from gossamer.bench.paired import Sent, _add_bounds, take_turns
 from gossamer.bench.peers import PEERS, Joined
+from gossamer.bench.ratios import ENOUGH, compare
 from gossamer.bench.sides import parse_side
 from gossamer.bench.trained import LONGEST, Trained, exchanged, pace
 

@@ -19,7 +19,6 @@ from gossamer.bench.in_lab import Record
 from gossamer.bench.listing import listing
 from gossamer.bench.matrix import (
     RATIO,
-    SPREAD,
     Case,
     Results,
     Turns,
@@ -33,6 +32,7 @@ from gossamer.bench.matrix import (
 )  # fmt: skip
 from gossamer.bench.plots import require_matplotlib
 from gossamer.bench.ranks import of_all
+from gossamer.bench.ratios import SPREAD
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabError
 

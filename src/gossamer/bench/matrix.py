@@ -17,9 +17,9 @@ from gossamer.bench.catalogue import find_workload, is_emulated
 from gossamer.bench.in_lab import Record, lab_json
 from gossamer.bench.memory import BASELINE, FIGURES, beyond, read
 from gossamer.bench.network import parse_network
-from gossamer.bench.paired import ENOUGH
 from gossamer.bench.peers import PEERS, missing
 from gossamer.bench.plots import Bars, Panel, times_by_side, times_over_hosts
+from gossamer.bench.ratios import SPREAD
 from gossamer.bench.rows import markdown, read_rows, write_rows
 from gossamer.bench.sides import parse_side
 from gossamer.lab import LabSpec
@@ -33,7 +33,6 @@ NOISY = 0.05
 UNSHAPED = "unshaped"
 
 ROUNDS = "rounds of steps"
-SPREAD = f"95 % interval; of fewer than {ENOUGH} rounds: lowest to highest"
 RATIO = f"relative to DDP ({SPREAD})"
 HEAD = (
     "workload", "network", "hosts", "side", ROUNDS, "ms per step", RATIO, "relative to compute", "bound, ms",

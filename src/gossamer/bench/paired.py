@@ -1,6 +1,6 @@
 """Paired timing: several ways to communicate take turns at the same training steps, in one run on the same machine.
 
-A script of the lab (or of torchrun on a real cluster); rank 0 prints one JSON object:
+A script of the lab (or of torchrun on a real cluster); rank 0 prints one JSON object, or writes it to a file:
 
     gossamer lab --hosts 4 --rate 200mbit -- -m gossamer.bench.paired --workload examples/02_convnet.py
 
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,12 +30,10 @@ from gossamer.bench.conditions import conditions, load
 from gossamer.bench.counters import Counters
 from gossamer.bench.line import plain_tcp
 from gossamer.bench.ranks import of_all
+from gossamer.bench.ratios import compare
 from gossamer.bench.trained import MODEL_SEED, Pace, Trained, make_side, pace
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError
-
-ENOUGH = 6
-"""Rounds from which a ratio has an interval: of fewer, the bootstrap's is the range from the lowest to the highest."""
 
 Figures = dict[str, Any]
 
@@ -96,34 +95,6 @@ def _meet(side: Trained) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     dist.barrier()
-
-
-def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
-    """Median of the paired ratios, from where to where, and the median step times.
-
-    ``ratio_low`` and ``ratio_high``: the ends of a 95 % bootstrap interval of the median; of fewer than ``ENOUGH`` rounds the
-    lowest and the highest ratio that was measured. That is a range, not an interval: it says nothing of the next run.
-    """
-    ratios = [own / other for own, other in zip(seconds, reference, strict=True)]
-    low, high = _interval(ratios) if len(ratios) >= ENOUGH else (min(ratios), max(ratios))
-    return {
-        "step_seconds": statistics.median(seconds),
-        "reference_seconds": statistics.median(reference),
-        "ratio": statistics.median(ratios),
-        "ratio_low": low,
-        "ratio_high": high,
-    }
-
-
-def _interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the median."""
-    import numpy as np
-    from scipy.stats import bootstrap
-
-    if min(ratios) == max(ratios):
-        return ratios[0], ratios[0]
-    made = bootstrap((np.array(ratios),), np.median, method="percentile", rng=np.random.default_rng(0)).confidence_interval
-    return float(made.low), float(made.high)
 
 
 def tell(index: int, rounds: int) -> None:
@@ -270,6 +241,14 @@ def _add_bounds(
             figure["bound_seconds"] = least(sides[name].when, step, wire(known, lines), ready)
 
 
+def _hand_over(text: str, path: Path | None) -> None:
+    if path is None:
+        sys.stdout.write(text)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
 def main() -> None:
     """Take the turns and print from rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -278,11 +257,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--save-to", type=Path, metavar="FILE", help="where to write the result, instead of printing it")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     result = run(find_workload(options.workload), options.sides, options.rounds, options.steps, options.warmup)
     if dist.get_rank() == 0:
-        sys.stdout.write(json.dumps(result) + "\n")
+        _hand_over(json.dumps(result) + "\n", options.save_to)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -146,7 +146,7 @@ def times_by_side(path: Path, panels: Sequence[Bars], *, title: str) -> None:
     columns = min(3, len(panels))
     rows, most = -(-len(panels) // columns), max(len(panel.seconds) for panel in panels)
     size = (5.4 * columns, rows * (0.3 * most + 1.0) + 0.9)
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, dpi=130, layout="constrained", squeeze=False)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, dpi=100, layout="constrained", squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, panel in zip(axes.flat, panels, strict=False):

@@ -26,7 +26,8 @@ from gossamer.bench.catalogue import find_workload
 from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.matrix import Turns
-from gossamer.bench.paired import compare, take_turns, warm_up
+from gossamer.bench.paired import take_turns, warm_up
+from gossamer.bench.ratios import compare, spread
 from gossamer.bench.rows import markdown
 from gossamer.bench.shuffle import Shard, endless, staying
 from gossamer.bench.trained import MODEL_SEED, make_side, pace
@@ -105,7 +106,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: one row per way to communicate and to keep the samples."""
     head = (
         "workload", "hosts", "network", "communication", "samples kept as", "a batch, kB", "ms per step, staying",
-        "ms per step, travelling", "travelling / staying (95 % interval)", "waited for a batch, ms", "share of the step",
+        "ms per step, travelling", f"travelling / staying ({spread(rows)})", "waited for a batch, ms", "share of the step",
     )  # fmt: skip
     lines = []
     for row in rows:
