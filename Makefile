@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-exchanges bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
+.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-exchanges bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,11 +85,16 @@ bench-relaxations: $(READY) ## step time of the relaxations of gradients and wei
 	  --side 'ScatterReduce()' --side 'ScatterReduce(codec=Quantize(bits=4))' --side 'ChunkSparse(density=0.1)' \
 	  --side 'OneBitAdam(warmup=2)' --side "Gossip(wire='bf16')" --side 'QuantizedGossip()' --save-to benchmarks/results/relaxations
 
-bench-peers: peers ## step time beside whatever else a user of PyTorch could take, 4 hosts at 200 Mbit/s and 1 Gbit/s (about 15 minutes)
-	$(VENV)/bin/gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --hosts 4 --no-memory --rounds 6 --steps 6 \
-	  --side 'in_parts(8, Gossip())' --side 'in_parts(16, Gossip())' --side 'in_parts(16, GossipPGA(period=1))' \
-	  --side 'OneBitAdam(warmup=2)' --side 'ChunkSparse()' --side ddp-fp16 --side ddp-powersgd --side post-localsgd \
-	  --side accelerate --side deepspeed --side deepspeed-fp16 --side torchft-ddp --side torchft-localsgd --side torchft-diloco \
+bench-memory: $(READY) ## memory of the relaxations beside DDP's, ResNet-50 with emulated compute on 2 hosts (about 10 minutes)
+	$(VENV)/bin/gossamer bench 'ResNet50(0.3)' --network 1gbit --hosts 2 --rounds 2 --steps 2 --warmup 3 \
+	  --side 'AllReduce()' --side 'ScatterReduce()' --side 'ChunkSparse()' --side 'PowerSGD()' --side 'Gossip()' \
+	  --side 'QuantizedGossip()' --side 'in_parts(8, Gossip())' --save-to benchmarks/results/memory
+
+bench-peers: peers ## step time beside whatever else a user of PyTorch could take, 4 hosts at 200 Mbit/s and 1 Gbit/s (about 20 minutes)
+	$(VENV)/bin/gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --hosts 4 --no-memory --rounds 6 --steps 16 \
+	  --at-once 9 --side 'in_parts(8, Gossip())' --side 'in_parts(16, Gossip())' --side 'in_parts(16, GossipPGA(period=1))' \
+	  --side 'OneBitAdam(warmup=2)' --side 'ChunkSparse()' --side ddp-powersgd --side post-localsgd --side torchft-localsgd \
+	  --side torchft-diloco --side ddp-fp16 --side accelerate --side deepspeed --side deepspeed-fp16 --side torchft-ddp \
 	  --side hivemind --side horovod --save-to benchmarks/results/peers
 
 bench-bounds: $(READY) ## step time beside its bound with emulated compute, on every kind of network (about 40 minutes)
@@ -105,9 +110,9 @@ bench-hosts: $(READY) ## step time over 2 to 16 emulated hosts, without and with
 	  --side 'AllReduce()' --side "Gossip(wire='bf16')" --rounds 5 --steps 3 --warmup 3 --save-to benchmarks/results/hosts
 
 bench-scale: $(READY) ## every pattern with 2 to 32 workers: time, bytes, messages, memory, beside what is predicted (about an hour)
-	$(VENV)/bin/gossamer bench 'Convnet(2)' --network 20mbit --hosts 2 --hosts 4 --hosts 8 --hosts 16 --hosts 32 --at-once 3 \
+	$(VENV)/bin/gossamer bench 'Convnet(1)' --network 40mbit --hosts 2 --hosts 4 --hosts 8 --hosts 16 --hosts 32 --at-once 5 \
 	  --side 'AllReduce()' --side 'ScatterReduce()' --side 'ChunkSparse()' --side "Gossip(wire='bf16')" --side 'QuantizedGossip()' \
-	  --side 'DecentralizedSGD()' --side 'LowPrecisionDecentralized()' --side 'PushSum()' --side 'GossipPGA()' \
+	  --side 'DecentralizedSGD()' --side 'LowPrecisionDecentralized()' --side 'PushSum()' --side 'GossipPGA(period=4)' \
 	  --rounds 3 --steps 2 --warmup 2 --save-to benchmarks/results/scale
 	$(RUN) -m gossamer.bench.scale benchmarks/results/scale
 
@@ -116,8 +121,9 @@ bench-efficiency: $(READY) ## papers' runs in slow motion, 8 hosts: GossipGraD a
 	  --rounds 3 --steps 2 --warmup 2 --save-to benchmarks/results/efficiency
 	$(VENV)/bin/gossamer bench 'ResNet50(12)' --network 60mbit --hosts 8 --no-memory --side 'ChunkSparse()' \
 	  --rounds 3 --steps 2 --warmup 4 --save-to benchmarks/results/efficiency
+	# DDP beside these two would be 3.2 GB in each of the 8 processes.
 	$(VENV)/bin/gossamer lab --hosts 8 --rate 71mbit -- -m gossamer.bench.paired --workload 'AlexNet(16)' \
-	  --sides compute 'ChunkSparse()' --rounds 2 --steps 2 --warmup 3 | sed 's/^.rank 0. //' > benchmarks/results/efficiency/alexnet.json
+	  --sides compute 'ChunkSparse()' --rounds 2 --steps 2 --warmup 3 --save-to benchmarks/results/efficiency/alexnet.json
 
 bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, beside DDP (hours, resumable)
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/02_convnet.py --target 0.905 --save-to benchmarks/results

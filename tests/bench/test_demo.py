@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +133,6 @@ class TestOptions:
         assert runs[0].title == "exact all-reduce, in DDP's place"
         assert runs[0].arguments[:4] == ("--method", "allreduce", "--wire", "fp32")
         assert demo.stand_in(runs, options) == []
-
-    def test_a_busy_machine_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "getloadavg", lambda: (50.0, 0.0, 0.0))
-        assert "load 50.0" in demo.busy_machine()[0]
-        monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.0, 0.0))
-        assert demo.busy_machine() == []
 
 
 class TestWhole:

@@ -1,11 +1,26 @@
 """Matrix: what is measured, kept and shown."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from gossamer.bench.matrix import ALWAYS, Case, Results, Turns, cases, draw, portions, table
+from gossamer.bench.matrix import (
+    ALWAYS,
+    HEAD,
+    ROUNDS,
+    Case,
+    Results,
+    Turns,
+    cases,
+    draw,
+    measure_memory,
+    portions,
+    rows_of,
+    table,
+)  # fmt: skip
+from gossamer.bench.plots import looks_of
 from gossamer.cli import app
 from gossamer.errors import ConfigurationError
 
@@ -14,9 +29,15 @@ CASE = Case("Convnet(0.05)", "200mbit+2ms", 4)
 
 def a_row(side, **more):
     figures = {"step_seconds": 0.5, "ratio": 0.5, "ratio_low": 0.49, "ratio_high": 0.51, "payload_bytes": 2e6}
-    counted = {"interface_bytes": 3e6, "exposed_seconds": 0.1, "cpu_seconds": 0.2, "wire_seconds": 0.3, "rounds": 2}
+    counted = {"interface_bytes": 3e6, "exposed_seconds": 0.1, "cpu_seconds": 0.2, "wire_seconds": 0.3}
     case = {"workload": CASE.workload, "network": CASE.network, "hosts": CASE.hosts}
-    return case | {"side": side, "name": "Convnet"} | figures | counted | more
+    turns = {"rounds": 2, "steps_per_round": 5, "timed_steps": 8, "warmup": 4}
+    own = {"compute_seconds": 0.4, "ratio_to_compute": 1.25, "round_seconds": [0.5, 0.5]}
+    return case | {"side": side, "name": "Convnet"} | figures | counted | turns | own | more
+
+
+NEW = ("steps_per_round", "timed_steps", "warmup", "compute_seconds", "ratio_to_compute", "round_seconds")
+"""What rows did not tell at first."""
 
 
 def test_a_network_is_a_rate_and_a_latency():
@@ -58,20 +79,90 @@ def test_results_are_kept_and_not_measured_again(tmp_path):
     assert [row["step_seconds"] for row in again.rows if row["side"] == "ddp"] == [0.7]
 
 
+@pytest.mark.parametrize(
+    ("turns", "enough"),
+    [
+        (Turns(2, 5, 4), True),
+        (Turns(1, 1, 1), True),
+        (Turns(3, 5, 4), False),
+        (Turns(2, 6, 4), False),
+        (Turns(2, 5, 5), False),
+    ],
+)
+def test_what_was_measured_for_too_short_a_time_is_measured_again(tmp_path, turns, enough):
+    results = Results(tmp_path / "results.jsonl")
+    results.add([a_row("ddp")])
+    assert results.lacking(CASE, ["ddp"], turns) == ([] if enough else ["ddp"])
+
+
+def test_an_old_row_is_shown_with_empty_cells_and_measured_again(tmp_path):
+    old = {name: value for name, value in a_row("Gossip()").items() if name not in NEW}
+    results = Results(tmp_path / "results.jsonl")
+    results.add([old])
+    assert results.lacking(CASE, ["Gossip()"], Turns(2, 1, 1)) == ["Gossip()"]
+    shown, whole = (dict(zip(HEAD, line.strip("|").split("|"), strict=True)) for line in table([old, a_row("Gossip()")])[2:])
+    assert {name for name in HEAD if not shown[name].strip()} - {name for name in HEAD if not whole[name].strip()} == {
+        "relative to compute"
+    }
+    assert (shown[ROUNDS].strip(), whole[ROUNDS].strip()) == ("2", "2 of 8")
+
+
+def found(compute, gossip):
+    """What a run of two rounds says, in which each side takes these seconds."""
+    seconds = {"ddp": [1.0, 1.2], "compute": [compute] * 2, "Gossip()": [gossip] * 2}
+    ratios = {side: {"reference_seconds": 1.1, "compute_seconds": compute, "ratio_to_compute": own[0] / compute}
+              for side, own in seconds.items()}  # fmt: skip
+    told = {"workload": "Convnet", "rounds": 2, "steps_per_round": 5, "warmup": 4, "tcp_bits_per_second": 1e8, "missing": {}}
+    return told | {"sides": ratios, "seconds": seconds, "conditions": {"torch": "2", "load_before": 0.1}}
+
+
+def test_every_row_has_compute_and_ddp_of_its_own_run():
+    results = Results(Path("nowhere"), writes=False)
+    results.add(rows_of(CASE, found(0.5, 0.75)))
+    second = found(0.25, 0.5)
+    second["sides"]["QSGD()"], second["seconds"]["QSGD()"] = second["sides"].pop("Gossip()"), second["seconds"].pop("Gossip()")
+    results.add(rows_of(CASE, second))
+    by_side = {row["side"]: row for row in results.rows}
+    assert by_side["compute"]["compute_seconds"] == 0.25, "the newest takes the place of the one before"
+    assert by_side["Gossip()"]["compute_seconds"] == 0.5, "and other rows still tell theirs"
+    assert by_side["Gossip()"]["ratio_to_compute"] == 1.5
+    assert by_side["QSGD()"]["ratio_to_compute"] == 2.0
+    assert by_side["ddp"]["round_seconds"] == [1.0, 1.2]
+    assert by_side["QSGD()"]["reference_seconds"] == 1.1
+    assert all(row["load_before"] == 0.1 and row["warmup"] == 4 for row in results.rows)
+
+
 def test_the_table_shows_bounds_where_there_are_some_and_says_what_is_noisy():
     lines = table([a_row("ddp"), a_row("Gossip()", bound_seconds=0.4), a_row("QSGD()", ratio_high=0.7)])
-    assert "| 1 |  |" in lines[2]
+    assert "| 1 | 1.250 |  |" in lines[2]
     assert "400.0 | 1.250" in lines[3]
     assert "noisy" not in lines[3]
     assert "noisy" in lines[4]
 
 
-def test_a_picture_is_drawn_where_there_are_several_numbers_of_hosts(tmp_path):
+def test_memory_is_measured_on_a_network_without_limits_whatever_the_case_has(monkeypatch):
+    seen = []
+    monkeypatch.setattr("gossamer.bench.matrix.lab_json", lambda spec, command: seen.append(spec) or [{"peaks": {}}])
+    assert measure_memory(Case("Convnet(0.05)", "20mbit+2ms/slow-host=2x", 3), ["ddp"]) == {}
+    assert [rate.bps for rate in seen[0].rates] == [None] * 3
+    assert (seen[0].latency_s, seen[0].slow) == (0, {})
+
+
+def test_a_picture_is_drawn_over_the_number_of_hosts_where_there_are_several_else_by_side(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [a_row(side, hosts=hosts) for side in ("ddp", "compute", "Gossip()") for hosts in (2, 4, 8)]
     assert draw(rows, tmp_path) == [tmp_path / "convnet-0-05-hosts.png"]
     assert (tmp_path / "convnet-0-05-hosts.png").stat().st_size > 5000
-    assert draw([a_row("ddp")], tmp_path) == []
+    one = [a_row("ddp", bound_seconds=0.4), a_row("Gossip()"), a_row("ddp", network="1gbit"), a_row("ddp", workload="mine.py")]
+    assert draw(one, tmp_path) == [tmp_path / "convnet-0-05-sides.png", tmp_path / "mine-py-sides.png"]
+    assert (tmp_path / "convnet-0-05-sides.png").stat().st_size > 5000
+    assert draw([], tmp_path) == []
+
+
+def test_ninety_sides_look_different():
+    pytest.importorskip("matplotlib")
+    looks = looks_of(["ddp", "compute", *(f"side {number}" for number in range(89))])
+    assert len({tuple(look.values()) for look in looks.values()}) == 91
 
 
 def test_the_command_measures_and_goes_on_where_it_was(tmp_path):
@@ -86,6 +177,14 @@ def test_the_command_measures_and_goes_on_where_it_was(tmp_path):
     assert "does not build" in rows[0]["missing"]
     by_side = {row["side"]: row for row in rows}
     assert by_side["compute"]["step_seconds"] >= 0.05
+    assert by_side["post-localsgd"]["timed_steps"] == by_side["ddp"]["timed_steps"] == 8, "all as long as the slowest period"
+    assert by_side["AllReduce()"]["compute_seconds"] == by_side["compute"]["step_seconds"]
+    assert by_side["ddp-powersgd"]["payload_bytes"] is None
+    assert "bound_seconds" not in by_side["ddp-powersgd"]
+    bound = by_side["post-localsgd"]["bound_seconds"]
+    line = by_side["post-localsgd"]["tcp_bits_per_second"]
+    assert bound == pytest.approx(by_side["compute"]["step_seconds"] + 4 * 1_630_090 / line, rel=0.01)
+    assert {"gossamer", "python", "torch", "processor", "cores", "load_before", "load_after", "seeds"} <= by_side["ddp"].keys()
     assert by_side["AllReduce()"]["payload_bytes"] == pytest.approx(4 * 1_630_090, rel=0.01)
     assert by_side["ddp"]["payload_bytes"] == 4 * 1_630_090
     when = {row["side"]: row["when"] for row in rows}

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from gossamer.algorithms import registry
-from gossamer.bench import paired, peers
+from gossamer.bench import memory, paired, peers, quality_run
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.matrix import Case, Results, Turns, absent, draw, table
@@ -88,6 +89,9 @@ def test_an_end_that_does_not_come_is_named():
     wait_for("the server", lambda: None)
 
 
+TURNS = {"rounds": 2, "steps_per_round": 5, "timed_steps": 5, "warmup": 4}
+
+
 def a_row(side, **more):
     figures = {
         "step_seconds": 0.5,
@@ -97,8 +101,9 @@ def a_row(side, **more):
         "payload_bytes": 2e6,
         "cpu_seconds": 0.2,
     }
-    counted = {"interface_bytes": 3e6, "exposed_seconds": 0.1, "wire_seconds": 0.3, "rounds": 2, "name": "Convnet"}
-    return {"workload": CASE.workload, "network": CASE.network, "hosts": CASE.hosts, "side": side} | figures | counted | more
+    counted = {"interface_bytes": 3e6, "exposed_seconds": 0.1, "wire_seconds": 0.3, "name": "Convnet"}
+    case = {"workload": CASE.workload, "network": CASE.network, "hosts": CASE.hosts, "side": side}
+    return case | figures | counted | TURNS | more
 
 
 def test_a_missing_peer_is_a_row_with_its_reason_until_it_is_measured(tmp_path):
@@ -111,8 +116,8 @@ def test_a_missing_peer_is_a_row_with_its_reason_until_it_is_measured(tmp_path):
     lines = table(again.rows)
     assert "not run: " in lines[3]
     assert PEERS["bluefog"].gone in lines[3]
-    assert {line.count("|") for line in lines} == {15}
-    assert draw(again.rows, tmp_path) == []
+    assert {line.count("|") for line in lines} == {17}
+    assert draw(gone, tmp_path) == []
     again.add([a_row("bluefog")])
     again.add(gone)
     assert again.lacking(CASE, ["bluefog"], Turns(2)) == [], "what was measured once is not forgotten"
@@ -155,6 +160,29 @@ def test_a_peer_works_in_its_turns_only_and_is_closed(alone, monkeypatch):
     result = paired.run(find_workload("Convnet(0.001)"), ["compute", "made up"], rounds=1, steps=1, warmup=1)
     assert events == ["begin", *["backward"] * 2, "end", "begin", *["backward"] * 4, "end", "close"]
     assert result["sides"]["made up"]["step_seconds"] > 0
+
+
+def test_memory_and_quality_are_measured_in_a_peers_turn_too(alone, monkeypatch):
+    events = []
+
+    @contextlib.contextmanager
+    def turn():
+        events.append("begin")
+        yield
+        events.append("end")
+
+    def join(model, optimizer):
+        return Joined(model, optimizer, turn=turn, backward=lambda loss: events.append("backward") or loss.backward())
+
+    monkeypatch.setitem(PEERS, "made up", Peer("one", join, 1.0))
+    workload = find_workload("Convnet(0.001)")
+    memory._train(workload, "made up", 2)
+    assert events == ["begin", "backward", "backward", "end"]
+    events.clear()
+    batch = workload.random_batch(torch.Generator())
+    study = replace(workload, training_batches=lambda *_: iter([batch] * 9), quality=lambda model: {"loss": 1.0})
+    quality_run.train(study, "made up", 0, quality_run.Goal(seconds=0.0, until=None, eval_every=1))
+    assert events == ["begin", "backward", "end"]
 
 
 def test_the_list_has_everything_that_can_be_typed():

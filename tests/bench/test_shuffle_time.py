@@ -49,9 +49,18 @@ def test_every_step_takes_a_batch_whether_or_not_compute_is_emulated() -> None:
 
 
 def test_the_table_has_every_figure() -> None:
-    row = {"workload": "w", "side": "compute", "stored": "uint8", "world": 4, "rate": "200mbit", "batch_bytes": 51200}
+    row = {
+        "workload": "w",
+        "side": "compute",
+        "stored": "uint8",
+        "world": 4,
+        "rate": "200mbit",
+        "batch_bytes": 51200,
+        "rounds": 5,
+    }
     row |= {"reference_seconds": 0.1, "step_seconds": 0.101, "ratio": 1.01, "ratio_low": 1.0, "ratio_high": 1.02}
     head, rule, line = table([row | {"waited_seconds": 0.00123, "waited_share": 0.0122}])
+    assert "of fewer than 6 rounds" in head
     assert len(head.split("|")) == len(rule.split("|")) == len(line.split("|"))
     assert line == "| w | 4 | 200mbit | none | uint8 | 51 | 100.0 | 101.0 | 1.010 (1.000 to 1.020) | 1.23 | 1.22 % |"
 

@@ -31,22 +31,48 @@ def test_sides_are_understood(text: str, side: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "told"),
     [
-        "ddq",
-        "AllReduce",
-        "Nothing()",
-        "AllReduce(",
-        "AllReduce(wires='fp16')",
-        "Quantize()",
-        "print(1)",
-        "overlap_forward(3)",
-        "PushSum(topology=RandomPush(peers=0))",
+        ("AllReduce", r"write AllReduce\(\)"),
+        ("Hierarchical(Gossip)", r"write Gossip\(\)"),
+        ("AllReduce(", "never closed"),
+        ("AllReduce(wires='fp16')", "wires"),
+        ("Gossip(wire='int8')", "wire must be one of fp32, fp16, bf16; got 'int8'"),
+        ("Gossip(wire=bf16)", "write 'bf16'"),
+        ("Gossip(every=1 + 2)", r"1 \+ 2 is not understood"),
+        ("Quantize()", "is not an algorithm"),
+        ("overlap_forward(3)", "takes an algorithm"),
+        ("PushSum(topology=RandomPush(peers=0))", "at least 1; got 0"),
     ],
 )
-def test_others_are_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"known:|is not an algorithm"):
+def test_what_is_wrong_with_a_side_is_told_without_a_list(text: str, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told) as caught:
         parse_side(text)
+    assert "Known:" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("ddq", "ddp"),
+        ("gossip", "Gossip()"),
+        ("Alreduce()", "AllReduce()"),
+        ("ddp-fp17", "ddp-fp16"),
+        ("Hierarchical(Gosip())", "Gossip()"),
+    ],
+)
+def test_an_unknown_name_is_told_with_those_that_are_near_and_all_that_are_known(text: str, near: str) -> None:
+    with pytest.raises(ConfigurationError, match="unknown side") as caught:
+        parse_side(text)
+    hint, known = str(caught.value).split("Known: ")
+    assert near in hint.split("did you mean ")[1].removesuffix("? ").split(" or ")
+    assert {*PLAIN, "Gossip"} <= {*known.split(", ")}
+
+
+def test_calls_of_anything_else_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="unknown side 'print'"):
+        parse_side("print(1)")
 
 
 def test_an_optimizer_that_communicates_takes_the_others_place() -> None:

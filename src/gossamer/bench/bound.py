@@ -9,11 +9,15 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from gossamer.bench.workload import Workload
+
+When = Literal["joined", "overlapped", "after"]
+"""When a side's exchange may travel: from a gradient's readiness to the optimizer's step; beside all of the compute; or only
+between the optimizer's step and the next forward pass, while nothing is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,18 @@ def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
 def wire(payloads: Sequence[float], lines: Sequence[float]) -> float:
     """Seconds until the last rank has sent its bytes per step over its line of so many bits per second."""
     return max(8 * payload / line for payload, line in zip(payloads, lines, strict=True))
+
+
+def least(when: When, compute: float, wire: float, ready: Ready) -> float:
+    """Seconds that a step takes at least, by when its exchange may travel. ``ready``: of a step of any length."""
+    if when == "overlapped":
+        return overlapped(compute, wire)
+    return after(compute, wire) if when == "after" else joined(compute, wire, ready.within(compute))
+
+
+def after(compute: float, wire: float) -> float:
+    """Seconds of a step if the exchange begins when the optimizer has stepped, and the next step waits for its end."""
+    return compute + wire
 
 
 def overlapped(compute: float, wire: float) -> float:

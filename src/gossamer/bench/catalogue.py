@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def find_workload(text: str | Path) -> Workload:
         return load_workload(Path(text))
     try:
         made: Workload = value_of(str(text), {name: partial(emulated, name)})
-    except (SyntaxError, TypeError) as error:
+    except (SyntaxError, TypeError, KeyError) as error:
         raise ConfigurationError(f"{text!s}: an emulated model takes its seconds per step, as in {name}(2.0)") from error
     return made
 
@@ -39,17 +40,28 @@ def _model(text: str | Path) -> str:
 def load_workload(path: Path) -> Workload:
     """The workload that a Python file defines by the four functions. Raises ConfigurationError if one is missing."""
     if not path.is_file():
-        raise ConfigurationError(f"there is no workload file {path}")
+        raise ConfigurationError(f"there is no file {path}; emulated models are {', '.join(MODELS)}, as in ResNet50(2.0)")
     spec = importlib.util.spec_from_file_location(f"workload_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ConfigurationError(f"{path} is no Python file; a workload is one that defines {', '.join(_FUNCTIONS)}")
     module = importlib.util.module_from_spec(spec)
     # As when Python runs the file itself, what lies beside it can be imported.
     if str(path.parent.resolve()) not in sys.path:
         sys.path.insert(0, str(path.parent.resolve()))
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigurationError(_failure(path, error)) from error
     missing = [name for name in _FUNCTIONS if not callable(getattr(module, name, None))]
     if missing:
         raise ConfigurationError(f"{path} defines no {', '.join(missing)}(); a workload needs {', '.join(_FUNCTIONS)}")
     optional: dict[str, Any] = {name: getattr(module, name, None) for name in _OPTIONAL}
     return Workload(path.stem.lstrip("0123456789_"), **{name: getattr(module, name) for name in _FUNCTIONS}, **optional)
+
+
+def _failure(path: Path, error: Exception) -> str:
+    """One line: where a workload's file went wrong, and how."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename or path}, line {error.lineno}: {error.msg}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}, line {lines[-1] if lines else 1}: {type(error).__name__}: {error}"

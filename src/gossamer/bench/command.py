@@ -13,18 +13,45 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from gossamer.bench.cluster import cases_here, is_here, joined, measure_here, measure_memory_here
+from gossamer.bench.conditions import busy_machine
+from gossamer.bench.emulated import MODELS
 from gossamer.bench.in_lab import Record
 from gossamer.bench.listing import listing
-from gossamer.bench.matrix import Case, Results, Turns, absent, cases, draw, measure, measure_memory, portions, table
+from gossamer.bench.matrix import (
+    RATIO,
+    Case,
+    Results,
+    Turns,
+    absent,
+    cases,
+    draw,
+    measure,
+    measure_memory,
+    portions,
+    table,
+)  # fmt: skip
 from gossamer.bench.plots import require_matplotlib
 from gossamer.bench.ranks import of_all
+from gossamer.bench.ratios import SPREAD
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabError
 
-SHOWN = ("side", "ms per step", "relative to DDP (95 % interval)", "step / bound", "payload, MB", "memory / gradients")
-"""Columns of the whole table that are shown on the terminal."""
+SHOWN = {
+    "side": "side",
+    "ms per step": "ms per step",
+    RATIO: "relative to DDP",
+    "relative to compute": "to compute",
+    "step / bound": "step / bound",
+    "payload, MB": "MB",
+    "memory / gradients": "memory",
+}
+"""Columns of the whole table that are shown on the terminal, and what they are called there, where there is less room."""
+
+_CAPTION = f"relative to DDP: median and {SPREAD}; MB: payload of a step; memory: beyond training alone, in gradients"
 
 SIDES = ["AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')"]
+
+_WORKLOADS = f"Python files, or emulated models ({', '.join(MODELS)}) with their seconds per step, as in 'ResNet50(2.0)'."
 
 
 def _list_sides(wanted: bool) -> None:
@@ -34,7 +61,7 @@ def _list_sides(wanted: bool) -> None:
 
 
 def bench(
-    workloads: Annotated[list[str], typer.Argument(help="Python files, or emulated models such as 'ResNet50(2.0)'.")],
+    workloads: Annotated[list[str], typer.Argument(help=_WORKLOADS)],
     network: Annotated[
         list[str] | None,
         typer.Option(help="A rate: 200mbit, unshaped; if you like with +LATENCY, /slow-link=RATE, /slow-host=FACTORx."),
@@ -132,6 +159,7 @@ def _on_cluster(
 def _run(place: Place, chosen: Sequence[Case], plan: Plan, results: Results, quiet: bool = False) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
+        _say(progress, busy_machine())
         for case in chosen:
             missing = place.absent(case, plan.lacking(case, results))
             results.add(missing)
@@ -153,15 +181,18 @@ def _run(place: Place, chosen: Sequence[Case], plan: Plan, results: Results, qui
 
 
 def _log(progress: Progress, case: Case, rows: Sequence[Record]) -> None:
-    if progress.disable:
-        return
-    for row in rows:
-        found = f"not run: {row['missing']}" if "missing" in row else f"{_ms(row)}, {row['ratio']:.3f} of DDP"
-        progress.log(f"{case}: {row['side']} {found}")
+    _say(progress, [f"{case}: {row['side']} {_found(row)}" for row in rows])
 
 
-def _ms(row: Record) -> str:
-    return f"{1e3 * row['step_seconds']:.1f} ms"
+def _found(row: Record) -> str:
+    if "missing" in row:
+        return f"not run: {row['missing']}"
+    return f"{1e3 * row['step_seconds']:.1f} ms, {row['ratio']:.3f} of DDP"
+
+
+def _say(progress: Progress, lines: Sequence[str]) -> None:
+    for line in () if progress.disable else lines:
+        progress.log(line)
 
 
 def _with_memory(place: Place, case: Case, rows: Sequence[Record], known: dict[str, Record]) -> list[Record]:
@@ -185,8 +216,8 @@ def _shown(rows: Sequence[Record]) -> Iterator[Table]:
     for case in dict.fromkeys(Case(row["workload"], row["network"], row["hosts"]) for row in rows):
         head, _, *lines = table([row for row in rows if asdict(case).items() <= row.items()])
         places = [_cells(head).index(name) for name in SHOWN]
-        shown = Table(title=str(case), title_justify="left")
-        for name in SHOWN:
+        shown = Table(title=str(case), title_justify="left", caption=_CAPTION, caption_justify="left")
+        for name in SHOWN.values():
             shown.add_column(name, justify="left" if name == "side" else "right", no_wrap=name == "side")
         for line in lines:
             shown.add_row(*(_cells(line)[place].strip("`") for place in places))

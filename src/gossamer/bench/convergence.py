@@ -210,6 +210,13 @@ def main() -> None:
     parser.add_argument("--optimizer", help="one of gossamer.optim, such as 'GossipAdamW()', instead of the workload's")
     parser.add_argument("--save-to", type=Path, default=Path("out/convergence"))
     options = parser.parse_args()
+    try:
+        _train_and_write(options)
+    except ConfigurationError as error:
+        raise SystemExit(f"convergence: {error}") from None
+
+
+def _train_and_write(options: argparse.Namespace) -> None:
     log = options.save_to / "convergence.jsonl"
     sides = options.sides or SIDES[options.family]
     workload = find_workload(options.workload)

@@ -5,7 +5,6 @@ python -m gossamer.bench.demo
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gossamer.algorithms import registry
+from gossamer.bench.conditions import busy_machine
 from gossamer.bench.demo_display import Display
 from gossamer.bench.demo_report import Report
 from gossamer.bench.demo_run import SCRIPT, DemoError, Run, save_logs, train
@@ -84,14 +84,6 @@ def describe(spec: LabSpec) -> str:
     """The hosts and their network, in words."""
     rates = ["unshaped" if rate.bps is None else f"{rate.bps / 1e6:g} Mbit/s" for rate in spec.rates]
     return f"{spec.hosts} emulated hosts, {f'{rates[0]} each' if len(set(rates)) == 1 else ', '.join(rates)}"
-
-
-def busy_machine() -> list[str]:
-    """A warning if other work has kept the processors busy in the last minute."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load <= cores / 2:
-        return []
-    return [f"The machine was busy when the demo began (load {load:.1f} on {cores} cores): figures of a quiet one are better."]
 
 
 def stand_in(runs: list[Run], options: argparse.Namespace) -> list[str]:

@@ -1,6 +1,5 @@
 """Report: the demo's table, on the terminal and as markdown, and its picture."""
 
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from gossamer.bench.conditions import cores, processor
 from gossamer.bench.demo_run import WARM_UP, Run, exposed_seconds
 from gossamer.bench.plots import Curve, Sooner, loss_over_time
 
@@ -115,14 +115,7 @@ class Report:
 
 def machine(run: Run) -> str:
     """The machine, in words."""
-    names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    processor = names[0] if names else platform.processor() or platform.machine()
-    return f"{cores} cores of {processor}; Python {platform.python_version()}, PyTorch {run.header['torch']}"
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
+    return f"{cores()} cores of {processor()}; Python {platform.python_version()}, PyTorch {run.header['torch']}"
 
 
 def _times(factor: float, value: float | None) -> float | None:

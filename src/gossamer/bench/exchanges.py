@@ -45,6 +45,11 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return markdown(head, lines)
 
 
+def page(saved: dict[str, Any]) -> str:
+    """What ``exchanges.md`` says of what ``exchanges.json`` holds."""
+    return "\n".join([*table(saved["exchanges"]), "", saved["machine"]]) + "\n"
+
+
 def main() -> None:
     """Measure everything and save ``exchanges.json`` and ``exchanges.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -61,8 +66,9 @@ def main() -> None:
         rows += lab_json(LabSpec(hosts=hosts, rate=rate), command)
     options.save_to.mkdir(parents=True, exist_ok=True)
     machine = f"Emulated hosts; {platform.system()} {platform.machine()}, torch {torch.__version__}"
-    (options.save_to / "exchanges.json").write_text(json.dumps({"machine": machine, "exchanges": rows}, indent=1))
-    (options.save_to / "exchanges.md").write_text("\n".join([*table(rows), "", machine]) + "\n")
+    saved = {"machine": machine, "exchanges": rows}
+    (options.save_to / "exchanges.json").write_text(json.dumps(saved, indent=1))
+    (options.save_to / "exchanges.md").write_text(page(saved))
     console.log(f"wrote {options.save_to / 'exchanges.md'} and exchanges.json")
 
 

@@ -9,7 +9,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from gossamer.bench.in_lab import Record, lab_json
 from gossamer.bench.memory import BASELINE, FIGURES, beyond, read
 from gossamer.bench.network import parse_network
 from gossamer.bench.peers import PEERS, missing
-from gossamer.bench.plots import Panel, times_over_hosts
+from gossamer.bench.plots import Bars, Panel, times_by_side, times_over_hosts
+from gossamer.bench.ratios import SPREAD
 from gossamer.bench.rows import markdown, read_rows, write_rows
 from gossamer.bench.sides import parse_side
 from gossamer.lab import LabSpec
@@ -27,7 +28,17 @@ ALWAYS = ("ddp", "compute")
 """Sides of every case: the reference of the ratios, and what no communication at all would take."""
 
 NOISY = 0.05
-"""Half-width of a ratio's interval from which a row is called noisy."""
+"""Half-width of a ratio's interval (or range) from which a row is called noisy."""
+
+UNSHAPED = "unshaped"
+
+ROUNDS = "rounds of steps"
+RATIO = f"relative to DDP ({SPREAD})"
+HEAD = (
+    "workload", "network", "hosts", "side", ROUNDS, "ms per step", RATIO, "relative to compute", "bound, ms",
+    "step / bound", "payload, MB", "on the wire, MB", "communication, ms", "exposed, ms", "CPU, ms", "memory / gradients",
+)  # fmt: skip
+"""Columns of the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,10 @@ class Turns:
     steps: int = 5
     warmup: int = 4
 
+    def cover(self, wanted: "Turns") -> bool:
+        """Whether these are as long as ``wanted`` in every respect."""
+        return self.rounds >= wanted.rounds and self.steps >= wanted.steps and self.warmup >= wanted.warmup
+
 
 class Results:
     """Rows of a file of JSON lines: one per case and side. ``writes``: whether new ones are written down."""
@@ -64,9 +79,9 @@ class Results:
         self.rows: list[Record] = read_rows(path)
 
     def lacking(self, case: Case, sides: Iterable[str], turns: Turns) -> list[str]:
-        """Those of ``sides`` that have not been measured in this case, or in fewer rounds."""
+        """Those of ``sides`` that have not been measured in this case, or in fewer rounds, with fewer steps, or less warm."""
         rows = [row for row in self.rows if asdict(case).items() <= row.items()]
-        there = {row["side"] for row in rows if "missing" not in row and row["rounds"] >= turns.rounds}
+        there = {row["side"] for row in rows if "missing" not in row and _turns(row).cover(turns)}
         return [side for side in sides if side not in there]
 
     def memory(self, case: Case) -> dict[str, Record]:
@@ -85,6 +100,11 @@ class Results:
         self.rows = [row for row in self.rows if _key(row) not in fresh] + list(rows)
         if self._writes:
             write_rows(self._path, self.rows)
+
+
+def _turns(row: Record) -> Turns:
+    """How a row was measured. Old ones do not tell how warm it was."""
+    return Turns(row["rounds"], row.get("steps_per_round", 0), row.get("warmup", 0))
 
 
 def _key(row: Record) -> tuple[Any, ...]:
@@ -130,53 +150,75 @@ def measure(case: Case, sides: Sequence[str], turns: Turns, on_record: Callable[
 
 def rows_of(case: Case, found: Record) -> list[Record]:
     """What :func:`gossamer.bench.paired.run` found, as a row for every side."""
-    kept = ("rounds", "steps_per_round", "tcp_bits_per_second", "load", "torch")
+    kept = ("rounds", "steps_per_round", "warmup", "tcp_bits_per_second")
     shared = {"when": round(time.time()), "name": found["workload"]} | {name: found[name] for name in kept}
-    rows = [asdict(case) | {"side": side} | figures | shared for side, figures in found["sides"].items()]
+    shared |= found["conditions"]
+    rows = []
+    for side, figures in found["sides"].items():
+        own = {"side": side, "round_seconds": [round(each, 6) for each in found["seconds"][side]]}
+        rows.append(asdict(case) | own | figures | shared)
     return rows + [_absence(case, found["workload"], side, reason) for side, reason in found["missing"].items()]
 
 
 def measure_memory(case: Case, sides: Sequence[str]) -> dict[str, Record]:
-    """What every side needs at its peak beyond training without communication; see :mod:`gossamer.bench.memory`."""
+    """What every side needs at its peak beyond training without communication; see :mod:`gossamer.bench.memory`.
+
+    On an unshaped network, whatever the case's is: memory does not depend on the rate, and over a slow link it takes minutes.
+    """
     command = ["-m", "gossamer.bench.memory", "--workload", case.workload, "--sides", *sides]
-    return beyond(read(lab_json(case.spec(), command)))
+    return beyond(read(lab_json(replace(case, network=UNSHAPED).spec(), command)))
 
 
 def table(rows: Sequence[Record]) -> list[str]:
-    """Markdown: every row, grouped by case."""
-    head = (
-        "workload", "network", "hosts", "side", "ms per step", "relative to DDP (95 % interval)", "bound, ms", "step / bound",
-        "payload, MB", "on the wire, MB", "communication, ms", "exposed, ms", "CPU, ms",
-        "memory / gradients",
-    )  # fmt: skip
+    """Markdown: every row, grouped by case. Cells of what a row does not tell are empty.
+
+    Ratios are those of the row's own run; rows of a case may be of several, each with a ``ddp`` and a ``compute`` of its own.
+    """
     order = {key: place for place, key in enumerate(dict.fromkeys(_key(row)[:3] for row in rows))}
-    return markdown(head, map(_cells, sorted(rows, key=lambda row: order[_key(row)[:3]])))
+    return markdown(HEAD, map(_cells, sorted(rows, key=lambda row: order[_key(row)[:3]])))
 
 
 def _cells(row: Record) -> list[str]:
+    case = [row["name"], row["network"], str(row["hosts"]), f"`{row['side']}`"]
     if "missing" in row:
         reason = row["missing"].replace("|", "\\|")
-        return [row["name"], row["network"], str(row["hosts"]), f"`{row['side']}`", "", f"not run: {reason}", *[""] * 8]
-    noisy = " (noisy)" if row["ratio_high"] - row["ratio_low"] > 2 * NOISY * row["ratio"] else ""
-    ratio = f"{row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f}){noisy}"
+        return [*case, "", "", f"not run: {reason}", *[""] * (len(HEAD) - 7)]
     bound = row.get("bound_seconds")
-    counted = row["side"] not in PEERS or PEERS[row["side"]].payload is not None
+    gossamers = bool(row["wire_seconds"])
     return [
-        row["name"],
-        row["network"],
-        str(row["hosts"]),
-        f"`{row['side']}`",
-        f"{1e3 * row['step_seconds']:.1f}",
-        "1" if row["side"] == "ddp" else ratio,
-        f"{1e3 * bound:.1f}" if bound else "",
-        f"{row['step_seconds'] / bound:.3f}" if bound else "",
-        f"{row['payload_bytes'] / 1e6:.2f}" if counted else "",
-        f"{row['interface_bytes'] / 1e6:.2f}",
-        f"{1e3 * row['wire_seconds']:.1f}" if row["wire_seconds"] else "",
-        f"{1e3 * row['exposed_seconds']:.1f}" if row["wire_seconds"] else "",
-        f"{1e3 * row['cpu_seconds']:.1f}",
+        *case,
+        f"{row['rounds']} of {row['timed_steps']}" if "timed_steps" in row else str(row["rounds"]),
+        _milliseconds(row["step_seconds"]),
+        "1" if row["side"] == "ddp" else _ratio(row),
+        f"{row['ratio_to_compute']:.3f}" if "ratio_to_compute" in row else "",
+        "" if bound is None else _milliseconds(bound),
+        "" if bound is None else f"{row['step_seconds'] / bound:.3f}",
+        _megabytes(_payload(row)),
+        _megabytes(row["interface_bytes"]),
+        _milliseconds(row["wire_seconds"]) if gossamers else "",
+        _milliseconds(row["exposed_seconds"]) if gossamers else "",
+        _milliseconds(row["cpu_seconds"]),
         _memory(row),
     ]
+
+
+def _ratio(row: Record) -> str:
+    noisy = " (noisy)" if row["ratio_high"] - row["ratio_low"] > 2 * NOISY * row["ratio"] else ""
+    return f"{row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f}){noisy}"
+
+
+def _payload(row: Record) -> float | None:
+    """What a row says of its payload; nothing where nobody knows it (old rows have a zero there)."""
+    known = row["side"] not in PEERS or PEERS[row["side"]].payload is not None
+    return row["payload_bytes"] if known else None
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
+def _megabytes(nbytes: float | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 1e6:.2f}"
 
 
 def _memory(row: Record) -> str:
@@ -187,19 +229,40 @@ def _memory(row: Record) -> str:
 
 
 def draw(rows: Sequence[Record], folder: Path) -> list[Path]:
-    """A picture of step times over the number of hosts, for every workload that was measured with several."""
-    made, rows = [], [row for row in rows if "missing" not in row]
-    for workload in dict.fromkeys(row["workload"] for row in rows):
-        panels = []
-        for network in dict.fromkeys(row["network"] for row in rows if row["workload"] == workload):
-            seconds: dict[str, dict[int, float]] = {}
-            for row in rows:
-                if (row["workload"], row["network"]) == (workload, network):
-                    seconds.setdefault(row["side"], {})[row["hosts"]] = row["step_seconds"]
-            if max(map(len, seconds.values())) > 1:
-                panels.append(Panel(network, seconds))
-        if panels:
-            name = next(row["name"] for row in rows if row["workload"] == workload)
-            made.append(folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', workload).strip('-').lower()}-hosts.png")
-            times_over_hosts(made[-1], panels, title=f"{name}: step time over the number of hosts")
-    return made
+    """A picture for every workload: of step times over the number of hosts where there are several, else by side."""
+    rows = [row for row in rows if "missing" not in row]
+    return [
+        _draw([row for row in rows if row["workload"] == workload], folder)
+        for workload in dict.fromkeys(row["workload"] for row in rows)
+    ]
+
+
+def _draw(rows: Sequence[Record], folder: Path) -> Path:
+    """The picture of one workload."""
+    stem, name = re.sub(r"[^A-Za-z0-9]+", "-", rows[0]["workload"]).strip("-").lower(), rows[0]["name"]
+    networks = {row["network"]: [each for each in rows if each["network"] == row["network"]] for row in rows}
+    panels = [panel for network, own in networks.items() if (panel := _over_hosts(network, own)) is not None]
+    if panels:
+        path = folder / f"{stem}-hosts.png"
+        times_over_hosts(path, panels, title=f"{name}: step time over the number of hosts")
+        return path
+    path, hosts = folder / f"{stem}-sides.png", sorted({row["hosts"] for row in rows})
+    counted = f"{' or '.join(map(str, hosts))} host{'s' if hosts != [1] else ''}"
+    times_by_side(path, [_by_side(*each) for each in networks.items()], title=f"{name}, {counted}: step time")
+    return path
+
+
+def _over_hosts(network: str, rows: Sequence[Record]) -> Panel | None:
+    """None if no side was measured with several numbers of hosts."""
+    seconds: dict[str, dict[int, float]] = {}
+    for row in rows:
+        seconds.setdefault(row["side"], {})[row["hosts"]] = row["step_seconds"]
+    return Panel(network, seconds) if max(map(len, seconds.values())) > 1 else None
+
+
+def _by_side(network: str, rows: Sequence[Record]) -> Bars:
+    """First what every case has, then the others as they were measured."""
+    rows = sorted(rows, key=lambda row: row["side"] not in ALWAYS)
+    seconds = {row["side"]: row["step_seconds"] for row in rows}
+    bounds = {row["side"]: row["bound_seconds"] for row in rows if "bound_seconds" in row}
+    return Bars(network, seconds, bounds, ours=seconds.keys() - PEERS.keys())

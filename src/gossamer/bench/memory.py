@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gossamer.bench.catalogue import find_workload
-from gossamer.bench.paired import make_side
+from gossamer.bench.trained import make_side
 from gossamer.bench.workload import Workload
 
 BASELINE = "compute"
@@ -72,12 +72,13 @@ def measure(workload: Workload, side: str, steps: int) -> Peak:
 def _train(workload: Workload, side: str, steps: int) -> int:
     """Train a few steps; the process's peak, in bytes, before anything is freed."""
     trained = make_side(workload, side, dist.get_rank())
-    for _ in range(trained.timed(steps)):
-        trained.step()
-    if trained.joined.replica is not None:
-        trained.joined.replica.wait_for_exchanges()
-    dist.barrier()
-    peak = _status("VmHWM")
+    with trained.joined.turn():
+        for _ in range(trained.timed(steps)):
+            trained.step()
+        if trained.joined.replica is not None:
+            trained.joined.replica.wait_for_exchanges()
+        dist.barrier()
+        peak = _status("VmHWM")
     trained.joined.close()
     return peak
 

@@ -1,6 +1,6 @@
 """Paired timing: several ways to communicate take turns at the same training steps, in one run on the same machine.
 
-A script of the lab (or of torchrun on a real cluster); rank 0 prints one JSON object:
+A script of the lab (or of torchrun on a real cluster); rank 0 prints one JSON object, or writes it to a file:
 
     gossamer lab --hosts 4 --rate 200mbit -- -m gossamer.bench.paired --workload examples/02_convnet.py
 
@@ -17,22 +17,25 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gossamer.algorithms import Algorithm
 from gossamer.bench import peers
-from gossamer.bench.bound import Ready, joined, measure_ready, overlapped, wire
+from gossamer.bench.bound import Ready, least, measure_ready, wire
 from gossamer.bench.catalogue import find_workload
+from gossamer.bench.conditions import conditions, load
 from gossamer.bench.counters import Counters
 from gossamer.bench.line import plain_tcp
-from gossamer.bench.peers import PEERS, Joined
 from gossamer.bench.ranks import of_all
-from gossamer.bench.sides import OverlapForward, join, parse_side
+from gossamer.bench.ratios import compare
+from gossamer.bench.trained import MODEL_SEED, Pace, Trained, make_side, pace
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError
+
+Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,75 +46,36 @@ class Round:
     counted: Counters
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """One side: its training step, and what takes it.
-
-    ``payload_bytes``: what a step sends, known beforehand, where nobody counts it.
-    """
-
-    step: Callable[[], None]
-    joined: Joined
-    overlaps: bool
-    """Whether what is exchanged may travel during the next step's compute."""
-    payload_bytes: float | None
-    period: int
-    """After how many steps what travels repeats itself: it is timed in multiples of that."""
-
-    def timed(self, steps: int) -> int:
-        """How many steps of a round are timed: at least ``steps``."""
-        return -(-steps // self.period) * self.period
-
-
-def make_side(workload: Workload, side: str, rank: int) -> Trained:
-    """A fresh model that communicates as ``side`` says."""
-    torch.manual_seed(0)
-    model, generator = workload.build_model(), torch.Generator().manual_seed(rank)
-    parsed = parse_side(side)
-    nbytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    made = join(parsed, model, workload.build_optimizer(model))
-
-    def step() -> None:
-        made.step(*workload.random_batch(generator), workload.loss)
-
-    if isinstance(parsed, str):
-        peer, world = PEERS[parsed], dist.get_world_size()
-        known = None if peer.payload is None else 2 * (world - 1) / world * nbytes * peer.payload
-        return Trained(step, made, peer.overlaps, known, peer.period)
-    if isinstance(parsed, OverlapForward):
-        return Trained(step, made, True, None, parsed.algorithm.traffic_period)
-    if isinstance(parsed, Algorithm):
-        return Trained(step, made, parsed.part("gradients") is None, None, parsed.traffic_period)
-    return Trained(step, made, False, None, 1)
-
-
 def take_turns(
     sides: dict[str, Trained], rounds: int, steps: int, told: Callable[[int], None] = lambda index: None
 ) -> dict[str, list[Round]]:
-    """Every side's rounds: seconds per step, and what else the steps cost. ``told`` is called before every round."""
+    """Every side's rounds: seconds per step, and what else the steps cost. ``told`` is called before every round.
+
+    At least ``steps`` of each are timed; see :func:`gossamer.bench.trained.pace`.
+    """
     results: dict[str, list[Round]] = {name: [] for name in sides}
-    names = list(sides)
+    names, common = list(sides), pace(sides.values(), steps)
     for index in range(rounds):
         told(index)
         turn = index // 2 % len(names)
         order = names[turn:] + names[:turn]
         for name in order if index % 2 == 0 else reversed(order):
-            results[name].append(_time(sides[name], steps))
+            results[name].append(_time(sides[name], common.of(sides[name])))
     return results
 
 
-def _time(side: Trained, steps: int) -> Round:
+def _time(side: Trained, own: Pace) -> Round:
     with side.joined.turn():
-        for _ in range(side.period):
+        for _ in range(own.lead_in):
             side.step()  # what the side before left in caches and token buckets is not this side's
         before = Counters.read(side.joined.replica)
         _meet(side)
-        begin, steps = time.perf_counter(), side.timed(steps)
-        for _ in range(steps):
+        begin = time.perf_counter()
+        for _ in range(own.timed_steps):
             side.step()
         _meet(side)
-        seconds = (time.perf_counter() - begin) / steps
-        counted = Counters.read(side.joined.replica).per_step(before, steps)
+        seconds = (time.perf_counter() - begin) / own.timed_steps
+        counted = Counters.read(side.joined.replica).per_step(before, own.timed_steps)
         side.joined.model.zero_grad()  # while others take their turns, their memory is needed
         return Round(seconds, counted)
 
@@ -131,25 +95,6 @@ def _meet(side: Trained) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     dist.barrier()
-
-
-def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
-    """Median of the paired ratios with its 95 % bootstrap interval, and the median step times."""
-    import numpy as np
-    from scipy.stats import bootstrap
-
-    ratios = np.array(seconds) / np.array(reference)
-    low = high = float(np.median(ratios))
-    if len(ratios) > 1 and np.ptp(ratios) > 0:
-        interval = bootstrap((ratios,), np.median, method="percentile", rng=np.random.default_rng(0)).confidence_interval
-        low, high = float(interval.low), float(interval.high)
-    return {
-        "step_seconds": statistics.median(seconds),
-        "reference_seconds": statistics.median(reference),
-        "ratio": float(np.median(ratios)),
-        "ratio_low": low,
-        "ratio_high": high,
-    }
 
 
 def tell(index: int, rounds: int) -> None:
@@ -172,7 +117,7 @@ def run(
     ``told`` hears of every round, and of how many. Where plain TCP can be measured, and with a side ``compute``, every side
     also gets its bound: see :mod:`gossamer.bench.bound`.
     """
-    rank = dist.get_rank()
+    rank, load_before = dist.get_rank(), load()
     lacking = missing(sides)
     sides = [name for name in sides if name not in lacking]
     if not sides:
@@ -184,7 +129,7 @@ def run(
         warm_up(side, warmup)
     results, sent = _measure(made, rounds, steps, told)
     lines = [statistics.median(both) for both in map(operator.add, lines_before, plain_tcp())]
-    figures = _figures(made, results, sent)
+    figures = _figures(made, results, sent, steps)
     if lines and "compute" in figures:
         _add_bounds(figures, of_all(sent), lines, ready, made)
     for side in made.values():
@@ -193,29 +138,23 @@ def run(
         "workload": workload.name,
         "rounds": rounds,
         "steps_per_round": steps,
+        "warmup": warmup,
         "sides": figures,
         "missing": lacking,
         "seconds": {name: [each.seconds for each in results[name]] for name in made},
         "tcp_bits_per_second": min(lines) if lines else None,
-    } | _conditions()
-
-
-def _conditions() -> dict[str, Any]:
-    """Where and under which load it was measured."""
-    return {
         "world": dist.get_world_size(),
         "rate": os.environ.get("GOSSAMER_LAB_RATE", "unshaped"),
         "latency": float(os.environ.get("GOSSAMER_LAB_LATENCY_S", "0")),
-        "load": os.getloadavg()[0],
-        "torch": torch.__version__,
+        "conditions": conditions(sides, load_before, {"model": MODEL_SEED, "batches": list(range(dist.get_world_size()))}),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What one side hands to the transport: payload bytes, and rounds of messages that follow each other."""
+    """What one side hands to the transport: payload bytes (None: nobody knows), and rounds of messages one after the other."""
 
-    payload_bytes: float
+    payload_bytes: float | None
     messages: float
 
 
@@ -226,19 +165,38 @@ def _measure(
     before = _sent(made)
     results = take_turns(made, rounds, steps, lambda index: told(index, rounds))
     # Over all rounds, because what a round's last step sends is still under way at its end.
-    after, sent = _sent(made), dict[str, Sent]()
+    after, sent, common = _sent(made), dict[str, Sent](), pace(made.values(), steps)
     for name, side in made.items():
-        taken, then, now = rounds * (side.period + side.timed(steps)), before[name], after[name]
-        payload = (now.payload_bytes - then.payload_bytes) / taken if side.payload_bytes is None else side.payload_bytes
+        taken, then, now = rounds * common.of(side).taken, before[name], after[name]
+        counted = [each.payload_bytes for each in (then, now) if each.payload_bytes is not None]
+        payload = (counted[1] - counted[0]) / taken if counted else side.payload_bytes
         sent[name] = Sent(payload, (now.messages - then.messages) / taken)
     return results, sent
 
 
-def _figures(made: dict[str, Trained], results: dict[str, list[Round]], sent: dict[str, Sent]) -> dict[str, dict[str, float]]:
-    """Of every side: medians and ratios, means of what was counted, and what it sends."""
-    seconds = [[each.seconds for each in results[name]] for name in made]
-    compared = {name: compare(own, seconds[0]) for name, own in zip(made, seconds, strict=True)}
-    return {name: compared[name] | _counted(results[name]) | asdict(sent[name]) for name in made}
+def _figures(
+    made: dict[str, Trained], results: dict[str, list[Round]], sent: dict[str, Sent], steps: int
+) -> dict[str, Figures]:
+    """Of every side: how it was timed, medians and ratios, means of what was counted, and what it sends."""
+    seconds = {name: [each.seconds for each in rounds] for name, rounds in results.items()}
+    first, common = next(iter(seconds.values())), pace(made.values(), steps)
+    return {
+        name: asdict(common.of(side))
+        | compare(seconds[name], first)
+        | _beside_compute(seconds, name)
+        | _counted(results[name])
+        | asdict(sent[name])
+        for name, side in made.items()
+    }
+
+
+def _beside_compute(seconds: dict[str, list[float]], name: str) -> Figures:
+    """The step time of ``compute`` in the same run, and the median ratio to it; nothing in a run without it."""
+    if "compute" not in seconds:
+        return {}
+    alone = seconds["compute"]
+    ratios = [own / other for own, other in zip(seconds[name], alone, strict=True)]
+    return {"compute_seconds": statistics.median(alone), "ratio_to_compute": statistics.median(ratios)}
 
 
 def missing(sides: Sequence[str]) -> dict[str, str]:
@@ -248,13 +206,13 @@ def missing(sides: Sequence[str]) -> dict[str, str]:
 
 
 def _sent(sides: dict[str, Trained]) -> dict[str, Sent]:
-    """What this rank's replicas have sent so far, with nothing under way."""
+    """What this rank's replicas have sent so far, with nothing under way; of others nobody counts the payload."""
     sent = {}
     for name, side in sides.items():
         if side.joined.replica is not None:
             side.joined.replica.wait_for_exchanges()
         own = {} if side.joined.replica is None else side.joined.replica.metrics()
-        sent[name] = Sent(own.get("bytes_sent", 0.0), own.get("messages_sent", 0.0))
+        sent[name] = Sent(own.get("bytes_sent"), own.get("messages_sent", 0.0))
     return sent
 
 
@@ -264,20 +222,31 @@ def _counted(rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def _add_bounds(
-    figures: dict[str, dict[str, float]],
+    figures: dict[str, Figures],
     sent: Sequence[dict[str, Sent]],
     lines: Sequence[float],
     ready: Ready,
     sides: dict[str, Trained],
 ) -> None:
-    """Add to each side's figures its bound; ``sent`` and ``lines`` are by rank."""
+    """Add to each side's figures its bound; ``sent`` and ``lines`` are by rank.
+
+    None for a side of which nobody knows what it has to send: what has left the interface is no less than that, so it would
+    be no bound.
+    """
     step = figures["compute"]["step_seconds"]
     for name, figure in figures.items():
-        if name in PEERS and PEERS[name].payload is None:
-            continue
-        seconds = wire([each[name].payload_bytes for each in sent], lines)
-        bound = overlapped(step, seconds) if sides[name].overlaps else joined(step, seconds, ready.within(step))
-        figure["bound_seconds"] = bound
+        payloads = [each[name].payload_bytes for each in sent]
+        known = [payload for payload in payloads if payload is not None]
+        if len(known) == len(payloads):
+            figure["bound_seconds"] = least(sides[name].when, step, wire(known, lines), ready)
+
+
+def _hand_over(text: str, path: Path | None) -> None:
+    if path is None:
+        sys.stdout.write(text)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def main() -> None:
@@ -288,11 +257,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--save-to", type=Path, metavar="FILE", help="where to write the result, instead of printing it")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     result = run(find_workload(options.workload), options.sides, options.rounds, options.steps, options.warmup)
     if dist.get_rank() == 0:
-        sys.stdout.write(json.dumps(result) + "\n")
+        _hand_over(json.dumps(result) + "\n", options.save_to)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """Pictures of measurements."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,11 @@ from gossamer.errors import ConfigurationError
 
 COLOURS = ("#8a8f98", "#0b7a75", "#d1603d", "#5b5ea6")
 """Grey for what is there already, colours for ours; apart from each other for the colour-blind too."""
+
+_MARKERS = "osD^v<>Ph"
+"""Nine beside ten colours: the first 90 pairs all differ."""
+
+_BOUND = "#e0a100"
 
 
 @dataclass(frozen=True)
@@ -97,24 +102,85 @@ def times_over_hosts(path: Path, panels: Sequence[Panel], *, title: str) -> None
     pyplot = require_matplotlib()
     width = 4.2 * len(panels) + 1.4
     figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(width, 4.2), dpi=160, layout="constrained", sharey=True, squeeze=False
+        1, len(panels), figsize=(width, 4.8), dpi=160, layout="constrained", sharey=True, squeeze=False
     )
+    looks, lines = looks_of(side for panel in panels for side in panel.seconds), {}
     for axis, panel in zip(axes[0], panels, strict=True):
-        for index, (side, seconds) in enumerate(panel.seconds.items()):
+        for side, seconds in panel.seconds.items():
             hosts = sorted(seconds)
-            colour = "black" if side == "compute" else COLOURS[index % len(COLOURS)]
-            dashes = "--" if side == "compute" else "-"
-            axis.plot(
-                hosts, [seconds[n] for n in hosts], dashes, color=colour, linewidth=2.0, marker="o", markersize=4, label=side
-            )
+            drawn = axis.plot(hosts, [seconds[n] for n in hosts], **looks[side], linewidth=2.0, markersize=5, label=side)
+            lines[side] = drawn[0]
         _dress_doubling(axis, panel.seconds.values(), "hosts", panel.title)
     axes[0][0].set_ylabel("seconds per step")
     axes[0][0].set_ylim(bottom=0)
-    axes[0][0].legend(frameon=False, fontsize=9)
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=min(3, len(panels) + 1), frameon=False, fontsize=9)
+    _finish(figure, path, title)
+
+
+def looks_of(sides: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Colour, marker and line of each side: computing alone is black and dashed, the others all differ (up to 90 of them)."""
+    colours = require_matplotlib().get_cmap("tab10").colors
+    looks: dict[str, dict[str, Any]] = {"compute": {"color": "black", "marker": "o", "linestyle": "--"}}
+    for index, side in enumerate(side for side in dict.fromkeys(sides) if side != "compute"):
+        looks[side] = {"color": colours[index % 10], "marker": _MARKERS[index % len(_MARKERS)], "linestyle": "-"}
+    return looks
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Seconds per step of several sides, the bounds of those that have one, and which of them are gossamer's."""
+
+    title: str
+    seconds: dict[str, float]
+    bounds: dict[str, float]
+    ours: Set[str]
+
+    def colour(self, side: str) -> str:
+        """Black, grey or green: computing alone, without gossamer, with it."""
+        return "#222222" if side == "compute" else COLOURS[side in self.ours]
+
+
+def times_by_side(path: Path, panels: Sequence[Bars], *, title: str) -> None:
+    """Draw a horizontal bar of seconds per step for every side, its bound as a line across it; save them as ``path``."""
+    pyplot = require_matplotlib()
+    columns = min(3, len(panels))
+    rows, most = -(-len(panels) // columns), max(len(panel.seconds) for panel in panels)
+    size = (5.4 * columns, rows * (0.3 * most + 1.0) + 0.9)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, dpi=100, layout="constrained", squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        _draw_bars(axis, panel)
+    shown = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[ours]) for ours in (True, False)]
+    shown.append(pyplot.Line2D([], [], color=_BOUND, marker="|", markersize=11, markeredgewidth=2.0, linestyle=""))
+    names = ["gossamer", "without it", "the least that the step could take"]
+    figure.legend(shown, names, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    _finish(figure, path, title)
+
+
+def _draw_bars(axis: Any, panel: Bars) -> None:
+    sides, seconds = list(panel.seconds), list(panel.seconds.values())
+    bars = axis.barh(sides, seconds, color=[panel.colour(side) for side in sides], height=0.68)
+    axis.bar_label(bars, [f"{1e3 * each:.0f} ms" for each in seconds], padding=5, fontsize=8)
+    bounded = [side for side in sides if side in panel.bounds]
+    bounds = [panel.bounds[side] for side in bounded]
+    axis.scatter(bounds, bounded, marker="|", s=210, color=_BOUND, linewidth=2.0, zorder=3)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.18 * max(seconds))
+    axis.tick_params(axis="y", labelsize=8)
+    axis.set_title(panel.title, loc="left", fontsize=11)
+    axis.set_xlabel("seconds per step")
+    axis.grid(axis="x", color="#e4e6ea")
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _finish(figure: Any, path: Path, title: str) -> None:
+    """Give the whole figure its title, and save it."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-    pyplot.close(figure)
+    require_matplotlib().close(figure)
 
 
 def _dress_doubling(axis: Any, curves: Iterable[Mapping[int, float]], counted: str, title: str) -> None:
@@ -141,22 +207,19 @@ def over_workers(path: Path, shown: dict[str, dict[str, Measured]], *, title: st
     pyplot = require_matplotlib()
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.6), dpi=160, layout="constrained", squeeze=False)
     names = list(dict.fromkeys(side for sides in shown.values() for side in sides))
-    colours = {side: pyplot.get_cmap("tab10").colors[index % 10] for index, side in enumerate(names)}
+    looks = looks_of(names)
     for axis, (name, sides) in zip(axes.flat, shown.items(), strict=False):
         for side, curve in sides.items():
-            style = {"color": "black" if side == "compute" else colours[side], "linewidth": 1.8}
             workers = sorted(curve.measured)
-            axis.plot(workers, [curve.measured[n] for n in workers], marker="o", markersize=4, label=side, **style)
+            axis.plot(workers, [curve.measured[n] for n in workers], linewidth=1.8, markersize=4, label=side, **looks[side])
             workers = sorted(curve.predicted)
-            axis.plot(workers, [curve.predicted[n] for n in workers], linestyle=":", marker="x", markersize=6, **style)
+            dotted = looks[side] | {"linestyle": ":", "marker": "x"}
+            axis.plot(workers, [curve.predicted[n] for n in workers], linewidth=1.8, markersize=6, **dotted)
         _dress_doubling(axis, [curve.measured for curve in sides.values()], "workers", name)
         axis.set_ylim(bottom=0)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.suptitle(f"{title} (dotted: predicted)", x=0.01, ha="left", fontsize=13, fontweight="bold")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
+    _finish(figure, path, f"{title} (dotted: predicted)")
 
 
 def quality_over_time(

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.crossing import crossing
-from gossamer.bench.peers import PEERS
+from gossamer.bench.peers import PEERS, Joined
 from gossamer.bench.ranks import of_all
 from gossamer.bench.sides import join, parse_side
 from gossamer.bench.workload import Workload
@@ -30,6 +30,8 @@ from gossamer.errors import ConfigurationError
 from gossamer.replica import Replica
 
 _TELL_EVERY = 1.0
+
+Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,16 @@ def train(workload: Workload, side: str, seed: int, goal: Goal) -> None:
     made = join(parse_side(side), model, workload.build_optimizer(model))
     apart = side in PEERS and PEERS[side].period > 1
     _say({"side": side, "parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__})
-    points: list[tuple[float, float]] = []
     source = iter(workload.training_batches(rank, world, seed))
     batches = chain([next(source)], source)  # the data are there when the clock begins
+    with made.turn():
+        _train(workload, made, batches, goal, lambda: evaluate(workload, model, made.replica, apart))
+    made.close()
+
+
+def _train(workload: Workload, made: Joined, batches: Batches, goal: Goal, quality: Callable[[], tuple[str, float]]) -> None:
+    """Take the steps, telling of them and of what ``quality`` says, until the goal is reached."""
+    points: list[tuple[float, float]] = []
     clock, told = Clock(made.replica), 0.0
     for step, (inputs, targets) in enumerate(batches, 1):
         made.step(inputs, targets, workload.loss)
@@ -87,12 +96,11 @@ def train(workload: Workload, side: str, seed: int, goal: Goal) -> None:
             _say({"at": step, "seconds": told})
         if step % goal.eval_every == 0:
             with clock.pause() as seconds:
-                measure, value = evaluate(workload, model, made.replica, apart)
+                measure, value = quality()
             points.append((seconds, value))
             _say({"step": step, "seconds": seconds, "measure": measure, "quality": value})
             if seconds >= goal.seconds or (goal.until is not None and crossing(points, goal.until, measure) is not None):
                 break
-    made.close()
 
 
 def evaluate(workload: Workload, model: nn.Module, replica: Replica | None, apart: bool) -> tuple[str, float]:

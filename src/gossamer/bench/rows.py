@@ -5,10 +5,25 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gossamer.errors import ConfigurationError
+
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """What a file of JSON lines has; nothing if it is not there."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """What a file of JSON lines has; nothing if it is not there. ConfigurationError that names a line which is no row."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [_read(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _read(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        row, wrong = None, error.msg
+    else:
+        wrong = "no JSON object"
+    if not isinstance(row, dict):
+        raise ConfigurationError(f"{where}: not a whole row ({wrong}); delete the line, and what it held is measured anew")
+    return row
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """Scale: time, bytes, messages and memory per worker over the number of workers, beside what the clocked runner predicts.
 
-gossamer bench 'Convnet(2)' --network 20mbit --hosts 2 --hosts 4 --hosts 8 --side 'Gossip()' --save-to out/scale
+gossamer bench 'Convnet(1)' --network 40mbit --hosts 2 --hosts 4 --hosts 8 --side 'Gossip()' --save-to out/scale
 python -m gossamer.bench.scale out/scale
 
 The measurements are those of ``gossamer bench``, of emulated models: what a layer takes is known. A prediction is made of
@@ -98,7 +98,7 @@ def _cells(point: Point) -> list[str]:
     row, predicted = point.row, point.predicted
     cells = [row["name"], row["network"], f"`{row['side']}`", str(row["hosts"]), f"{1e3 * row['step_seconds']:.0f}"]
     if predicted is None:
-        cells += ["", "", f"{row['payload_bytes'] / 1e6:.2f}", "", "", ""]
+        cells += ["", "", "" if row["payload_bytes"] is None else f"{row['payload_bytes'] / 1e6:.2f}", "", "", ""]
     else:
         cells += [
             f"{1e3 * predicted.step_seconds:.0f}",
@@ -119,7 +119,10 @@ def curves(found: Sequence[Point]) -> dict[str, dict[str, Measured]]:
         row, predicted = point.row, point.predicted
         values: dict[str, tuple[float | None, float | None]] = {
             "seconds per step": (row["step_seconds"], None if predicted is None else predicted.step_seconds),
-            "payload per step, MB": (row["payload_bytes"] / 1e6, None if predicted is None else predicted.bytes_per_step / 1e6),
+            "payload per step, MB": (
+                _mega(row["payload_bytes"]),
+                None if predicted is None else predicted.bytes_per_step / 1e6,
+            ),
             "rounds of messages per step": (row["messages"], None if predicted is None else predicted.messages_per_step),
             "memory beyond training alone, in gradients": (row.get("memory"), None),
         }
@@ -133,15 +136,19 @@ def curves(found: Sequence[Point]) -> dict[str, dict[str, Measured]]:
     return shown
 
 
+def _mega(nbytes: float | None) -> float | None:
+    return None if nbytes is None else nbytes / 1e6
+
+
 def main() -> None:
     """Predict, and write the table and the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where gossamer bench has saved results.jsonl")
     folder = parser.parse_args().folder
-    rows = read_rows(folder / "results.jsonl")
-    if not rows:
-        raise SystemExit(f"no measurements in {folder / 'results.jsonl'}: take some by gossamer bench --save-to {folder}")
     try:
+        rows = read_rows(folder / "results.jsonl")
+        if not rows:
+            raise SystemExit(f"no measurements in {folder / 'results.jsonl'}: take some by gossamer bench --save-to {folder}")
         found = points(rows)
     except ConfigurationError as error:
         raise SystemExit(str(error)) from None

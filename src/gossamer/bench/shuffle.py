@@ -87,7 +87,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--save-to", type=Path, default=Path("out/shuffle"))
     options = parser.parse_args()
+    try:
+        _train_and_write(options)
+    except ConfigurationError as error:
+        raise SystemExit(f"shuffle: {error}") from None
 
+
+def _train_and_write(options: argparse.Namespace) -> None:
     def train_arm(workload: Workload, run: Training) -> dict[str, float]:
         return train_on(workload, run, options.algorithm, options.batch)
 

@@ -23,11 +23,14 @@ from rich.console import Console
 from torch import Tensor
 
 from gossamer.bench.catalogue import find_workload
+from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.matrix import Turns
-from gossamer.bench.paired import compare, make_side, take_turns, warm_up
+from gossamer.bench.paired import take_turns, warm_up
+from gossamer.bench.ratios import compare, spread
 from gossamer.bench.rows import markdown
 from gossamer.bench.shuffle import Shard, endless, staying
+from gossamer.bench.trained import MODEL_SEED, make_side, pace
 from gossamer.bench.workload import Workload
 from gossamer.data import RingShuffle
 from gossamer.lab import LabSpec
@@ -65,18 +68,18 @@ def fed(workload: Workload, batches: Iterator[Shard], emulated: bool) -> Workloa
 
 def measure(workload: Workload, samples: Workload, side: str, stored: str, turns: Turns, batches: int) -> dict[str, Any]:
     """Step times of ``side`` on ``samples`` that travel, relative to those that stay; and how long the loop waited for any."""
-    rank, rounds, steps = dist.get_rank(), turns.rounds, turns.steps
-    own = share_of(samples, rank, batches, stored)
-    batch = len(own[1]) // batches
-    with RingShuffle(own, batch) as shuffle:
-        sources = {"staying": staying(own, batch, rank, 0), "travelling": endless(shuffle)}
+    rank, rounds, steps, load_before = dist.get_rank(), turns.rounds, turns.steps, load()
+    share = share_of(samples, rank, batches, stored)
+    batch = len(share[1]) // batches
+    with RingShuffle(share, batch) as shuffle:
+        sources = {"staying": staying(share, batch, rank, 0), "travelling": endless(shuffle)}
         made = {name: make_side(fed(workload, each, samples is not workload), side, rank) for name, each in sources.items()}
         for trained in made.values():
             warm_up(trained, turns.warmup)
         before = shuffle.waited_seconds
+        own = pace(made.values(), steps).of(made["travelling"])
         results = take_turns(made, rounds, steps)
-        travelling = made["travelling"]
-        waited = (shuffle.waited_seconds - before) / (rounds * (travelling.period + travelling.timed(steps)))
+        waited = (shuffle.waited_seconds - before) / (rounds * own.taken)
         for trained in made.values():
             trained.joined.close()
     seconds = {name: [each.seconds for each in results[name]] for name in made}
@@ -88,15 +91,14 @@ def measure(workload: Workload, samples: Workload, side: str, stored: str, turns
         "stored": stored,
         "world": dist.get_world_size(),
         "rate": os.environ.get("GOSSAMER_LAB_RATE", "unshaped"),
-        "batch_bytes": sum(part[:batch].nbytes for part in own),
+        "batch_bytes": sum(part[:batch].nbytes for part in share),
         "rounds": rounds,
         "steps_per_round": steps,
         **figures,
         "waited_seconds": waited,
         "waited_share": waited / figures["step_seconds"],
         "seconds": seconds,
-        "load": os.getloadavg()[0],
-        "torch": torch.__version__,
+        **conditions([side], load_before, {"model": MODEL_SEED, "samples and batches": "by rank"}),
     }
 
 
@@ -104,7 +106,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: one row per way to communicate and to keep the samples."""
     head = (
         "workload", "hosts", "network", "communication", "samples kept as", "a batch, kB", "ms per step, staying",
-        "ms per step, travelling", "travelling / staying (95 % interval)", "waited for a batch, ms", "share of the step",
+        "ms per step, travelling", f"travelling / staying ({spread(rows)})", "waited for a batch, ms", "share of the step",
     )  # fmt: skip
     lines = []
     for row in rows:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,8 @@ class OverlapForward:
         if not isinstance(self.algorithm, Algorithm):
             raise TypeError(f"overlap_forward() takes an algorithm, not {self.algorithm!r}")
 
+
+_EXAMPLE = "Gossip(wire='bf16')"
 
 Side = Algorithm | OverlapForward | partial[Optimizer] | str
 
@@ -80,11 +83,29 @@ def parse_optimizer(text: str) -> partial[Optimizer]:
 
 
 def _made(text: str, names: dict[str, Any], what: str, known: Sequence[str]) -> Any:
-    """What ``text`` spells; ConfigurationError that tells what is ``known`` if it spells nothing."""
+    """What ``text`` spells. ConfigurationError that tells what is wrong with it; with a name that is not ``known``, what is."""
+    if "(" not in text and text not in names:
+        raise _unknown(what, text, text, known)
     try:
         return value_of(text, names)
-    except (SyntaxError, TypeError, KeyError, ValueError) as error:
-        raise ConfigurationError(f"unknown {what} {text!r} ({error}); known: {', '.join(known)}") from error
+    except KeyError as error:
+        raise _unknown(what, str(error.args[0]), text, known) from error
+    except SyntaxError as error:
+        raise ConfigurationError(f"{what} {text!r}: {error.msg}; write it as in a script, such as {_EXAMPLE}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{what} {text!r}: {error}") from error
+
+
+def _unknown(what: str, name: str, text: str, known: Sequence[str]) -> ConfigurationError:
+    lower = {each.lower(): each for each in known}
+    near = [_written(lower[each]) for each in get_close_matches(name.lower(), lower, n=3)]
+    hint = f"; did you mean {' or '.join(near)}?" if near else "."
+    within = "" if name == text else f" in {text!r}"
+    return ConfigurationError(f"unknown {what} {name!r}{within}{hint} Known: {', '.join(known)}")
+
+
+def _written(name: str) -> str:
+    return name if name in PEERS else f"{name}()"
 
 
 def in_place_of(optimizer: Optimizer, maker: partial[Optimizer], model: nn.Module) -> Optimizer:

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from gossamer.bench.in_lab import lab_json
+from gossamer.bench.ratios import spread
 from gossamer.bench.rows import markdown
 from gossamer.lab import LabSpec
 
@@ -33,7 +35,12 @@ def steps_table(rows: Sequence[dict[str, Any]]) -> list[str]:
             ratio = "1" if side == "ddp" else ratio
             milliseconds = 1e3 * figures["step_seconds"]
             lines.append([row["workload"], row["rate"], side, f"{milliseconds:.1f}", ratio])
-    return markdown(("workload", "network", "side", "ms per step", "time relative to DDP (95 % interval)"), lines)
+    return markdown(("workload", "network", "side", "ms per step", f"time relative to DDP ({spread(rows)})"), lines)
+
+
+def page(saved: dict[str, Any]) -> str:
+    """What ``speed.md`` says of what ``speed.json`` holds."""
+    return "\n".join([*steps_table(saved["steps"]), "", saved["machine"]]) + "\n"
 
 
 def merged(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], key: Sequence[str]) -> list[dict[str, Any]]:
@@ -66,9 +73,10 @@ def save(folder: Path, steps: Sequence[dict[str, Any]], hosts: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     before = json.loads((folder / "speed.json").read_text()) if (folder / "speed.json").exists() else {}
     steps = merged(before.get("steps", []), steps, ("workload", "rate"))
-    machine = f"{hosts} emulated hosts; {platform.system()} {platform.machine()}, torch {steps[0]['torch'] if steps else ''}"
-    (folder / "speed.json").write_text(json.dumps({"machine": machine, "steps": steps}, indent=1))
-    (folder / "speed.md").write_text("\n".join([*steps_table(steps), "", machine]) + "\n")
+    machine = f"{hosts} emulated hosts; {platform.system()} {platform.machine()}, torch {torch.__version__}"
+    saved = {"machine": machine, "steps": steps}
+    (folder / "speed.json").write_text(json.dumps(saved, indent=1))
+    (folder / "speed.md").write_text(page(saved))
     console.log(f"wrote {folder / 'speed.md'} and {folder / 'speed.json'}")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def value_of(text: str, names: Mapping[str, Any]) -> Any:
-    """What ``text`` makes of ``names``. Raises SyntaxError, TypeError or KeyError (an unknown name)."""
+    """What ``text`` makes of ``names``. Raises SyntaxError, KeyError (an unknown name), or what calling them raises."""
     return _value(ast.parse(text, mode="eval").body, names)
 
 
@@ -18,4 +18,11 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         return node.value
     if isinstance(node, ast.Tuple):
         return tuple(_value(each, names) for each in node.elts)
-    raise TypeError("only calls with constants are understood")
+    if isinstance(node, ast.Name):
+        raise TypeError(_bare(node.id, names))
+    raise TypeError(f"{ast.unparse(node)} is not understood: only names with brackets, and constants, are")
+
+
+def _bare(name: str, names: Mapping[str, Any]) -> str:
+    """What to write instead of a name by itself."""
+    return f"write {name}()" if name in names else f"{name} is no name that is known here; if it is text, write {name!r}"

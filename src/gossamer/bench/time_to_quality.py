@@ -8,7 +8,6 @@ Every run is written down when it ends, and not done again: stop and go on as yo
 """
 
 import argparse
-import os
 import re
 import statistics
 import sys
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from gossamer.bench.catalogue import find_workload
+from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.crossing import Points, crossing, smoothed
 from gossamer.bench.in_lab import Record, lab_json
 from gossamer.bench.matrix import Case
@@ -85,12 +85,12 @@ def train(key: Record, seconds: float, until: float | None, told: Callable[[Reco
     numbers = {"--seed": key["seed"], "--eval-every": key["eval_every"], "--seconds": seconds}
     command += [str(part) for pair in numbers.items() for part in pair]
     command += [] if until is None else ["--until", repr(until)]
-    spec = Case(key["workload"], key["network"], key["hosts"]).spec()
-    header, *found = lab_json(spec, command, told)
+    spec, load_before = Case(key["workload"], key["network"], key["hosts"]).spec(), load()
+    _, *found = lab_json(spec, command, told)
     evaluations = [(each["step"], each["seconds"], each["quality"]) for each in found if "quality" in each]
     measure = next(each["measure"] for each in found if "quality" in each)
-    shared = {"measure": measure, "evaluations": evaluations, "torch": header["torch"]}
-    return key | shared | {"when": round(time.time()), "load": os.getloadavg()[0]}
+    shared = {"measure": measure, "evaluations": evaluations, "when": round(time.time())}
+    return key | shared | conditions([key["side"]], load_before, {"model and batches": key["seed"]})
 
 
 def table(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
@@ -148,6 +148,8 @@ class Study:
         """Train what is lacking, the first side of a seed before the others: it may set the target."""
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=self._console) as progress:
+            for line in busy_machine():
+                progress.log(line)
             for seed in range(self._options.seeds):
                 reference, *others = self._options.sides
                 self.targets[seed] = self._target(self._train(reference, seed, progress))
@@ -238,8 +240,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train what is lacking, and show the table; the exit code."""
     options, console = parse_options(arguments), Console()
-    study = Study(options, Runs(options.save_to / "quality.jsonl"), console)
     try:
+        study = Study(options, Runs(options.save_to / "quality.jsonl"), console)
         require_matplotlib()
         find_workload(options.workload)
         for side in options.sides:

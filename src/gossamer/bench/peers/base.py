@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossamer.bench.bound import When
 from gossamer.errors import GossamerError
 from gossamer.replica import Replica
 
@@ -63,7 +64,7 @@ def from_extra(package: str) -> str:
 class Peer:
     """One of them. ``payload``: bytes per step relative to an exact ring all-reduce of the gradients; None if unknown.
 
-    ``period``: after how many steps what travels repeats itself; ``overlaps``: whether it may travel during later steps.
+    ``period``: after how many steps what travels repeats itself; ``when``: when it may travel.
     ``module``: what must be there to be imported, and ``get``: how to get it. ``gone``: why nobody can have it.
     """
 
@@ -71,7 +72,7 @@ class Peer:
     join: Callable[[nn.Module, Optimizer], Joined]
     payload: float | None
     period: int = 1
-    overlaps: bool = False
+    when: When = "joined"
     module: str = "torch"
     get: str = ""
     gone: str | None = None

@@ -57,5 +57,5 @@ PEERS = {
     "ddp-again": Peer("the same beside itself: the noise", _ddp, 1.0),
     "ddp-fp16": Peer("DDP with its fp16 hook", _fp16, 0.5),
     "ddp-powersgd": Peer("DDP with its PowerSGD hook, rank 2, one bucket", _power_sgd, None),
-    "post-localsgd": Peer("DDP's post-localSGD", _post_local_sgd, 1 / LOCAL_STEPS, period=LOCAL_STEPS),
+    "post-localsgd": Peer("DDP's post-localSGD", _post_local_sgd, 1 / LOCAL_STEPS, period=LOCAL_STEPS, when="after"),
 }

@@ -69,6 +69,7 @@ PEERS = {
         _hivemind,
         payload=0.5 / LOCAL_STEPS,
         period=LOCAL_STEPS,
+        when="after",
         module="hivemind",
         get=from_extra("hivemind"),
     ),

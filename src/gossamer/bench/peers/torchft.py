@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from gossamer.bench.bound import When
 from gossamer.bench.peers.base import LOCAL_STEPS, Joined, Peer, from_extra, wait_for
 from gossamer.bench.ranks import own_address
 
@@ -34,12 +35,13 @@ class _Quorum:
         return Joined(model, optimizer, close=self.stack.close)
 
 
-def _meet() -> _Quorum:
+def _meet(asynchronous: bool = False) -> _Quorum:
     """Every rank is a group of one: its own store, its own manager, and a lighthouse in rank 0's process.
 
-    Configured for speed: all replicas begin alike, so nothing is copied at the first step; the quorum is found before the
-    exchange, as DiLoCo demands; heartbeats once a second and not ten times, because other sides take turns with this one.
-    An exchange that failed is an error, and not a step that is left out.
+    ``asynchronous``: the quorum is found while the forward pass goes on, torchft's default; DiLoCo demands that it is there
+    before the exchange, and nothing is computed between the two in LocalSGD. Configured for speed: all replicas
+    begin alike, so nothing is copied at the first step; heartbeats once a second and not ten times, because other sides take
+    turns with this one. An exchange that failed is an error, and not a step that is left out.
     """
     from torchft import Manager
     from torchft.coordination import LighthouseServer
@@ -56,8 +58,9 @@ def _meet() -> _Quorum:
     group = _reachable(host)
     stack.callback(wait_for, "torchft's process group", group.shutdown)
     manager = Manager(
-        pg=group, load_state_dict=None, state_dict=None, min_replica_size=world, use_async_quorum=False, rank=0, world_size=1,
-        store_addr=host, store_port=store.port, lighthouse_addr=told[0], replica_id=f"replica_{rank}", hostname=host,
+        pg=group, load_state_dict=None, state_dict=None, min_replica_size=world, rank=0, world_size=1,
+        use_async_quorum=asynchronous, store_addr=host, store_port=store.port, lighthouse_addr=told[0],
+        replica_id=f"replica_{rank}", hostname=host,
         heartbeat_interval=timedelta(seconds=1), init_sync=False, max_retries=0, timeout=_PATIENCE, quorum_timeout=_PATIENCE,
     )  # fmt: skip
     stack.callback(wait_for, "torchft's manager", manager.shutdown)
@@ -78,11 +81,11 @@ def _reachable(host: str) -> Any:
 
 
 def _ddp(model: nn.Module, optimizer: Optimizer) -> Joined:
-    """Gradients in every step, in DDP's buckets; a step counts only if all say so."""
+    """Gradients in every step, in DDP's buckets, the quorum found beside the forward pass; a step counts only if all say so."""
     from torchft import DistributedDataParallel
     from torchft import Optimizer as Committed
 
-    quorum = _meet()
+    quorum = _meet(asynchronous=True)
     return quorum.joined(DistributedDataParallel(quorum.manager, model), Committed(quorum.manager, optimizer))
 
 
@@ -117,25 +120,25 @@ def _diloco(delay: int, mixed: float) -> Callable[[nn.Module, Optimizer], Joined
     return join
 
 
-def _peer(what: str, join: Callable[[nn.Module, Optimizer], Joined], period: int = LOCAL_STEPS, overlaps: bool = False) -> Peer:
+def _peer(what: str, join: Callable[[nn.Module, Optimizer], Joined], when: When, period: int = LOCAL_STEPS) -> Peer:
     return Peer(
         what,
         join,
         1 / period,
         period,
-        overlaps,
+        when,
         "torchft",
         from_extra("torchft-nightly"),
     )
 
 
 PEERS = {
-    "torchft-ddp": _peer("torchft's DDP, which survives lost ranks", _ddp, period=1),
-    "torchft-localsgd": _peer(f"torchft's LocalSGD, an average every {LOCAL_STEPS} steps", _local_sgd),
-    "torchft-diloco": _peer(f"torchft's DiLoCo, an average every {LOCAL_STEPS} steps", _diloco(0, 0.0)),
+    "torchft-ddp": _peer("torchft's DDP, which survives lost ranks", _ddp, "joined", period=1),
+    "torchft-localsgd": _peer(f"torchft's LocalSGD, an average every {LOCAL_STEPS} steps", _local_sgd, "after"),
+    "torchft-diloco": _peer(f"torchft's DiLoCo, an average every {LOCAL_STEPS} steps", _diloco(0, 0.0), "after"),
     "torchft-streaming-diloco": _peer(
         f"the same, streaming: the average travels during {LOCAL_STEPS // 2} steps",
         _diloco(LOCAL_STEPS // 2, 0.5),
-        overlaps=True,
+        "overlapped",
     ),
 }

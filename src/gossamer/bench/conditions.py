@@ -1,0 +1,70 @@
+"""Conditions: on what machine, with what versions and under which load figures are taken; kept beside them."""
+
+import os
+import platform
+from collections.abc import Iterable
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gossamer
+from gossamer.bench.peers import PEERS
+
+
+def load() -> float:
+    """The load average of the last minute: how many threads of the whole machine had, or waited for, a processor."""
+    return os.getloadavg()[0]
+
+
+def busy_machine() -> list[str]:
+    """A warning, to be given before anything is measured, if other work has kept the processors busy in the last minute."""
+    before, processors = load(), os.cpu_count() or 1
+    if before <= processors / 2:
+        return []
+    return [
+        f"The machine was busy at the beginning (load {before:.1f} on {processors} cores): figures of a quiet one are better."
+    ]
+
+
+def cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """The processor's model, as the kernel calls it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def conditions(sides: Iterable[str], load_before: float, seeds: Any) -> dict[str, Any]:
+    """What a row of results tells of how it came about, to be asked for at the end.
+
+    ``load_before``: :func:`load` when it began; the one after is mostly what the measurement itself made, and the one
+    before holds what the same command measured in the minute before. ``packages``: the versions of what ``sides`` use
+    beside PyTorch. ``seeds``: of models and batches, in the form that the measurement has them.
+    """
+    return {
+        "gossamer": gossamer.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "processor": processor(),
+        "cores": cores(),
+        "packages": packages(sides),
+        "seeds": seeds,
+        "load_before": load_before,
+        "load_after": load(),
+    }
+
+
+def packages(sides: Iterable[str]) -> dict[str, str]:
+    """Versions of the installed distributions that ``sides`` are made of, PyTorch's own left out."""
+    modules = {PEERS[side].module for side in sides if side in PEERS} - {"torch"}
+    if not modules:
+        return {}
+    found = packages_distributions()  # reads what is said of every installed distribution
+    return {name: version(name) for module in sorted(modules) for name in sorted(set(found.get(module, ())))}

@@ -1,0 +1,44 @@
+"""Ratio: how long one side takes relative to another in the same rounds, and how far that is from round to round."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+ENOUGH = 6
+"""Rounds from which a ratio has an interval: of fewer, the bootstrap's is the range from the lowest to the highest."""
+
+SPREAD = f"95 % interval; of fewer than {ENOUGH} rounds: lowest to highest"
+"""What a table calls ``ratio_low`` and ``ratio_high``."""
+
+
+def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
+    """Median of the paired ratios, from where to where, and the median step times.
+
+    ``ratio_low`` and ``ratio_high``: the ends of a 95 % bootstrap interval of the median; of fewer than ``ENOUGH`` rounds the
+    lowest and the highest ratio that was measured. That is a range, not an interval: it says nothing of the next run.
+    """
+    ratios = [own / other for own, other in zip(seconds, reference, strict=True)]
+    low, high = _interval(ratios) if len(ratios) >= ENOUGH else (min(ratios), max(ratios))
+    return {
+        "step_seconds": statistics.median(seconds),
+        "reference_seconds": statistics.median(reference),
+        "ratio": statistics.median(ratios),
+        "ratio_low": low,
+        "ratio_high": high,
+    }
+
+
+def spread(rows: Sequence[dict[str, Any]]) -> str:
+    """``SPREAD`` in the words that rows of so many rounds need."""
+    return SPREAD if any(row["rounds"] < ENOUGH for row in rows) else SPREAD.partition(";")[0]
+
+
+def _interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """The 95 % bootstrap interval of the median."""
+    import numpy as np
+    from scipy.stats import bootstrap
+
+    if min(ratios) == max(ratios):
+        return ratios[0], ratios[0]
+    made = bootstrap((np.array(ratios),), np.median, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+    return float(made.low), float(made.high)

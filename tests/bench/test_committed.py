@@ -1,0 +1,50 @@
+"""Every committed table says what its program makes of the committed measurements."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gossamer.bench import convergence, exchanges, matrix, shuffle_time, speed
+from gossamer.bench.readme import insert
+from gossamer.bench.rows import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+MATRICES = sorted(path.parent.name for path in RESULTS.glob("*/results.jsonl"))
+
+
+def lines(table):
+    return "\n".join(table) + "\n"
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_tables_of_gossamer_bench(name):
+    assert (RESULTS / name / "results.md").read_text() == lines(matrix.table(read_rows(RESULTS / name / "results.jsonl")))
+
+
+def test_all_of_them_are_checked():
+    assert {"bounds", "efficiency", "hosts", "peers", "relaxations"} <= set(MATRICES)
+
+
+@pytest.mark.parametrize("name", ["convergence", "shuffle"])
+def test_tables_of_quality(name):
+    assert (RESULTS / f"{name}.md").read_text() == lines(convergence.table(read_rows(RESULTS / f"{name}.jsonl")))
+
+
+def test_shuffle_time():
+    rows = json.loads((RESULTS / "shuffle-time.json").read_text())
+    assert (RESULTS / "shuffle-time.md").read_text() == lines(shuffle_time.table(rows))
+
+
+@pytest.mark.parametrize(("program", "stem", "rows"), [(exchanges, "exchanges", "exchanges"), (speed, "speed", "steps")])
+def test_tables_with_a_machine(program, stem, rows):
+    saved = json.loads((RESULTS / f"{stem}.json").read_text())
+    assert (RESULTS / f"{stem}.md").read_text() == program.page(saved)
+    assert saved.keys() == {"machine", rows}, "nothing that it does not write"
+
+
+@pytest.mark.parametrize("table", ["docs/assets/demo.md", "benchmarks/results/speed.md"])
+def test_the_readme_has_them_too(table):
+    readme = (ROOT / "README.md").read_text()
+    assert insert(readme, Path(table).stem, (ROOT / table).read_text()) == readme

@@ -1,0 +1,51 @@
+"""What a user gets wrong is one line that names the file and the line."""
+
+import pytest
+from typer.testing import CliRunner
+
+from gossamer.bench import convergence
+from gossamer.bench.catalogue import find_workload
+from gossamer.bench.emulated import MODELS
+from gossamer.bench.rows import read_rows
+from gossamer.cli import app
+from gossamer.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("page.md", "# Not Python\n", "is no Python file"),
+        ("syntax.py", "import torch\n\ndef build_model(:\n", "syntax.py, line 3: invalid syntax"),
+        ("lacking.py", "import torch\nimport no_such_module\n", "lacking.py, line 2: ModuleNotFoundError"),
+        ("raising.py", "\n\nx = 1 / 0\n", "raising.py, line 3: ZeroDivisionError: division by zero"),
+        ("few.py", "def build_model(): pass\n", "defines no build_optimizer, random_batch, loss"),
+    ],
+)
+def test_a_workload_that_cannot_be_read_is_one_line(tmp_path, name, text, told):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigurationError, match=told) as caught:
+        find_workload(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", ['{"side": "dd', "[1, 2]", "", "3"])
+def test_a_file_of_results_that_was_cut_off_names_its_line(tmp_path, wrong):
+    path = tmp_path / "results.jsonl"
+    path.write_text(f'{{"side": "ddp"}}\n{wrong}\n')
+    with pytest.raises(ConfigurationError, match=r"results.jsonl, line 2: not a whole row"):
+        read_rows(path)
+    result = CliRunner().invoke(app, ["bench", "Convnet(0.05)", "--save-to", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "results.jsonl, line 2" in result.output
+
+
+def test_other_programs_say_it_too(tmp_path, monkeypatch):
+    (tmp_path / "convergence.jsonl").write_text("{")
+    monkeypatch.setattr("sys.argv", ["convergence", "--workload", "Convnet(0.05)", "--steps", "1", "--save-to", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"convergence.jsonl, line 1"):
+        convergence.main()
+
+
+def test_the_help_lists_the_emulated_models():
+    shown = CliRunner().invoke(app, ["bench", "--help"]).output
+    assert all(name in shown for name in MODELS)

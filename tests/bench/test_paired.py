@@ -1,0 +1,169 @@
+"""Turns, ratios, counters and bounds, with sides that only say that they were there."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossamer.bench import counters
+from gossamer.bench.bound import Ready
+from gossamer.bench.counters import Counters
+from gossamer.bench.paired import Sent, _add_bounds, take_turns
+from gossamer.bench.peers import PEERS, Joined
+from gossamer.bench.ratios import ENOUGH, compare
+from gossamer.bench.sides import parse_side
+from gossamer.bench.trained import LONGEST, Trained, exchanged, pace
+
+
+@pytest.fixture
+def alone():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def a_side(name="", events=None, period=1, when="joined", payload=None, seconds=0.0):
+    def step():
+        time.sleep(seconds)
+        if events is not None:
+            events.append(name)
+
+    return Trained(step, Joined(torch.nn.Linear(1, 1), None), when, payload, period)
+
+
+@pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
+def test_every_side_has_its_turn_in_every_round_and_their_order_alternates(alone, names):
+    order: list[str] = []
+
+    class Turn:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            order.append(self.name)
+
+        def __exit__(self, *_):
+            pass
+
+    def side(name):
+        return Trained(lambda: None, Joined(torch.nn.Linear(1, 1), None, turn=lambda: Turn(name)), "joined", None, 1)
+
+    rounds = 2 * len(names)
+    results = take_turns({name: side(name) for name in names}, rounds, 1)
+    assert {name: len(found) for name, found in results.items()} == dict.fromkeys(names, rounds)
+    turns = [order[start : start + len(names)] for start in range(0, len(order), len(names))]
+    assert all(sorted(turn) == sorted(names) for turn in turns)
+    for one, next_one in zip(turns[::2], turns[1::2], strict=True):
+        assert next_one == one[::-1], "whatever drifts with time within a pair of rounds hits all sides alike"
+    assert {turn[0] for turn in turns[::2]} == set(names), "each is the first now and then"
+
+
+def test_only_timed_steps_count_and_a_round_tells_seconds_per_step(alone):
+    events: list[str] = []
+    rounds = take_turns({"slow": a_side("slow", events, seconds=0.02)}, 3, 4)["slow"]
+    assert len(events) == 3 * (1 + 4)
+    assert all(0.02 <= each.seconds < 0.06 for each in rounds)
+
+
+def test_hears_of_every_round_before_it_begins(alone):
+    events: list[object] = []
+    take_turns({"one": a_side("one", events)}, 2, 1, told=events.append)
+    assert events == [0, "one", "one", 1, "one", "one"]
+
+
+def test_all_sides_of_a_run_have_the_same_pace_as_far_as_their_periods_allow():
+    sides = {period: a_side(period=period) for period in (1, 6, 8, 16, 32)}
+    common = pace(sides.values(), 5)
+    for period, side in sides.items():
+        own = common.of(side)
+        assert own.lead_in % period == own.timed_steps % period == 0
+        assert LONGEST <= own.lead_in < LONGEST + period
+        assert own.lead_in <= own.timed_steps < LONGEST + period
+    assert pace([sides[1]], 5).of(sides[1]).taken == 1 + 5, "without periods it is one step that leads in"
+    assert pace([sides[1], sides[8]], 20).of(sides[1]).timed_steps == 20
+
+
+def test_ratios_are_paired():
+    drift = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
+    found = compare([0.5 * each for each in drift], drift)
+    assert (found["ratio"], found["ratio_low"], found["ratio_high"]) == (0.5, 0.5, 0.5)
+    assert (found["step_seconds"], found["reference_seconds"]) == (4.0, 8.0)
+
+
+def test_few_rounds_have_a_range_and_more_an_interval():
+    ratios = [1.0, 1.1, 0.8, 1.4, 1.2, 0.9, 1.05, 1.15, 0.95, 1.3]
+    for rounds in range(1, ENOUGH):
+        found = compare(ratios[:rounds], [1.0] * rounds)
+        assert (found["ratio_low"], found["ratio_high"]) == (min(ratios[:rounds]), max(ratios[:rounds]))
+    found = compare(ratios, [1.0] * len(ratios))
+    assert min(ratios) < found["ratio_low"] < found["ratio"] < found["ratio_high"] < max(ratios)
+
+
+def test_counters_grow_per_step(tmp_path, monkeypatch):
+    interfaces = tmp_path / "dev"
+    monkeypatch.setattr(counters, "_INTERFACES", interfaces)
+
+    def sent(loopback, outside):
+        row = "{}: 7 1 0 0 0 0 0 0 {} 1 0 0 0 0 0 0\n"
+        interfaces.write_text("Inter-|\n face |\n" + row.format("    lo", loopback) + row.format("  eth0", outside))
+
+    told = {"exposed_seconds": 1.0, "wire_seconds": 2.0}
+    replica = SimpleNamespace(metrics=lambda: told)
+    sent(100, 1000)
+    before = Counters.read(replica)
+    sent(5000, 3000)
+    told.update(exposed_seconds=1.4, wire_seconds=4.0)
+    grown = Counters.read(replica).per_step(before, 4)
+    assert grown.interface_bytes == 500, "what stays on the host is not counted"
+    assert (grown.exposed_seconds, grown.wire_seconds) == (pytest.approx(0.1), 0.5)
+    assert grown.cpu_seconds >= 0
+    assert Counters.read(None).wire_seconds == 0
+    interfaces.unlink()
+    assert Counters.read(None).interface_bytes == 0
+
+
+def test_bounds_follow_from_when_an_exchange_may_travel():
+    step, ready = 10.0, Ready((4.0, 8.0), (0.5, 0.5), 10.0)
+    sides = {name: a_side(when=name) for name in ("joined", "overlapped", "after")}
+    sides |= {"compute": a_side(), "unknown": a_side()}
+    figures = {name: {"step_seconds": step if name == "compute" else 99.0} for name in sides}
+    ranks = [{name: Sent(0.0 if name == "compute" else each, 1.0) for name in sides} for each in (1e6, 8e6)]
+    for sent in ranks:
+        sent["unknown"] = Sent(None, 0.0)
+    _add_bounds(figures, ranks, [8e6, 8e6], ready, sides)
+    bounds = {name: figure.get("bound_seconds") for name, figure in figures.items()}
+    assert bounds == {"compute": 10.0, "joined": 12.0, "overlapped": 10.0, "after": 18.0, "unknown": None}
+
+
+def test_a_bound_is_never_above_that_of_a_side_that_may_travel_less():
+    step, ready = 3.0, Ready((1.0, 1.5, 2.5), (0.2, 0.7, 0.1), 3.0)
+    for payload in (0.0, 1e5, 1e6, 1e7):
+        sides = {"compute": a_side()} | {name: a_side(when=name) for name in ("overlapped", "joined", "after")}
+        figures = {name: {"step_seconds": step} for name in sides}
+        _add_bounds(figures, [{name: Sent(payload * (name != "compute"), 1.0) for name in sides}], [8e6], ready, sides)
+        bounds = [figures[name]["bound_seconds"] for name in sides]
+        assert bounds == sorted(bounds)
+
+
+@pytest.mark.parametrize(
+    ("side", "when"),
+    [
+        ("ddp", "joined"),
+        ("torchft-ddp", "joined"),
+        ("post-localsgd", "after"),
+        ("torchft-localsgd", "after"),
+        ("torchft-diloco", "after"),
+        ("hivemind", "after"),
+        ("torchft-streaming-diloco", "overlapped"),
+        ("AllReduce()", "joined"),
+        ("Gossip()", "overlapped"),
+        ("overlap_forward(AllReduce())", "overlapped"),
+        ("OneBitAdam()", "joined"),
+    ],
+)
+def test_sides_say_when_their_exchange_travels(side, when):
+    assert exchanged(parse_side(side)) == when
+    assert side not in PEERS or PEERS[side].when == when
