@@ -10,7 +10,7 @@ from gossamer.comm.digraph import Digraph, RandomPush
 from gossamer.comm.flow import drive
 from gossamer.comm.ops import Traffic, all_gather, all_reduce, all_to_all, broadcast, decide, permute
 from gossamer.comm.runner import LocalPort, Meter, solo_runner
-from gossamer.comm.topology import shift
+from gossamer.comm.topology import Permutation, shift
 
 worlds = st.integers(2, 200)
 
@@ -63,6 +63,9 @@ def test_alone_an_operation_costs_nothing_and_gives_itself(op: ops.Op) -> None:
 
 def test_a_rank_that_is_its_own_partner_sends_nothing() -> None:
     assert ops.Permute(fp32(10), shift(4, 4)).traffic(4) == Traffic(0, 0)
+    bye = ops.Permute(fp32(10), Permutation((1, 0, 2)))
+    assert [bye.sent(3, rank) for rank in range(3)] == [Traffic(40, 1), Traffic(40, 1), Traffic(0, 0)]
+    assert bye.traffic(3) == Traffic(40, 1), "of the busiest"
 
 
 @given(st.lists(st.sampled_from(range(6)), max_size=6), st.integers(1, 16))
