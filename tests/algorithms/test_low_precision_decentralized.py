@@ -80,6 +80,7 @@ def test_training_stays_together(codec: Codec) -> None:
         (lambda: LowPrecisionDecentralized(codec=ErrorFeedback(Quantize())), "codec without error feedback"),
         (lambda: LowPrecisionDecentralized(codec=8), "codec without error feedback"),  # type: ignore[arg-type]
         (lambda: LowPrecisionDecentralized(rate=0), "rate must be a number above 0"),
+        (lambda: LowPrecisionDecentralized(rate=True), "rate must be a number above 0"),
         (lambda: LowPrecisionDecentralized(topology="ring"), "topology must be one of"),  # type: ignore[arg-type]
         (lambda: LowPrecisionDecentralized(every=0), "every must be a number of steps"),
         (lambda: LowPrecisionDecentralized(topology=Dissemination()).check(4), "must be the same in every step"),

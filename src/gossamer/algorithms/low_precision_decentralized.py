@@ -51,7 +51,7 @@ class LowPrecisionDecentralized(Meeting):
             raise ConfigurationError(
                 f"codec must be a codec without error feedback, such as Quantize(bits=8); got {self.codec!r}"
             )
-        if not isinstance(self.rate, int | float) or not 0 < self.rate <= 1:
+        if not isinstance(self.rate, int | float) or isinstance(self.rate, bool) or not 0 < self.rate <= 1:
             raise ConfigurationError(f"rate must be a number above 0 and at most 1; got {self.rate!r}")
 
     def check(self, world: int) -> None:
