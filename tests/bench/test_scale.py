@@ -23,6 +23,8 @@ def test_a_prediction_knows_layers_rate_and_compute() -> None:
     gossip = scale.predict(a_row("Gossip(wire='bf16')", 4), SECONDS + 0.01)
     assert gossip.bytes_per_step == pytest.approx(2 * 1_630_090, rel=1e-3)
     assert gossip.step_seconds == pytest.approx(8 * 2 * 1_630_090 / RATE, rel=0.02)  # its message takes longer than compute
+    with_momentum = scale.predict(a_row("GossipGraD()", 4), SECONDS + 0.01)
+    assert with_momentum.bytes_per_step == 2 * gossip.bytes_per_step
     exact = scale.predict(a_row("AllReduce()", 4), SECONDS + 0.01)
     # The layer that is most of it is ready early in the backward pass: little of that hides its all-reduce.
     assert exact.step_seconds == pytest.approx(SECONDS + 8 * 1.5 * 4 * 1_630_090 / RATE, rel=0.2)

@@ -30,7 +30,7 @@ def test_what_stays_shows_a_worker_its_own_label_only():
 @pytest.mark.parametrize("mix", [False, True])
 def test_what_travels_shows_every_worker_everything_in_one_turn(mix):
     def body(rank):
-        source = travelling(shard(INPUTS, LABELS, rank, 4), 5, rank, 0, mix=mix)
+        source = travelling(shard(INPUTS, LABELS, rank, 4), 5, 0, mix=mix)
         seen = [inputs for inputs, _ in islice(source, 4 * 4)]
         source.close()
         return torch.cat(seen).flatten().sort().values

@@ -1,14 +1,17 @@
 """The timing of samples that travel: fed with the right batches, and reported in full."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from gossamer.bench.matrix import Turns
-from gossamer.bench.shuffle_time import fed, measure, options_of, share_of, table
+from gossamer.bench.shuffle_time import exposed, fed, main, measure, options_of, share_of, table, verdict
 from gossamer.bench.workload import Workload
 
 SMALL = Workload(
@@ -29,12 +32,12 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.parametrize(("stored", "nbytes"), [("float32", 5 * (16 + 8)), ("uint8", 5 * (4 + 8))])
 def test_both_sides_train_and_the_row_says_what_travelled(alone: None, stored: str, nbytes: int) -> None:
-    row = measure(SMALL, SMALL, "compute", stored, Turns(rounds=3, steps=2, warmup=1), batches=7)
-    assert row["batch_bytes"] == nbytes
-    assert {name: len(seconds) for name, seconds in row["seconds"].items()} == {"staying": 3, "travelling": 3}
-    assert all(second > 0 for seconds in row["seconds"].values() for second in seconds)
-    assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
-    assert row["waited_share"] == row["waited_seconds"] / row["step_seconds"]
+    found = measure(SMALL, SMALL, "compute", stored, Turns(rounds=3, steps=2, warmup=1), batches=7)
+    assert found["batch_bytes"] == nbytes
+    assert {name: len(seconds) for name, seconds in found["seconds"].items()} == {"staying": 3, "travelling": 3}
+    assert all(second > 0 for seconds in found["seconds"].values() for second in seconds)
+    assert found["ratio_low"] <= found["ratio"] <= found["ratio_high"]
+    assert found["waited_share"] == found["waited_seconds"] / found["step_seconds"]
 
 
 def test_every_step_takes_a_batch_whether_or_not_compute_is_emulated() -> None:
@@ -48,21 +51,41 @@ def test_every_step_takes_a_batch_whether_or_not_compute_is_emulated() -> None:
     assert next(source, None) is None
 
 
+def row(staying: list[float], travelling: list[float]) -> dict[str, Any]:
+    """What was measured, with these step times."""
+    about = {"workload": "w", "side": "compute", "stored": "uint8", "world": 4, "rate": "200mbit", "batch_bytes": 51200}
+    about |= {"reference_seconds": 0.1, "step_seconds": 0.101, "ratio": 1.01, "ratio_low": 1.0, "ratio_high": 1.02}
+    seconds = {"staying": staying, "travelling": travelling}
+    return about | {"waited_seconds": 0.00123, "rounds": len(staying), "seconds": seconds}
+
+
 def test_the_table_has_every_figure() -> None:
-    row = {
-        "workload": "w",
-        "side": "compute",
-        "stored": "uint8",
-        "world": 4,
-        "rate": "200mbit",
-        "batch_bytes": 51200,
-        "rounds": 5,
-    }
-    row |= {"reference_seconds": 0.1, "step_seconds": 0.101, "ratio": 1.01, "ratio_low": 1.0, "ratio_high": 1.02}
-    head, rule, line = table([row | {"waited_seconds": 0.00123, "waited_share": 0.0122}])
-    assert "of fewer than 6 rounds" in head
+    head, rule, line = table([row([0.1, 0.1], [0.101, 0.101])])
     assert len(head.split("|")) == len(rule.split("|")) == len(line.split("|"))
-    assert line == "| w | 4 | 200mbit | none | uint8 | 51 | 100.0 | 101.0 | 1.010 (1.000 to 1.020) | 1.23 | 1.22 % |"
+    assert line == (
+        "| w | 4 | 200mbit | none | uint8 | 51 | 2 | 100.0 | 101.0 | 1.010 (1.000 to 1.020) | +1.0 (+1.0 to +1.0) | "
+        "+1.0 (+1.0 to +1.0) | yes | 1.23 |"
+    )
+
+
+def test_exposed_is_the_difference_within_a_round() -> None:
+    """Steps that are slow in both arms say nothing; and what is not sure is not claimed."""
+    seconds, share = exposed(row([0.1, 0.9, 0.2, 0.4], [0.102, 0.902, 0.202, 0.402]))
+    assert seconds.low == pytest.approx(0.002)
+    assert seconds.high == pytest.approx(0.002)
+    assert share.median == pytest.approx((0.002 / 0.202 + 0.002 / 0.402) / 2)
+    staying = [0.1] * 12
+    assert verdict(exposed(row(staying, [0.1 + 0.0002 * i for i in range(12)]))[1]) == "yes"
+    assert verdict(exposed(row(staying, [0.104 + 0.0002 * i for i in range(12)]))[1]) == "no"
+    assert verdict(exposed(row(staying, [0.1 + 0.006 * (i % 2) for i in range(12)]))[1]) == "not shown"
+
+
+def test_the_table_is_made_anew_of_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row([0.1, 0.1], [0.101, 0.101])]
+    (tmp_path / "shuffle-time.json").write_text(json.dumps(rows))
+    monkeypatch.setattr("sys.argv", ["shuffle_time", "--table-only", "--save-to", str(tmp_path)])
+    main()
+    assert (tmp_path / "shuffle-time.md").read_text().splitlines() == table(rows)
 
 
 def test_the_default_is_the_convnet_computed_and_emulated() -> None:

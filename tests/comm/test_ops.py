@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.comm import ops
@@ -10,7 +10,7 @@ from gossamer.comm.digraph import Digraph, RandomPush
 from gossamer.comm.flow import drive
 from gossamer.comm.ops import Traffic, all_gather, all_reduce, all_to_all, broadcast, decide, permute
 from gossamer.comm.runner import LocalPort, Meter, solo_runner
-from gossamer.comm.topology import shift
+from gossamer.comm.topology import Permutation, shift
 
 worlds = st.integers(2, 200)
 
@@ -26,6 +26,7 @@ def test_all_reduce_is_a_ring(world: int, numel: int) -> None:
     assert traffic.rounds == 2 * (world - 1)
 
 
+@settings(deadline=None)
 @given(worlds, st.integers(1, 10**6))
 def test_messages_that_leave_at_once_are_one_round(world: int, numel: int) -> None:
     assert ops.Permute(fp32(numel), shift(1, world)).traffic(world) == Traffic(4 * numel, 1)
@@ -63,6 +64,9 @@ def test_alone_an_operation_costs_nothing_and_gives_itself(op: ops.Op) -> None:
 
 def test_a_rank_that_is_its_own_partner_sends_nothing() -> None:
     assert ops.Permute(fp32(10), shift(4, 4)).traffic(4) == Traffic(0, 0)
+    bye = ops.Permute(fp32(10), Permutation((1, 0, 2)))
+    assert [bye.sent(3, rank) for rank in range(3)] == [Traffic(40, 1), Traffic(40, 1), Traffic(0, 0)]
+    assert bye.traffic(3) == Traffic(40, 1), "of the busiest"
 
 
 @given(st.lists(st.sampled_from(range(6)), max_size=6), st.integers(1, 16))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.comm.topology import Permutation, dissemination, mixing_matrix, rounds, shift
@@ -30,6 +30,7 @@ def test_what_is_no_permutation_is_refused(to: tuple[int, ...]) -> None:
         Permutation(to)
 
 
+@settings(deadline=None)
 @given(st.integers(-50, 50), st.integers(1, 40))
 def test_shift_sends_below(distance: int, world: int) -> None:
     assert all(shift(distance, world).destination(rank) == (rank - distance) % world for rank in range(world))

@@ -114,26 +114,24 @@ def test_the_counts_of_rounds_are_no_more_than_is_needed() -> None:
     assert not any(all_know_all(rotated(Dissemination(), seed), 16, 3, 2) for seed in range(8))
 
 
-@pytest.mark.parametrize("world", [5, 8, 12])
+@worlds
 def test_under_rotation_each_pair_meets_equally_often(world: int) -> None:
     """Per renumbering, a rank meets k = ⌈log2 p⌉ different ones of p − 1: counts are binomial with q = k/(p − 1).
 
-    All p(p − 1) ordered pairs within 5 standard deviations: by chance alone, less than one seed in ten thousand fails.
+    All p(p − 1) ordered pairs within 5.5 standard deviations: that is 4600 pairs for all p together, so by chance alone less
+    than one seed in a thousand fails somewhere. For 2 and 3 ranks q is 1: exactly equally often.
     """
     cycle, epochs = rounds(world), 1500
-    counts = np.zeros((world, world))
+    counts, ranks = np.zeros((world, world)), np.arange(world)
     topology = rotated(Dissemination(), seed=11)
     for step in range(epochs * cycle):
-        met = topology.at(step, world)
-        for rank in range(world):
-            counts[rank, met.destinations(rank)[0]] += 1
-    expected = epochs * cycle / (world - 1)
-    deviation = math.sqrt(epochs * (q := cycle / (world - 1)) * (1 - q))
-    off = ~np.eye(world, dtype=bool)
-    assert (counts[off] >= expected - 5 * deviation).all()
-    assert (counts[off] <= expected + 5 * deviation).all()
+        counts[ranks, topology.at(step, world).permutations[0].to] += 1
+    q = cycle / (world - 1)
+    off = counts[~np.eye(world, dtype=bool)]
+    assert counts.trace() == 0
+    assert abs(off - epochs * q).max() <= 5.5 * math.sqrt(epochs * q * (1 - q)) + 1e-9
     plain = {dissemination(step, world).destination(0) for step in range(cycle)}
-    assert len(plain) < world - 1, "without rotation some never meet"
+    assert len(plain) < world - 1 or world <= 3, "without rotation some never meet"
 
 
 @pytest.mark.parametrize("world", [2, 3, 7, 8])

@@ -290,15 +290,9 @@ class Tapped(Algorithm, register=False):
         flow = self.inner.finish(buckets, states, state, ctx)
         return None if flow is None else tapped(flow, self.tape.setdefault((ctx.step, -1), []))
 
-    def due(self, step: int) -> bool:
-        return self.inner.due(step)
-
     def part(self, subject: Subject) -> Algorithm | None:
         inner = self.inner.part(subject)
         return None if inner is None else tap(inner, self.tape)
-
-    def route(self, name: str, tensor: Tensor) -> str:
-        return self.inner.route(name, tensor)
 
     def of(self, label: str) -> Algorithm:
         return tap(self.inner.of(label), self.tape)
@@ -307,9 +301,14 @@ class Tapped(Algorithm, register=False):
         return tap(self.inner.attach(optimizers), self.tape)
 
 
+SAID = [name for name in vars(Algorithm) if not name.startswith("_") and name not in {*vars(Tapped), "bucket_bytes"}]
+"""Whatever else an algorithm says of itself: a tapped one says what the one inside says."""
+
+
 def tap(algorithm: Algorithm, tape: dict[tuple[int, int], list[str]]) -> Algorithm:
     """``algorithm`` with a tape."""
-    cls = type("Tapped", (Tapped,), {"subject": algorithm.subject, "__module__": __name__}, register=False)
+    said = {name: property(lambda self, name=name: getattr(self.inner, name)) for name in SAID}
+    cls = type("Tapped", (Tapped,), {**said, "__module__": __name__}, register=False)
     tapped_algorithm: Algorithm = cls(inner=algorithm, tape=tape, bucket_bytes=algorithm.bucket_bytes)
     return tapped_algorithm
 

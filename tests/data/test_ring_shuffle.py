@@ -17,7 +17,10 @@ from gossamer.data import RingShuffle
 from gossamer.data.ring_shuffle import UNDER_WAY
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 5])
-MIXED = pytest.mark.parametrize("options", [{}, {"mix": True}, {"deal": True}], ids=["plain", "mix", "deal"])
+MIXED = pytest.mark.parametrize(
+    "options", [{}, {"shuffle": False}, {"mix": True}, {"deal": True}], ids=["plain", "in order", "mix", "deal"]
+)
+FULL = pytest.mark.parametrize("options", [{}, {"mix": True}, {"deal": True}], ids=["plain", "mix", "deal"])
 SIZES = pytest.mark.parametrize("sizes", ["equal", "one apart", "far apart"])
 BATCH = 4
 
@@ -109,6 +112,87 @@ def test_the_next_rank_s_batches_are_this_one_s_in_the_next_epoch(world: int) ->
             assert ranks[rank][epoch] == ranks[(rank + epoch) % world][0]
 
 
+@WORLDS
+def test_shares_are_put_in_random_order_once(world: int) -> None:
+    """Each in another one, drawn from the seed; every batch of a share sorted by label has several labels."""
+
+    def body(shuffle: RingShuffle, rank: int) -> list[list[int]]:
+        return [names_of(batch) for batch in shuffle]
+
+    def orders(**options: Any) -> list[list[int]]:
+        return [[name % 100 for name in flat(batches)] for batches in each(world, body, **options)]
+
+    assert orders(shuffle=False) == [list(range(10))] * world
+    assert orders(seed=1) == orders(seed=1) != orders(seed=2)
+    assert len({tuple(order) for order in orders()}) == world
+    assert all(sorted(order) == list(range(10)) for order in orders())
+    labels = loopback(lambda rank: [set(y.tolist()) for y in RingShuffle(torch.arange(100) // 50, 20)], world)
+    assert all(len(batch) == 2 for batches in labels for batch in batches)
+
+
+# -- full batches only ----------------------------------------------------------------------------------------------
+
+
+@WORLDS
+@FULL
+@SIZES
+def test_with_drop_last_all_batches_are_full(world: int, options: dict[str, bool], sizes: str) -> None:
+    """As many as the smallest share makes. What is held, used or not, visits every worker exactly once all the same."""
+
+    def body(shuffle: RingShuffle, rank: int) -> tuple[list[list[int]], list[list[list[int]]]]:
+        held, used = [], []
+        for _ in range(2 * world):
+            held.append(names_of(shuffle.samples()))
+            used.append([names_of(batch) for batch in shuffle])
+        return held, used
+
+    ranks = each(world, body, sizes, drop_last=True, **options)
+    smallest = min(len(held[0]) for held, _ in ranks)
+    for held, used in ranks:
+        assert all([len(batch) for batch in epoch] == [BATCH] * (smallest // BATCH) for epoch in used)
+        assert all(len(set(flat(epoch))) == len(flat(epoch)) for epoch in used)
+        assert sorted(flat(held[:world])) == everything(world, sizes)
+    for epoch in range(2 * world):
+        assert sorted(flat(held[epoch] for held, _ in ranks)) == everything(world, sizes)
+        assert all(set(flat(used[epoch])) <= set(held[epoch]) for held, used in ranks)
+
+
+@WORLDS
+@SIZES
+def test_with_drop_last_every_sample_is_left_out_as_often(world: int, sizes: str) -> None:
+    """Over any k local epochs, of a share of n of which m are used, ⌊k·m/n⌋ or ⌈k·m/n⌉ times."""
+
+    def body(shuffle: RingShuffle, rank: int) -> list[list[int]]:
+        return [flat(names_of(batch) for batch in shuffle) for _ in range(9)]
+
+    ranks = each(world, body, sizes, drop_last=True)
+    used = len(ranks[0][0])
+    for begin in range(3):
+        for k in range(1, 7):
+            counts = Counter(flat(flat(seen[begin : begin + k]) for seen in ranks))
+            for name in everything(world, sizes):
+                exact = k * used / share_size(sizes, name // 100)
+                assert int(exact) <= counts[name] <= -int(-exact // 1)
+
+
+@WORLDS
+@FULL
+def test_with_drop_last_the_union_is_unchanged_after_each_step(world: int, options: dict[str, bool]) -> None:
+    def body(shuffle: RingShuffle, rank: int) -> list[list[int]]:
+        return [names_of(shuffle.samples()) for _ in range(world + 1) for _ in shuffle]
+
+    for step in zip(*each(world, body, "far apart", drop_last=True, **options), strict=True):
+        assert sorted(flat(step)) == everything(world, "far apart")
+
+
+def test_with_drop_last_shares_may_differ_as_they_like() -> None:
+    def body(rank: int) -> list[int]:
+        with RingShuffle(torch.arange(5 + 45 * rank), 4, drop_last=True) as shuffle:
+            return [len(batch) for _ in range(3) for batch in shuffle]
+
+    assert loopback(body, 2) == [[4, 4, 4]] * 2
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_mixing_composes_batches_anew(world: int) -> None:
     """Reproducibly by seed, and never the same twice."""
@@ -161,7 +245,11 @@ def test_nothing_depends_on_the_generators_of_the_script() -> None:
 
 
 @WORLDS
-@MIXED
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shuffle": False}, {"mix": True}, {"deal": True}, {"drop_last": True}, {"drop_last": True, "mix": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("at", [(0, 0), (0, 2), (1, 3), (4, 1)], ids=str)
 def test_a_resumed_run_goes_on_bit_for_bit(world: int, options: dict[str, bool], at: tuple[int, int]) -> None:
     """At the same sample, from a new shuffle or from one that has moved on; the state is the same on every rank."""
@@ -172,7 +260,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(world: int, options: dict[str, bool],
         for epoch in range(epochs):
             for step, batch in enumerate(shuffle):
                 seen.append((epoch, step, names_of(batch)))
-                if (epoch, step + 1) == at:
+                if (epoch, step + 1) == (at[0], min(at[1], len(shuffle))):
                     state = shuffle.state_dict()
         return seen, state
 
@@ -203,6 +291,33 @@ def test_a_state_of_something_else_is_refused() -> None:
         each(2, body)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"step": 4}, "step must be a number of batches, at most the 3 of a local epoch; got 4"),
+        ({"step": -1}, "got -1"),
+        ({"step": True}, "got True"),
+        ({"epoch": -1}, "epoch must be a number of local epochs; got -1"),
+        ({"epoch": "2"}, "got '2'"),
+        ({"format": 2}, "no state of a RingShuffle"),
+        (["epoch", "made for"], "lacks 'epoch', 'made for'"),
+    ],
+)
+def test_a_state_that_is_none_is_refused(change: dict[str, Any] | list[str], said: str) -> None:
+    def body(shuffle: RingShuffle, rank: int) -> None:
+        state = shuffle.state_dict()
+        kept = {key: value for key, value in state.items() if key not in change}
+        shuffle.load_state_dict(kept | change if isinstance(change, dict) else kept)
+
+    with pytest.raises(ConfigurationError, match=said):
+        each(2, body)
+
+
+def test_what_is_no_mapping_is_no_state() -> None:
+    with pytest.raises(ConfigurationError, match="no state of a RingShuffle"):
+        RingShuffle(torch.arange(8), 4).load_state_dict(None)  # type: ignore[arg-type]
+
+
 def test_ranks_that_load_different_states_are_told() -> None:
     def body(shuffle: RingShuffle, rank: int) -> None:
         shuffle.load_state_dict(shuffle.state_dict() | {"step": rank})
@@ -216,7 +331,7 @@ def test_a_loop_that_is_left_goes_on_where_it_stopped() -> None:
         first = names_of(next(iter(shuffle)))
         return first + flat(names_of(batch) for batch in shuffle)
 
-    assert each(2, body)[1] == share(1, 10)[1].tolist()
+    assert each(2, body, shuffle=False)[1] == share(1, 10)[1].tolist()
 
 
 def test_a_batch_belongs_to_the_caller() -> None:
@@ -226,7 +341,7 @@ def test_a_batch_belongs_to_the_caller() -> None:
             names.zero_()
         return flat(names_of(batch) for batch in shuffle)
 
-    assert each(3, body)[0] == share(1, 10)[1].tolist()
+    assert each(3, body, shuffle=False)[0] == share(1, 10)[1].tolist()
 
 
 @WORLDS
@@ -253,7 +368,7 @@ def test_through_a_data_loader() -> None:
         assert len(loader) == len(shuffle) == 3
         return [name for _ in range(2) for batch in loader for name in names_of(batch)]
 
-    for rank, seen in enumerate(each(2, body)):
+    for rank, seen in enumerate(each(2, body, shuffle=False)):
         assert seen == share(rank, 10)[1].tolist() + share(1 - rank, 10)[1].tolist()
 
 
@@ -292,6 +407,17 @@ def test_workers_of_a_data_loader_are_refused(monkeypatch: pytest.MonkeyPatch) -
         next(iter(RingShuffle(torch.zeros(8), 4)))
 
 
+def test_a_loader_that_would_put_batches_together_is_refused() -> None:
+    """Its default batch_size of 1 would give one dimension more; a collate_fn of one's own may know what it does."""
+    shuffle = RingShuffle(torch.arange(8), 4)
+    for batch_size in (1, 2):
+        with pytest.raises(UsageError, match="batch_size=None"):
+            next(iter(DataLoader(shuffle, batch_size=batch_size)))
+    taken = [batch.shape for batch in DataLoader(shuffle, batch_size=1, collate_fn=lambda batches: batches[0])]
+    assert taken == [(4,), (4,)]
+    assert [batch.shape for batch in shuffle] == [(4,), (4,)]
+
+
 def test_beside_a_replica() -> None:
     """Training and shuffling keep to exchanges of their own."""
 
@@ -326,7 +452,7 @@ def test_samples_travel_while_their_batch_is_in_use() -> None:
 
 def test_a_neighbour_may_fall_some_batches_behind_before_anyone_waits() -> None:
     """What arrives is needed in the next local epoch only."""
-    shuffle, landed = RingShuffle(torch.arange(40), 4), []
+    shuffle, landed = RingShuffle(torch.arange(40), 4, shuffle=False), []
     wait = shuffle._runner.wait
     shuffle._runner.arrived = lambda ticket: False  # type: ignore[method-assign]
     shuffle._runner.wait = lambda ticket: landed.append(step) or wait(ticket)  # type: ignore[method-assign, func-returns-value]
@@ -398,3 +524,15 @@ def test_options_that_differ_between_ranks() -> None:
 def test_a_batch_size_that_is_none(batch_size: Any) -> None:
     with pytest.raises(ConfigurationError, match="batch_size must be a positive integer"):
         RingShuffle(torch.zeros(8), batch_size)
+
+
+@pytest.mark.parametrize("option", ["shuffle", "mix", "split", "deal", "drop_last"])
+def test_an_option_that_is_no_truth_value(option: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{option} must be True or False; got 'yes'"):
+        RingShuffle(torch.zeros(8), 4, **{option: "yes"})
+
+
+@pytest.mark.parametrize("seed", [1.5, "a", None, True])
+def test_a_seed_that_is_none(seed: Any) -> None:
+    with pytest.raises(ConfigurationError, match="seed must be an integer"):
+        RingShuffle(torch.zeros(8), 4, seed=seed)

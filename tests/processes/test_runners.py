@@ -22,9 +22,10 @@ def test_exact_sums_are_bit_equal(seen: list[Any], name: str, world: int) -> Non
         pytest.skip("machines of 2, 2 and 1 ranks: their weights in the mean are no powers of two")
     inside = loopback(lambda rank: train_exact(algorithms()[name], rank, world), world)
     for rank in range(world):
-        outside = seen[rank]["exact", name, world]
-        assert len(outside) == len(inside[rank])
-        assert all(torch.equal(a, b) for a, b in zip(outside, inside[rank], strict=True)), f"rank {rank}"
+        outside, (here, sent) = seen[rank]["exact", name, world], inside[rank]
+        assert len(outside) == len(here)
+        assert all(torch.equal(a, b) for a, b in zip(outside, here, strict=True)), f"rank {rank}"
+        assert seen[rank]["sent", name, world] == sent, f"bytes and messages of rank {rank}"
 
 
 @pytest.mark.parametrize("world", WORLDS)

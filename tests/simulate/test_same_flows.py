@@ -5,37 +5,45 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import AllReduce, Hierarchical, loopback
-from gossamer.algorithms import Algorithm
-from gossamer.buckets import plan_from_names
+from gossamer import AllReduce, Gossip, GossipGraD, Hierarchical, loopback
+from gossamer.algorithms import Algorithm, in_parts
+from gossamer.buckets import Plan
+from gossamer.comm.topology import RandomMatching, ShiftOne, Topology, rotated
 from gossamer.simulate import Compute, Link, step_time
 
-from ..contracts.cases import Oddities, batch, make_training, plain, tap, train_step
+from ..contracts.cases import Oddities, batch, make_training, plain, tap
 
 FAST = Link(bandwidth=1e9, latency=1e-3)
 STEPS = 4
 
+ADAM = 2
+"""What it remembers of each weight."""
+
+IN_PARTS = [in_parts(2, GossipGraD(bucket_bytes=100)), in_parts(2, Gossip(bucket_bytes=100))]
+
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-@pytest.mark.parametrize("algorithm", plain(bucket_bytes=200), ids=repr)
+@pytest.mark.parametrize("algorithm", [*plain(bucket_bytes=200), *IN_PARTS], ids=repr)
 def test_operations_bytes_and_messages_agree(algorithm: Algorithm, world: int) -> None:
-    def body(rank: int) -> tuple[dict, dict, list[list[str]]]:
+    def body(rank: int) -> tuple[dict, dict, Plan | None]:
         tape: dict[tuple[int, int], list[str]] = {}
         model, optimizer, replica = make_training(tap(algorithm, tape))
         for step in range(STEPS):
             if step == 2:
                 before = replica.metrics()
-            train_step(model, optimizer, batch(step, rank))
+            optimizer.zero_grad()
+            # An optimizer that remembers nothing of a weight has nothing to send of it.
+            (model(batch(step, rank)) + (0 * model.unused.sum() if algorithm.exchanges_history else 0)).backward()
+            optimizer.step()
         counted = {key: replica.metrics()[key] - before[key] for key in ("bytes_sent", "messages_sent")}
-        plan = replica.state_dict()["plan"]
+        plan = replica._gradients.exchange.plan if replica._gradients is not None else None
         replica.close()
-        return tape, counted, plan.get("buckets", [])
+        return tape, counted, plan
 
     looped = loopback(body, world)
-    model = Oddities()
-    plan = plan_from_names(looped[0][2], dict(model.named_parameters()), algorithm) if looped[0][2] else model
+    plan = looped[0][2] or Oddities()
     clocked: dict[tuple[int, int], list[str]] = {}
-    options = {"world": world, "link": FAST, "compute": Compute(forward=1, backward=1)}
+    options = {"world": world, "link": FAST, "compute": Compute(forward=1, backward=1), "history": ADAM}
     step_time(plan, tap(algorithm, clocked), **options, steps=STEPS, warmup=0)
 
     # In its first step a gradient algorithm has not learned the order of the buckets yet.
@@ -52,6 +60,42 @@ def test_operations_bytes_and_messages_agree(algorithm: Algorithm, world: int) -
             continue
         assert {place: tape[place] for place in known & set(tape)} == {place: clocked[place] for place in known & set(tape)}
         assert result.bytes_per_step * 2 == counted["bytes_sent"]
+
+
+@pytest.mark.parametrize("algorithm", [*plain(), *IN_PARTS], ids=repr)
+def test_a_tapped_algorithm_says_what_the_one_inside_says(algorithm: Algorithm) -> None:
+    """Else the comparison above would be that of another one."""
+    said = {name: value for name in dir(Algorithm) if not callable(value := getattr(algorithm, name)) and name[0] != "_"}
+    assert {"exchanges_history", "lands_late", "may_lag", "weight_parts", "exact", "subject"} <= set(said)
+    assert {name: getattr(tap(algorithm, {}), name) for name in said} == said
+
+
+@pytest.mark.parametrize("world", [3, 5])
+@pytest.mark.parametrize("topology", [ShiftOne(), RandomMatching(seed=1), rotated(ShiftOne(), 2)], ids=repr)
+def test_a_rank_that_has_a_bye_sends_nothing(topology: Topology, world: int) -> None:
+    """As many bytes and messages as it met others; the clock counts rank 0's."""
+    steps = 6
+
+    def body(rank: int) -> list[int]:
+        model = nn.Linear(6, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, Gossip(wire="fp32", topology=topology))
+        before = replica.metrics()
+        for _ in range(steps):
+            model(torch.ones(1, 6)).sum().backward()
+            optimizer.step()
+        return [replica.metrics()[key] - before[key] for key in ("bytes_sent", "messages_sent")]
+
+    ranks = loopback(body, world)
+    for rank, counted in enumerate(ranks):
+        met = sum(len(topology.at(step, world).destinations(rank)) for step in range(1, steps + 1))
+        assert counted == [24 * met, met]
+    assert sum(messages for _, messages in ranks) == steps * (world - 1)
+    options = {"world": world, "link": FAST, "compute": Compute(forward=1, backward=1)}
+    algorithm = Gossip(wire="fp32", topology=topology)
+    result = step_time(nn.Linear(6, 1, bias=False), algorithm, **options, steps=steps + 1, warmup=0)
+    assert [result.bytes_per_step * (steps + 1), result.messages_per_step * (steps + 1)] == ranks[0]
+    assert result.wire_seconds * (steps + 1) == pytest.approx(steps * 24 * 8 / FAST.bandwidth)
 
 
 class Normed(nn.Module):

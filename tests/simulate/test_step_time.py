@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gossamer import AllReduce, Gossip
-from gossamer.algorithms import Algorithm, in_parts
+from gossamer import AllReduce, Gossip, GossipGraD, GossipPGA
+from gossamer.algorithms import Algorithm, after, by_size, in_parts
 from gossamer.algorithms.base import Context
-from gossamer.buckets import Bucket
+from gossamer.buckets import Bucket, make_plan
 from gossamer.comm.ops import Flow, Permute, all_reduce, decide, start, wait
 from gossamer.comm.topology import shift
 from gossamer.errors import ConfigurationError
@@ -23,6 +23,7 @@ from gossamer.state import State
 from ..contracts.cases import plain
 
 BANDWIDTH, LATENCY, BYTES, FORWARD = 1e9, 1e-3, 4_000_000, 0.03
+ADAM = 2
 
 
 def gathered(nbytes: float, world: int) -> float:
@@ -42,9 +43,8 @@ def ring(nbytes: float, world: int) -> float:
 
 def run(model: nn.Module, algorithm: Algorithm, world: int, compute: Compute | None = None, **options) -> StepTime:
     link = Link(bandwidth=BANDWIDTH, latency=options.pop("latency", LATENCY))
-    return step_time(
-        model, algorithm, world=world, link=link, compute=compute or Compute(forward=FORWARD, backward=0.07), **options
-    )
+    options = {"compute": compute or Compute(forward=FORWARD, backward=0.07), "history": ADAM} | options
+    return step_time(model, algorithm, world=world, link=link, **options)
 
 
 def seconds(*args, **options) -> float:
@@ -159,6 +159,73 @@ def test_gossip_in_parts_sends_the_same_in_every_step() -> None:
     cut = [run(model, in_parts(parts, Gossip()), 8, steps=steps) for steps in (parts, 1)]
     assert cut[0].bytes_per_step == pytest.approx(whole.bytes_per_step / parts, rel=1e-6)
     assert cut[1].bytes_per_step == pytest.approx(whole.bytes_per_step / parts, rel=1e-5)
+
+
+def test_a_profile_names_parameters_whose_pieces_travel() -> None:
+    model = tensors(1000, 10**6, 7)
+    compute = Compute.uniform(model, forward=0.03, backward=0.07)
+    assert seconds(model, in_parts(4, Gossip()), 8, compute, steps=4) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("history", [0, 1, 2])
+def test_what_the_optimizer_remembers_travels_with_the_weights(history: int) -> None:
+    model = tensors(1000, 10**6)
+    sent = run(model, GossipGraD(), 8, history=history).bytes_per_step
+    assert sent == (1 + history) * run(model, Gossip(), 8).bytes_per_step
+    assert run(model, GossipGraD(history=False), 8, history=history).bytes_per_step == run(model, Gossip(), 8).bytes_per_step
+    parts = by_size(10**5, small=GossipGraD(), large=Gossip())
+    assert run(model, parts, 8, history=history).bytes_per_step == 2 * (10**6 + 1000 * (1 + history))
+    cut = in_parts(4, GossipGraD())
+    assert run(model, cut, 8, history=history, steps=4).bytes_per_step == pytest.approx(sent / 4)
+
+
+def test_the_clock_must_be_told_how_much_that_is() -> None:
+    model = tensors(1000)
+    for algorithm in (GossipGraD(), in_parts(2, GossipGraD()), after(2, GossipGraD())):
+        with pytest.raises(ConfigurationError, match="history=1 for SGD with momentum"):
+            run(model, algorithm, 4, history=None)
+    assert run(model, GossipGraD(history=False), 4, history=None).bytes_per_step == 2000
+    weights = make_plan({name: p.detach() for name, p in model.named_parameters()}, GossipGraD(), at_once=True)
+    assert run(weights, GossipGraD(), 4, history=None).bytes_per_step == 2000, "a plan holds what it holds"
+
+
+def test_what_lands_late_may_take_the_whole_step() -> None:
+    """An exchange of 0.105 s beside 0.11 s of compute, of which the optimizer takes 0.01 s."""
+    compute, numel = Compute(forward=0.03, backward=0.07, optimizer=0.01), 13_000_000 // 4
+    sent = 8 * 4 * numel / BANDWIDTH + LATENCY
+    assert sent == pytest.approx(0.105)
+    for late, expected, exposed in ((False, sent + 0.01, sent - 0.1), (True, 0.11, 0)):
+        result = run(tensors(numel), GossipGraD(wire="fp32", history=False, late=late), 4, compute)
+        assert result.step_seconds == pytest.approx(expected)
+        assert result.exposed_seconds == pytest.approx(exposed)
+    slow = run(tensors(10**8), GossipGraD(wire="fp32", history=False, late=True), 4, compute)
+    assert slow.step_seconds == pytest.approx(8 * 4e8 / BANDWIDTH + LATENCY), "then the wire is the limit, all the time"
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 3])
+def test_what_may_lag_is_waited_for_later(lag: int) -> None:
+    """An exchange of 0.25 s beside steps of 0.11 s: it spans three updates, or as many as it may."""
+    compute, numel = Compute(forward=0.03, backward=0.07, optimizer=0.01), 249_000_000 // 32
+    result = run(tensors(numel), Gossip(wire="fp32", lag=lag), 4, compute, steps=24)
+    spans = min(lag + 1, 3)
+    assert result.bytes_per_step == pytest.approx(4 * numel / spans)
+    assert result.exposed_seconds == pytest.approx(max(0.0, 0.25 - 0.11 * (spans - 1) - 0.1) / spans)
+
+
+def test_what_may_lag_does_not_where_the_wire_is_fast() -> None:
+    model = tensors(10**6)
+    assert run(model, Gossip(lag=3), 4) == run(model, Gossip(), 4)
+    assert run(model, Gossip(lag=1, every=2), 4) == run(model, Gossip(every=2), 4)
+
+
+def test_a_period_counts_exchanges_and_not_steps_where_they_may_lag() -> None:
+    """Every second exchange is that of all workers, whatever steps they are at."""
+    compute, numel = Compute(forward=0.03, backward=0.07, optimizer=0.01), 249_000_000 // 32
+    lagging = run(tensors(numel), GossipPGA(wire="fp32", period=2, lag=9), 2, compute, steps=60)
+    # Among two, both kinds send each weight once; an all-reduce in two messages and a question, gossip in pieces of a mebibyte.
+    assert lagging.bytes_per_step == pytest.approx(4 * numel / 3)
+    assert lagging.messages_per_step == pytest.approx((3 + -(-4 * numel // 2**20)) / 6)
+    assert lagging.exposed_seconds == 0
 
 
 def test_gossip_on_a_slow_wire() -> None:
@@ -311,9 +378,9 @@ def test_more_bandwidth_never_hurts_and_no_step_beats_the_bound(
 ) -> None:
     model = tensors(*numels)
     compute = Compute.uniform(model, forward=0.01, backward=0.02, optimizer=0.001)
-    slow = step_time(model, algorithm, world=world, link=link, compute=compute, lanes=lanes)
+    slow = step_time(model, algorithm, world=world, link=link, compute=compute, lanes=lanes, history=ADAM)
     faster = Link(bandwidth=link.bandwidth * factor, latency=link.latency)
-    fast = step_time(model, algorithm, world=world, link=faster, compute=compute, lanes=lanes)
+    fast = step_time(model, algorithm, world=world, link=faster, compute=compute, lanes=lanes, history=ADAM)
     assert fast.step_seconds <= slow.step_seconds + 8 * 100 / link.bandwidth
     assert fast.bytes_per_step == slow.bytes_per_step
     for result in (slow, fast):
@@ -369,6 +436,8 @@ def test_frozen_parameters_do_not_travel() -> None:
         lambda: run(tensors(1), AllReduce(), 2, warmup=-1),
         lambda: run(tensors(1), AllReduce(), 2, Compute(forward=0, backward=1, ready={"1": 1})),
         lambda: run(tensors(1), AllReduce(), 2, buffers="none"),
+        lambda: run(tensors(1), AllReduce(), 2, history=-1),
+        lambda: run(tensors(1), AllReduce(), 2, history=True),
     ],
 )
 def test_nonsense_is_refused(make) -> None:

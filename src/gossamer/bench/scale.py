@@ -66,6 +66,7 @@ def predict(row: Record, compute_seconds: float) -> StepTime | None:
         compute=Compute.layered(model, layers, optimizer=rest),
         steps=-(-8 // period) * period,
         overlap_forward=overlaps,
+        history=1,  # emulated models are trained by SGD with momentum
     )
 
 

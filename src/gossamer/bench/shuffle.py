@@ -48,10 +48,9 @@ def staying(own: Shard, batch: int, rank: int, seed: int) -> Iterator[Shard]:
                 yield inputs[chosen], labels[chosen]
 
 
-def travelling(own: Shard, batch: int, rank: int, seed: int, **options: bool) -> Iterator[Shard]:
-    """Batches of a share that wanders around the ring, without end; shuffled once, before anything leaves."""
-    order = torch.randperm(len(own[1]), generator=torch.Generator().manual_seed(1000 * seed + rank))
-    with RingShuffle((own[0][order], own[1][order]), batch, seed=seed, **options) as shuffle:
+def travelling(own: Shard, batch: int, seed: int, **options: bool) -> Iterator[Shard]:
+    """Batches of a share that wanders around the ring, without end."""
+    with RingShuffle(own, batch, seed=seed, **options) as shuffle:
         yield from endless(shuffle)
 
 
@@ -71,7 +70,7 @@ def train_on(workload: Workload, run: Training, algorithm: str, batch: int) -> d
         own = shard(inputs, labels, rank, world)
         if run.side == SORTED:
             return staying(own, batch, rank, seed)
-        return travelling(own, batch, rank, seed, mix=run.side == MIXED, deal=run.side == DEALT)
+        return travelling(own, batch, seed, mix=run.side == MIXED, deal=run.side == DEALT)
 
     return train(workload, replace(run, side=algorithm), None if run.side == SHUFFLED else batches)
 

@@ -3,8 +3,9 @@
 python -m gossamer.bench.shuffle_time --save-to benchmarks/results
 
 Two sides train in the same processes and take turns: one on batches of a share that stays in its worker's memory, one on
-those of a RingShuffle of the same share. With ``--in-place`` this is the script of the lab (or of torchrun on a real
-cluster), and rank 0 prints one JSON object.
+those of a RingShuffle of the same share. What is exposed is the difference of their step times in the same round, whatever
+it is made of: the loop that stands still for a batch, cores that pack and unpack it, other messages that it slows down.
+With ``--in-place`` this is the script of the lab (or of torchrun on a real cluster), and rank 0 prints one JSON object.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +68,19 @@ def fed(workload: Workload, batches: Iterator[Shard], emulated: bool) -> Workloa
 
 
 def measure(workload: Workload, samples: Workload, side: str, stored: str, turns: Turns, batches: int) -> dict[str, Any]:
-    """Step times of ``side`` on ``samples`` that travel, relative to those that stay; and how long the loop waited for any."""
+    """Step times of ``side`` on ``samples`` that travel and on those that stay, by round; and how long the loop waited."""
     rank, rounds, steps, load_before = dist.get_rank(), turns.rounds, turns.steps, load()
-    share = share_of(samples, rank, batches, stored)
-    batch = len(share[1]) // batches
-    with RingShuffle(share, batch) as shuffle:
-        sources = {"staying": staying(share, batch, rank, 0), "travelling": endless(shuffle)}
+    own = share_of(samples, rank, batches, stored)
+    batch = len(own[1]) // batches
+    with RingShuffle(own, batch) as shuffle:
+        sources = {"staying": staying(own, batch, rank, 0), "travelling": endless(shuffle)}
         made = {name: make_side(fed(workload, each, samples is not workload), side, rank) for name, each in sources.items()}
         for trained in made.values():
             warm_up(trained, turns.warmup)
         before = shuffle.waited_seconds
-        own = pace(made.values(), steps).of(made["travelling"])
+        paced = pace(made.values(), steps).of(made["travelling"])
         results = take_turns(made, rounds, steps)
-        waited = (shuffle.waited_seconds - before) / (rounds * own.taken)
+        waited = (shuffle.waited_seconds - before) / (rounds * paced.taken)
         for trained in made.values():
             trained.joined.close()
     seconds = {name: [each.seconds for each in results[name]] for name in made}
@@ -91,7 +92,7 @@ def measure(workload: Workload, samples: Workload, side: str, stored: str, turns
         "stored": stored,
         "world": dist.get_world_size(),
         "rate": os.environ.get("GOSSAMER_LAB_RATE", "unshaped"),
-        "batch_bytes": sum(part[:batch].nbytes for part in share),
+        "batch_bytes": sum(part[:batch].nbytes for part in own),
         "rounds": rounds,
         "steps_per_round": steps,
         **figures,
@@ -102,14 +103,59 @@ def measure(workload: Workload, samples: Workload, side: str, stored: str, turns
     }
 
 
+BAR = 0.03
+"""The share of the step that samples may cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A median over the rounds, and its 95 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def told(self, scale: float, decimals: int) -> str:
+        """In words, each figure times ``scale``."""
+        low, middle, high = (f"{scale * value:+.{decimals}f}" for value in (self.low, self.median, self.high))
+        return f"{middle} ({low} to {high})"
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """What the rounds say of a figure."""
+    import numpy as np
+    from scipy.stats import bootstrap
+
+    middle = float(np.median(values))
+    if len(values) < 2 or np.ptp(values) == 0:
+        return Estimate(middle, middle, middle)
+    interval = bootstrap((np.array(values),), np.median, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+    return Estimate(middle, float(interval.low), float(interval.high))
+
+
+def exposed(row: dict[str, Any]) -> tuple[Estimate, Estimate]:
+    """What travelling adds to the step of the same round: in seconds, and as a share of the step with it."""
+    rounds = list(zip(row["seconds"]["travelling"], row["seconds"]["staying"], strict=True))
+    return estimate([with_it - alone for with_it, alone in rounds]), estimate(
+        [1 - alone / with_it for with_it, alone in rounds]
+    )
+
+
+def verdict(share: Estimate) -> str:
+    """Whether the whole interval lies below the bar, or above."""
+    return "yes" if share.high < BAR else "no" if share.low >= BAR else "not shown"
+
+
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: one row per way to communicate and to keep the samples."""
     head = (
-        "workload", "hosts", "network", "communication", "samples kept as", "a batch, kB", "ms per step, staying",
-        "ms per step, travelling", f"travelling / staying ({spread(rows)})", "waited for a batch, ms", "share of the step",
+        "workload", "hosts", "network", "communication", "samples kept as", "a batch, kB", "rounds", "ms per step, staying",
+        "ms per step, travelling", f"travelling / staying ({spread(rows)})", "exposed, ms (95 % interval)",
+        "exposed, % of the step (95 % interval)", f"under {100 * BAR:g} %", "of it waited for a batch, ms",
     )  # fmt: skip
     lines = []
     for row in rows:
+        seconds, share = exposed(row)
         cells = [
             row["workload"],
             str(row["world"]),
@@ -117,11 +163,14 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             "none" if row["side"] == "compute" else f"`{row['side']}`",
             row["stored"],
             f"{row['batch_bytes'] / 1e3:.0f}",
+            str(row["rounds"]),
             f"{1e3 * row['reference_seconds']:.1f}",
             f"{1e3 * row['step_seconds']:.1f}",
             f"{row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f})",
+            seconds.told(1e3, 1),
+            share.told(100, 1),
+            verdict(share),
             f"{1e3 * row['waited_seconds']:.2f}",
-            f"{100 * row['waited_share']:.2f} %",
         ]
         lines.append(cells)
     return markdown(head, lines)
@@ -141,6 +190,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--save-to", type=Path, default=Path("out/shuffle"))
+    parser.add_argument("--table-only", action="store_true", help="measure nothing: the table of the figures that are saved")
     parser.add_argument("--in-place", action="store_true", help="measure the first case here, among the ranks of this launch")
     return parser.parse_args(arguments)
 
@@ -154,7 +204,7 @@ def in_lab(options: argparse.Namespace) -> list[dict[str, Any]]:
         case |= {f"--{name}": str(getattr(options, name)) for name in ("batches", "rounds", "steps", "warmup")}
         command = ["-m", "gossamer.bench.shuffle_time", "--in-place", *itertools.chain(*case.items())]
         rows.append(lab_json(LabSpec(hosts=options.hosts, rate=options.rate), command)[-1])
-        console.log(f"{rows[-1]['ratio']:.3f}; waited {100 * rows[-1]['waited_share']:.2f} % of the step")
+        console.log(f"exposed, % of the step: {exposed(rows[-1])[1].told(100, 1)}")
     return rows
 
 
@@ -179,11 +229,15 @@ def main() -> None:
     if options.in_place:
         in_place(options)
         return
-    rows = in_lab(options)
-    options.save_to.mkdir(parents=True, exist_ok=True)
-    (options.save_to / "shuffle-time.json").write_text(json.dumps(rows, indent=1) + "\n")
+    saved = options.save_to / "shuffle-time.json"
+    if options.table_only:
+        rows = json.loads(saved.read_text())
+    else:
+        rows = in_lab(options)
+        options.save_to.mkdir(parents=True, exist_ok=True)
+        saved.write_text(json.dumps(rows, indent=1) + "\n")
     (options.save_to / "shuffle-time.md").write_text("\n".join(table(rows)) + "\n")
-    console.log(f"wrote {options.save_to / 'shuffle-time.md'} and shuffle-time.json")
+    console.log(f"wrote {options.save_to / 'shuffle-time.md'}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ Pure data, as :mod:`gossamer.comm.topology`.
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from gossamer.comm.topology import Edges, Pattern, shuffled
+from gossamer.comm.topology import Edges, Pattern, are_ranks, check_seed, shuffled
+from gossamer.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +18,17 @@ class Digraph:
     to: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.to, tuple):
+            raise ConfigurationError(
+                f"a digraph is a tuple, whose i-th part holds the ranks that rank i sends to; got {self.to!r}"
+            )
         world = len(self.to)
+        everyone = set(range(world))
         for rank, targets in enumerate(self.to):
-            if sorted(set(targets) - {rank}) != list(targets) or not set(targets) <= set(range(world)):
-                raise ValueError(f"rank {rank} sends to {list(targets)}: other ranks below {world}, each once, in order")
+            if not are_ranks(targets) or sorted(set(targets) - {rank}) != list(targets) or not set(targets) <= everyone:
+                raise ConfigurationError(
+                    f"rank {rank} sends to {targets!r}: it must be a tuple of other ranks below {world}, each once, in order"
+                )
 
     @property
     def world(self) -> int:
@@ -56,7 +64,8 @@ class RandomPush(DirectedTopology):
 
     def __post_init__(self) -> None:
         if not isinstance(self.peers, int) or isinstance(self.peers, bool) or self.peers < 1:
-            raise ValueError(f"peers must be a number of ranks, at least 1; got {self.peers!r}")
+            raise ConfigurationError(f"peers must be a number of ranks, at least 1; got {self.peers!r}")
+        check_seed(self.seed)
 
     def at(self, step: int, world: int) -> Digraph:
         drawn = []
@@ -77,7 +86,7 @@ class OutNeighbours(DirectedTopology):
 
     def at(self, step: int, world: int) -> Digraph:
         if world != len(self.to):
-            raise ValueError(f"{self} is for {len(self.to)} ranks; there are {world}")
+            raise ConfigurationError(f"{self} is for {len(self.to)} ranks; there are {world}")
         return Digraph(self.to)
 
     def cycle(self, world: int) -> int:

@@ -4,7 +4,33 @@ from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
-from gossamer.comm.topology import Pattern, Topology, mixing_matrix, rounds
+from gossamer.comm.digraph import Digraph
+from gossamer.comm.topology import Edges, Exchange, Pattern, Topology, mixing_matrix, rounds
+from gossamer.errors import ConfigurationError
+
+
+def checked(topology: Pattern, step: int, world: int) -> Edges:
+    """What ``topology.at(step, world)`` returns. Raises ConfigurationError if it is something else than it should be."""
+    edges: object = topology.at(step, world)
+    wanted = (Exchange,) if isinstance(topology, Topology) else (Exchange, Digraph)
+    names = " or ".join(each.__name__ for each in wanted)
+    if not isinstance(edges, wanted):
+        raise ConfigurationError(
+            f"{topology}.at({step}, {world}) must return an {names} (see gossamer.comm.topology.exchange); got {edges!r}"
+        )
+    if edges.world != world:
+        raise ConfigurationError(f"{topology}.at({step}, {world}) must return an {names} of {world} ranks; got {edges!r}")
+    return edges
+
+
+def check_pattern(topology: Pattern, world: int) -> None:
+    """Raise ConfigurationError unless the first cycle of a topology is what algorithms count on: looked at once, not in
+    every step."""
+    cycle: object = topology.cycle(world)
+    if not isinstance(cycle, int) or cycle < 1:
+        raise ConfigurationError(f"{topology}.cycle({world}) must return a number of steps, at least 1; got {cycle!r}")
+    for step in range(cycle):
+        checked(topology, step, world)
 
 
 def spread(topology: Pattern, world: int, begin: int = 0) -> Iterator[list[int]]:
@@ -13,18 +39,20 @@ def spread(topology: Pattern, world: int, begin: int = 0) -> Iterator[list[int]]
     for step in count(begin):
         yield known
         before, known = known, list(known)
-        pattern = topology.at(step, world)
+        pattern = checked(topology, step, world)
         for rank in range(world):
             for destination in pattern.destinations(rank):
                 known[destination] |= before[rank]
 
 
 def check_connected(topology: Pattern, world: int) -> None:
-    """Raise ValueError, naming who cannot be reached, unless every rank's update reaches every other rank in the end.
+    """Raise ConfigurationError, naming who cannot be reached, unless every rank's update reaches every other rank in the end;
+    or if steps of the first cycle are not what they should be (:func:`check_pattern`).
 
     Looks at the first ``world + 16`` cycles: nothing that repeats itself needs more, and a random pattern that does
     not connect in so many is broken.
     """
+    check_pattern(topology, world)
     everyone = 2**world - 1
     for known in islice(spread(topology, world), (world + 16) * topology.cycle(world)):
         if all(each == everyone for each in known):
@@ -33,7 +61,7 @@ def check_connected(topology: Pattern, world: int) -> None:
         unreachable = [rank for rank in range(world) if not known[rank] >> origin & 1]
         if unreachable:
             names = ", ".join(map(str, unreachable))
-            raise ValueError(
+            raise ConfigurationError(
                 f"{topology} does not connect {world} ranks: what rank {origin} learns never reaches rank"
                 f"{'s' * (len(unreachable) > 1)} {names}"
             )
@@ -84,7 +112,10 @@ def messages(topology: Topology, world: int) -> float:
 
 
 def slowest_spread(topology: Topology, world: int) -> int:
-    """Steps that an update needs to reach every rank, from the worst step of a cycle on. Raises ValueError if it never does."""
+    """Steps that an update needs to reach every rank, from the worst step of a cycle on.
+
+    Raises ConfigurationError if it never does.
+    """
     check_connected(topology, world)
     everyone, worst = 2**world - 1, 0
     for begin in range(max(topology.cycle(world), rounds(world))):

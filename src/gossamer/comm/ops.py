@@ -89,8 +89,12 @@ class Permute(Op):
     into: Tensor | None = None
 
     def traffic(self, world: int) -> Traffic:
-        """One message; none where a rank is its own partner."""
+        """One message; none where every rank is its own partner."""
         return Traffic(0, 0) if self.permutation.to == tuple(range(world)) else Traffic(self.nbytes, 1)
+
+    def sent(self, world: int, rank: int) -> Traffic:
+        """Nothing where it has a bye."""
+        return Traffic(0, 0) if self.permutation.destination(rank) == rank else Traffic(self.nbytes, 1)
 
     def detail(self) -> str:
         return f", to={list(self.permutation.to)}"

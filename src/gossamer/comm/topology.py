@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+from gossamer.errors import ConfigurationError
+
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
@@ -26,8 +28,8 @@ class Permutation:
     to: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if sorted(self.to) != list(range(len(self.to))):
-            raise ValueError(f"not a permutation of 0 … {len(self.to) - 1}: {self.to}")
+        if not are_ranks(self.to) or sorted(self.to) != list(range(len(self.to))):
+            raise ConfigurationError(f"not a permutation of 0, 1, …, as a tuple: {self.to!r}")
 
     @property
     def world(self) -> int:
@@ -50,6 +52,13 @@ class Exchange:
     world: int
     permutations: tuple[Permutation, ...]
 
+    def __post_init__(self) -> None:
+        for each in self.permutations:
+            if not isinstance(each, Permutation) or each.world != self.world:
+                raise ConfigurationError(
+                    f"an exchange among {self.world} ranks is made of permutations of as many; got {each!r}"
+                )
+
     def destinations(self, rank: int) -> tuple[int, ...]:
         """The ranks that ``rank`` sends to; none where it has a bye."""
         return tuple(to for each in self.permutations if (to := each.destination(rank)) != rank)
@@ -68,8 +77,19 @@ class Exchange:
 
 def exchange(world: int, permutations: Iterable[Permutation]) -> Exchange:
     """An exchange along those of ``permutations`` that move anything, each of them once."""
-    alone = tuple(range(world))
-    return Exchange(world, tuple(each for each in dict.fromkeys(permutations) if each.to != alone))
+    alone = Permutation(tuple(range(world)))
+    return Exchange(world, tuple(each for each in dict.fromkeys(permutations) if each != alone))
+
+
+def are_ranks(value: object) -> bool:
+    """Whether it is a tuple of integers."""
+    return isinstance(value, tuple) and all(isinstance(rank, int) for rank in value)
+
+
+def check_seed(seed: object) -> None:
+    """Raise ConfigurationError unless it is an integer."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ConfigurationError(f"seed must be an integer; got {seed!r}")
 
 
 def rounds(world: int) -> int:
@@ -124,7 +144,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def at(self, step: int, world: int) -> Edges:
-        """The edges of ``step`` (0, 1, …) among ``world`` ranks. Raises ValueError for a world it cannot serve."""
+        """The edges of ``step`` (0, 1, …) among ``world`` ranks. Raises ConfigurationError for a world it cannot serve."""
 
     def cycle(self, world: int) -> int:
         """After how many steps it begins anew (patterns drawn at random: how many belong together)."""
@@ -164,7 +184,7 @@ class Hypercube(Topology):
 
     def at(self, step: int, world: int) -> Exchange:
         if world & (world - 1):
-            raise ValueError(f"a hypercube has 2^k corners; {world} ranks are not a power of two: take Dissemination()")
+            raise ConfigurationError(f"a hypercube has 2^k corners; {world} ranks are not a power of two: take Dissemination()")
         if world == 1:
             return exchange(world, [])
         return exchange(world, [Permutation(tuple(rank ^ 2 ** (step % rounds(world)) for rank in range(world)))])
@@ -178,6 +198,10 @@ class Ring(Topology):
     """
 
     directed: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.directed, bool):
+            raise ConfigurationError(f"directed must be True or False; got {self.directed!r}")
 
     def at(self, step: int, world: int) -> Exchange:
         down, up = shift(1 % world, world), shift(-1 % world, world)
@@ -195,6 +219,9 @@ class RandomMatching(Topology):
     """
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
     def at(self, step: int, world: int) -> Exchange:
         order = shuffled(world, self.seed, step)
@@ -238,6 +265,11 @@ class Rotated(Topology):
     topology: Topology
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.topology, Topology):
+            raise ConfigurationError(f"rotated() takes a topology of permutations, such as Ring(); got {self.topology!r}")
+        check_seed(self.seed)
+
     def at(self, step: int, world: int) -> Exchange:
         number = shuffled(world, self.seed, step // rounds(world))
         plain = self.topology.at(step, world)
@@ -248,7 +280,11 @@ class Rotated(Topology):
 
 
 def rotated(topology: Topology, seed: int = 0) -> Rotated:
-    """``topology`` with ranks renumbered every ⌈log2 world⌉ steps, the same way on every rank."""
+    """``topology`` with ranks renumbered every ⌈log2 world⌉ steps, the same way on every rank.
+
+    Raises ConfigurationError for what is no topology of permutations (the directed ones of :mod:`gossamer.comm.digraph` are
+    drawn anew in every step, or for fixed ranks).
+    """
     return Rotated(topology, seed)
 
 

@@ -102,7 +102,7 @@ class GlooPort:
             return Pending(op, [], alone(op))
         pending = self._issue(op, circle)
         pending.peers, pending.ticket = Peers(op, circle), self.ticket
-        if self._shaper is not None:
+        if self._shaper is not None and pending.works:  # none: a rank that has a bye
             traffic = op.traffic(circle.world)
             pending.due = self._shaper.due(traffic, time.perf_counter())
             pending.latency = 0.0 if isinstance(op, ops.Foreign) else self._shaper.after(traffic)

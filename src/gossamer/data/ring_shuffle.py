@@ -15,10 +15,12 @@ from gossamer.comm.connect import connect
 from gossamer.comm.ops import permute
 from gossamer.comm.runner import Ticket, lane_for
 from gossamer.comm.topology import shift
+from gossamer.data.collation import collated_again
 from gossamer.data.deal import dealt, dealt_sizes
-from gossamer.data.shares import batches_of, check_integers, cut, drawn, gathered
+from gossamer.data.options import Options, place_in
+from gossamer.data.shares import batches_of, cut, drawn, gathered, in_full
 from gossamer.data.table import Layout, Table, count, load
-from gossamer.errors import CommunicationError, ConfigurationError, UsageError
+from gossamer.errors import CommunicationError, UsageError
 from gossamer.sync.agreement import agree
 from gossamer.sync.backward import alarming
 
@@ -36,37 +38,46 @@ class RingShuffle(IterableDataset[Any]):
                 for x, y in shuffle:  # one local epoch: len(shuffle) batches
                     …
 
+    It is iterated as it is. A ``DataLoader`` around it needs ``batch_size=None``, as the batches are made here:
+    ``DataLoader(shuffle, batch_size=None, num_workers=0)``; with its default of 1 it is refused.
+
     Every step, the batch in use is sent to rank − 1, and the one that rank + 1 uses arrives and takes its place, while
     forward and backward run. After one local epoch a worker holds what was its neighbour's share; over ``world`` local
     epochs every sample visits every worker exactly once. Nothing is read from disk again, and no worker ever holds more
     than about its share (plus the batches under way, at most four: so far a neighbour may fall behind before anyone waits).
 
     All ranks take the same number of batches, ⌈largest share / batch_size⌉. Where shares differ in size, a rank whose
-    share would not fill them cuts it into that many of equal size (±1): no sample is lost, repeated or padded.
+    share would not fill them cuts it into that many of equal size (±1): no sample is lost, repeated or padded. So batches of
+    the same step may then differ in size between ranks, and a sample of a smaller batch counts for more in the mean over
+    the ranks; ``drop_last`` makes all of them full.
 
     What travels in a step is a batch as the dataset holds it: bytes rather than floats, where other messages fill the network.
 
     A batch is a structure like the dataset's items, of CPU tensors ``(n, *shape)`` that belong to the caller. A loop that
-    is left early goes on where it stopped; every rank must leave it at the same batch. To wrap it:
-    ``DataLoader(shuffle, batch_size=None, num_workers=0)``.
+    is left early goes on where it stopped; every rank must leave it at the same batch. More in ``docs/shuffle.md``.
 
     Args:
         dataset: this rank's share: a tensor or array (a sample is a row), a tuple or dict of them, or any map-style dataset
             of tensors, arrays and numbers, which is read once and stacked.
         batch_size: samples per batch.
         group: a process group; the default group if none is given. Without any, a world of one.
-        seed: of what is random (``mix`` and ``split``); the same on all ranks.
-        mix: also compose the batches anew in every local epoch. Else samples that share a batch stay together for ever.
+        seed: of what is random (``shuffle``, ``mix``, ``split`` and ``deal``); the same on all ranks.
+        shuffle: put every share in random order once, before its batches are cut. Else a share that is sorted by label makes
+            batches of one label, for ever. Moves nothing.
+        mix: compose the batches anew in every local epoch. Else samples that share a batch stay together for ever.
         deal: first deal the shares out among the ranks like cards, so that each holds some of everyone's samples. For shares
             that differ (sorted by label, by site): travelling alone brings every sample to every worker, but in each local
             epoch a worker still holds what another one brought. Sends (p−1)/p of a share, once. (Gossip among 8 workers on
-            Fashion-MNIST sorted by label: 71 %, 75 % with samples that travel, and dealt out 89 % as if shuffled globally.)
+            Fashion-MNIST sorted by label: 72 %, 76 % with samples that travel, and dealt out 88 % as if shuffled globally.)
         split: every rank gives the same whole dataset, and each takes a random share (sizes differ by at most one).
+        drop_last: only full batches: ⌊smallest share / batch_size⌋ of them, on all ranks. What is left of a share is not used
+            in this local epoch, but travels on with the rest. Others are left over in the next one: over any k local epochs
+            a sample of a share of n, of which m are used, is used ⌊k·m/n⌋ or ⌈k·m/n⌉ times (with ``mix``: on average).
         timeout: seconds (or a ``timedelta``) that an exchange may take; the process group's by default.
 
     Raises:
-        ConfigurationError: on every rank, if a share is empty, smaller than a batch, or too small for as many batches as the
-            largest makes; or if the samples cannot be stacked.
+        ConfigurationError: on every rank, if an option is none, a share is empty, smaller than a batch, or too small for as
+            many batches as the largest makes; or if the samples cannot be stacked.
         DisagreementError: on every rank, if samples or arguments differ between ranks.
 
     Source: Daily et al. 2018 (arXiv 1803.05880), the asynchronous distributed sample shuffle.
@@ -79,12 +90,13 @@ class RingShuffle(IterableDataset[Any]):
         group: Any = None,
         seed: int = 0,
         *,
+        shuffle: bool = True,
         mix: bool = False,
         split: bool = False,
         deal: bool = False,
+        drop_last: bool = False,
         timeout: float | timedelta | None = None,
     ) -> None:
-        self._batch_size, self._seed, self._mix, self._deal = batch_size, seed, mix, deal
         self._epoch = self._step = 0
         self._pending: deque[tuple[Ticket[Tensor], Tensor]] = deque()
         self._closed = False
@@ -94,31 +106,35 @@ class RingShuffle(IterableDataset[Any]):
         self._runner = connect(group, None, timeout)
         try:
             with alarming(self._runner):
-                check_integers(batch_size, seed)
+                self._options = Options(
+                    batch_size=batch_size, seed=seed, shuffle=shuffle, mix=mix, split=split, deal=deal, drop_last=drop_last
+                )
                 self._runner.agree_on_opening("gossamer.data.RingShuffle()")
-                options = f"batch_size={batch_size}, seed={seed}, mix={mix}, split={split}, deal={deal}"
-                agree(self._runner, {"the options of RingShuffle": options})
-                self._open(dataset, split)
+                agree(self._runner, {"the options of RingShuffle": str(self._options)})
+                self._open(dataset)
         except BaseException:
             self._runner.close(graceful=False)
             raise
 
-    def _open(self, dataset: Any, split: bool) -> None:
-        total, runner = count(dataset), self._runner
-        if split:
+    def _open(self, dataset: Any) -> None:
+        total, runner, options = count(dataset), self._runner, self._options
+        if options.split:
             agree(runner, {"the size of the dataset to split": f"{total} samples"})
-            chosen = drawn(total, f"{self._seed}/split")[runner.rank :: runner.world].tolist()
+            chosen = drawn(total, f"{options.seed}/split")[runner.rank :: runner.world].tolist()
         else:
             chosen = list(range(total))
         brought = gathered(runner, len(chosen))
-        self._sizes = dealt_sizes(brought) if self._deal else brought
-        self._steps = batches_of(self._sizes, self._batch_size)
+        self._sizes = dealt_sizes(brought) if options.deal else brought
+        self._steps = batches_of(self._sizes, options.batch_size, options.drop_last)
+        self._widest = max(options.batch_size, -(-max(self._sizes) // self._steps))  # with what is left over behind a batch
         table: Table = load(dataset, chosen)
         agree(runner, {"samples": str(table.layout), "their structure": str(table.layout.structure)})
         self._layout: Layout = table.layout
-        rows = dealt(runner, table.rows, brought, f"{self._seed}/deal") if self._deal else table.rows
-        self._storage = torch.zeros(self._steps * self._batch_size, table.layout.row_bytes, dtype=torch.uint8)
+        rows = dealt(runner, table.rows, brought, f"{options.seed}/deal") if options.deal else table.rows
+        self._storage = torch.zeros(self._steps * self._widest, table.layout.row_bytes, dtype=torch.uint8)
         self._place(rows)
+        if options.shuffle:  # samples stay where they are, and have other numbers
+            self._home = drawn(len(rows), f"{options.seed}/order of {runner.rank}")
         self._begin_epoch()
 
     # -- what the user calls ------------------------------------------------------------------------------------
@@ -131,6 +147,14 @@ class RingShuffle(IterableDataset[Any]):
         """The rest of this local epoch; all of the next one if it is over."""
         if get_worker_info() is not None:
             raise UsageError("RingShuffle exchanges samples from the training process: use DataLoader(…, num_workers=0)")
+        if collated_again():
+            raise UsageError(
+                "RingShuffle makes the batches itself, and this DataLoader would put batches of them together: "
+                "use DataLoader(…, batch_size=None)"
+            )
+        return self._batches_left()
+
+    def _batches_left(self) -> Iterator[Any]:
         if self._step == self._steps:
             self._next_epoch()
         while self._step < self._steps:
@@ -158,18 +182,17 @@ class RingShuffle(IterableDataset[Any]):
         Shares are moved there in one exchange (and the batches of the local epoch that was under way one by one).
 
         Raises:
-            ConfigurationError: the state is of other shares, options or ranks.
+            ConfigurationError: the state is of other shares, options or ranks, or it is no state of a shuffle.
             DisagreementError: ranks load different states.
         """
         with alarming(self._runner):
-            if state.get("format") != 1 or state["made for"] != self._description():
-                raise ConfigurationError(f"the state is of {state.get('made for')}; this is {self._description()}")
-            agree(self._runner, {"the position in the data": f"epoch {state['epoch']}, batch {state['step']}"})
+            epoch, step = place_in(state, self._description(), self._steps)
+            agree(self._runner, {"the position in the data": f"epoch {epoch}, batch {step}"})
         self._complete_epoch()
-        self._turn(state["epoch"] - self._epoch)
-        self._epoch, self._step = state["epoch"], 0
+        self._turn(epoch - self._epoch)
+        self._epoch, self._step = epoch, 0
         self._begin_epoch()
-        while self._step < state["step"]:
+        while self._step < step:
             self._advance()
 
     def close(self) -> None:
@@ -202,7 +225,7 @@ class RingShuffle(IterableDataset[Any]):
             raise UsageError("the shuffle is closed")
         self._land(at_most=UNDER_WAY - 1)
         places = self._home[self._using[self._step]]
-        message = torch.zeros(self._batch_size, self._storage.shape[1], dtype=torch.uint8)
+        message = torch.zeros(self._widest, self._storage.shape[1], dtype=torch.uint8)
         message[: len(places)] = self._storage[places]
         self._free = torch.cat([self._free, places])
         along = shift(1, self._runner.world)
@@ -210,7 +233,8 @@ class RingShuffle(IterableDataset[Any]):
         ticket = self._runner.submit(lambda: permute(message, along), label, lane_for(message))
         self._pending.append((ticket, self._coming[self._step]))
         self._step += 1
-        return message[: len(places)]  # to be read only, while it is on the wire
+        # To be read only, while it is on the wire; what is left over of a share travels behind the batch.
+        return message[: len(places)][: self._options.batch_size]
 
     def _land(self, at_most: int = 0) -> None:
         """Put what has come where there is room, and wait until ``at_most`` so many batches are under way.
@@ -240,9 +264,13 @@ class RingShuffle(IterableDataset[Any]):
 
     def _batches(self, share: int) -> tuple[Tensor, ...]:
         """The samples of each batch of a share in this local epoch, as numbers within the share."""
-        size = self._sizes[share]
-        order = drawn(size, f"{self._seed}/{share}/{self._epoch}") if self._mix else torch.arange(size)
-        return torch.split(order, cut(size, self._steps, self._batch_size))
+        size, options = self._sizes[share], self._options
+        order = drawn(size, f"{options.seed}/{share}/{self._epoch}") if options.mix else torch.arange(size)
+        if not options.drop_last:
+            return torch.split(order, cut(size, self._steps, options.batch_size))
+        if not options.mix:  # where the last local epoch stopped
+            order = order.roll(-self._epoch * self._steps * options.batch_size)
+        return in_full(order, self._steps, options.batch_size)
 
     def _next_epoch(self) -> None:
         self._land()
@@ -277,5 +305,4 @@ class RingShuffle(IterableDataset[Any]):
         self._free = torch.arange(len(rows), len(self._storage))
 
     def _description(self) -> str:
-        options = f"batch_size={self._batch_size}, seed={self._seed}, mix={self._mix}, deal={self._deal}"
-        return f"{options}, shares of {list(self._sizes)} samples {self._layout}"
+        return f"{self._options}, shares of {list(self._sizes)} samples {self._layout}"

@@ -1,7 +1,5 @@
 """Share: one rank's part of the samples, and how it is cut into batches."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,27 +17,32 @@ def cut(size: int, batches: int, batch_size: int) -> list[int]:
     return [size // batches + (index < size % batches) for index in range(batches)]
 
 
-def batches_of(sizes: list[int], batch_size: int) -> int:
-    """Batches per local epoch. The same error on every rank if some share is too small."""
+def in_full(order: Tensor, batches: int, batch_size: int) -> tuple[Tensor, ...]:
+    """``order`` (the numbers of samples) in ``batches`` full batches; behind each, its part of those that are left over."""
+    used = batches * batch_size
+    pairs = zip(order[:used].split(batch_size), order[used:].tensor_split(batches), strict=True)
+    return tuple(torch.cat(pair) for pair in pairs)
+
+
+def batches_of(sizes: list[int], batch_size: int, drop_last: bool = False) -> int:
+    """Batches per local epoch. The same error on every rank if some share is too small.
+
+    As many as the largest share makes; with ``drop_last``, as many full ones as the smallest makes.
+    """
     smallest, largest = min(sizes), max(sizes)
     rank, steps = sizes.index(smallest), -(-largest // batch_size)
     if smallest == 0:
         raise ConfigurationError(f"rank {rank} holds no sample; every rank needs a share of the data")
     if smallest < batch_size:
         raise ConfigurationError(f"rank {rank} holds {smallest} samples, fewer than one batch of {batch_size}")
+    if drop_last:
+        return smallest // batch_size
     if smallest < steps:
         raise ConfigurationError(
             f"rank {rank} holds {smallest} samples, but the {largest} of rank {sizes.index(largest)} make {steps} batches of "
-            f"{batch_size}, and every rank takes as many: give the ranks shares of about equal size"
+            f"{batch_size}, and every rank takes as many: give the ranks shares of about equal size, or drop_last=True"
         )
     return steps
-
-
-def check_integers(batch_size: Any, seed: Any) -> None:
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise ConfigurationError(f"batch_size must be a positive integer; got {batch_size!r}")
-    if not isinstance(seed, int):
-        raise ConfigurationError(f"seed must be an integer; got {seed!r}")
 
 
 def gathered(runner: Runner, number: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Clocked runner: carries out flows in virtual time, on ``meta`` tensors, and prices every operation.
 
-The third interpreter of the one vocabulary (:mod:`gossamer.comm.ops`). All ranks do the same, so one is executed.
-What a flow computes between its operations takes no time.
+The third interpreter of the one vocabulary (:mod:`gossamer.comm.ops`). All ranks do the same, so one is executed: rank 0.
+Where ranks differ in what they send (one has a bye), an operation takes as long as for the busiest, with whom the others
+keep pace; what is counted is rank 0's. What a flow computes between its operations takes no time.
 """
 
 from collections import deque
@@ -34,7 +35,7 @@ class Wire:
     """
 
     def __init__(self, clock: Clock, link: Link, world: int, nodes: tuple[Group, ...] = (), inside: Link | None = None) -> None:
-        self.meter = Meter()
+        self.meter, self.most_bytes = Meter(), 0
         self._clock, self._everyone = clock, tuple(range(world))
         self._queue = Shaper(link.bandwidth, link.latency)
         inside = inside or Link()
@@ -50,10 +51,12 @@ class Wire:
         """Hand an operation over now. As on the real wire, empty tensors are not sent."""
         ops.refuse_foreign(op, "simulation")
         group = self._everyone if group is None else group
-        self.meter.count(op, len(group))
+        traffic = op.traffic(len(group))
+        self.meter.count(op, len(group), group.index(0))
+        self.most_bytes += traffic.bytes
         queue = self._inside if self._node.issuperset(group) else self._queue
         empty = op.tensor.numel() == 0
-        due = self._clock.now if empty else queue.due(op.traffic(len(group)), self._clock.now)
+        due = self._clock.now if empty else queue.due(traffic, self._clock.now)
         return UnderWay(due, result(op, len(group)))
 
 

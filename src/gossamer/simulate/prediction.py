@@ -11,12 +11,13 @@ from gossamer.algorithms.base import Algorithm, Subject
 from gossamer.buckets import Plan, buffer_name, make_plan
 from gossamer.comm.ops import Flow, all_reduce, broadcast
 from gossamer.errors import ConfigurationError
-from gossamer.pieces import cut
+from gossamer.pieces import cut, part_of
 from gossamer.simulate.clock import Clock, Process
 from gossamer.simulate.clocked import Wire
 from gossamer.simulate.profile import Compute, Link
 from gossamer.simulate.training import MakeFlow, Part, Training, blank
 from gossamer.sync.checks import named_parameters
+from gossamer.sync.history import weight_of
 from gossamer.sync.launch import launch_order
 from gossamer.sync.module_buffers import Buffers, floating, named_buffers, resolve_buffers
 from gossamer.sync.usage import with_usage
@@ -29,7 +30,8 @@ class StepTime:
     """What one training step takes, as the mean over steps in steady state.
 
     ``exposed_seconds``: the training loop stands still for communication, so step = compute + exposed.
-    ``wire_seconds``: the payload at the link's full rate, latencies not counted.
+    ``wire_seconds``: the payload of the busiest rank at the link's full rate, latencies not counted.
+    ``bytes_per_step``, ``messages_per_step``: what rank 0 sends, as its ``replica.metrics()`` would count it.
     """
 
     step_seconds: float
@@ -59,8 +61,11 @@ def step_time(
     ranks_per_node: int = 1,
     inside: Link | None = None,
     overlap_forward: bool = False,
+    history: int | None = None,
 ) -> StepTime:
     """The time of one training step of ``algorithm`` among ``world`` ranks, each on a ``link`` of its own.
+
+    All ranks are equally fast. Exchanges that may lag (``lag=``) therefore lag only where the wire takes longer than a step.
 
     Args:
         model_or_plan: the model (its tensors may be on the ``meta`` device), or a plan of buckets.
@@ -74,12 +79,16 @@ def step_time(
         ranks_per_node: how many ranks share a machine.
         inside: how those reach each other; at once by default.
         overlap_forward: as in :func:`gossamer.replicate`.
+        history: how many tensors the optimizer remembers of each weight: 0 for plain SGD, 1 with momentum, 2 for Adam. They
+            travel with the weights where the algorithm exchanges them (``GossipGraD``), and must be told there, unless a
+            plan holds them already.
 
     Raises:
-        ConfigurationError: a number out of range, a gradient's moment of a parameter that is not communicated, or an
-            ``overlap_forward`` of what moves weights.
+        ConfigurationError: a number out of range, a gradient's moment of a parameter that is not communicated, an
+            ``overlap_forward`` of what moves weights, or no ``history`` where it is exchanged.
     """
     _check(world=world, lanes=lanes, steps=steps, warmup=warmup + 1, ranks_per_node=ranks_per_node)
+    _check_history(history, algorithm, model_or_plan)
     mode = resolve_buffers(buffers, algorithm.subject)
     parts = {subject: part for subject in _SUBJECTS if (part := algorithm.part(subject)) is not None}
     if overlap_forward and list(parts) != ["gradients"]:
@@ -90,7 +99,7 @@ def step_time(
     if isinstance(model_or_plan, Plan):
         plans = dict.fromkeys(parts, model_or_plan)
     else:
-        plans = {subject: _plan(model_or_plan, part, compute, mode) for subject, part in parts.items()}
+        plans = {subject: _plan(model_or_plan, part, compute, mode, history or 0) for subject, part in parts.items()}
         if world > 1:
             preludes = _preludes(model_or_plan, algorithm, mode)
     _check_names(plans.values(), compute)
@@ -105,13 +114,13 @@ def step_time(
         return _per_step(Training(clock, wire, compute, lanes, of_gradients, of_weights, preludes, overlap), steps, warmup)
 
     if overlap_forward:
-        _, _, sent, _ = run(False)
-        plans["gradients"] = _arranged(plans["gradients"], compute, 8 * sent / link.bandwidth)
-    seconds, exposed, sent, messages = run(overlap_forward)
+        *_, busiest = run(False)
+        plans["gradients"] = _arranged(plans["gradients"], compute, 8 * busiest / link.bandwidth)
+    seconds, exposed, sent, messages, busiest = run(overlap_forward)
     return StepTime(
         step_seconds=seconds,
         compute_seconds=compute.seconds,
-        wire_seconds=8 * sent / link.bandwidth,
+        wire_seconds=8 * busiest / link.bandwidth,
         exposed_seconds=exposed,
         bytes_per_step=sent,
         messages_per_step=messages,
@@ -119,7 +128,7 @@ def step_time(
 
 
 def _check_names(plans: Iterable[Plan], compute: Compute) -> None:
-    communicated = {name for plan in plans for name in plan.names}
+    communicated = {part_of(name)[0] for plan in plans for name in plan.names}
     unknown = sorted(set(compute.ready) - communicated)
     if unknown:
         raise ConfigurationError(f"compute.ready names parameters that are not communicated: {', '.join(unknown[:3])}")
@@ -131,9 +140,19 @@ def _check(**numbers: int) -> None:
             raise ConfigurationError(f"{name} is out of range: {value - (name == 'warmup')}")
 
 
+def _check_history(history: int | None, algorithm: Algorithm, model_or_plan: nn.Module | Plan) -> None:
+    if history is not None and (not isinstance(history, int) or isinstance(history, bool) or history < 0):
+        raise ConfigurationError(f"history must be a number of tensors per weight; got {history!r}")
+    if history is None and algorithm.exchanges_history and not isinstance(model_or_plan, Plan):
+        raise ConfigurationError(
+            f"{algorithm!r} exchanges what the optimizer remembers of each weight: say how many tensors that is, "
+            "history=1 for SGD with momentum, 2 for Adam, 0 for plain SGD"
+        )
+
+
 def _per_step(training: Training, steps: int, warmup: int) -> list[float]:
     """What ``training.totals()`` grow by per step, after ``warmup`` steps."""
-    marks: list[tuple[float, float, int, int]] = []
+    marks: list[tuple[float, float, int, int, int]] = []
 
     def loop() -> Process:
         for number in range(warmup + steps):
@@ -148,13 +167,16 @@ def _per_step(training: Training, steps: int, warmup: int) -> list[float]:
     return [(end - begin) / steps for begin, end in zip(*marks, strict=True)]
 
 
-def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffers) -> Plan:
-    """The plan that a replica of ``model`` has once it has learned the order of gradients."""
-    tensors: dict[str, Tensor] = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffers, history: int) -> Plan:
+    """The plan that a replica of ``model`` has once it has learned the order of gradients, and the optimizer its history."""
+    trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    tensors: dict[str, Tensor] = dict(trainable)
     if algorithm.subject == "weights":
         if mode == "average":
             tensors |= {buffer_name(name): b for name, b in floating(named_buffers(model)).items()}
-        return make_plan(cut(tensors, algorithm.weight_parts), algorithm, at_once=True)
+        told = [name for name, p in trainable.items() if algorithm.of(algorithm.route(name, p)).exchanges_history]
+        tensors |= {f"{kind} of {name}": trainable[name] for name in told for kind in range(history)}
+        return make_plan(cut(tensors, algorithm.weight_parts, weight_of), algorithm, at_once=True)
     in_order = list(reversed(tensors))
     in_order.sort(key=lambda name: compute.ready_at([name]))
     return make_plan(with_usage({name: tensors[name] for name in in_order}, algorithm), algorithm)

@@ -26,7 +26,11 @@ MakeFlow = Callable[[], Flow[Any]]
 
 
 class Part:
-    """The buckets of what moves gradients, or weights; their states, and what is under way."""
+    """The buckets of what moves gradients, or weights; their states, and what is under way.
+
+    Weights that may lag: an exchange is left alone for so many steps longer, until it has ended. All ranks are equally fast
+    here, so that it only ever waits for the wire.
+    """
 
     def __init__(
         self, plan: Plan, algorithm: Algorithm, lanes: int, members: tuple[int, ...], nodes: tuple[Group, ...]
@@ -40,19 +44,37 @@ class Part:
         self._states = [State(bucket.flat) for bucket in self.buckets]
         self._step_states = {bucket.layout.label: State(torch.zeros((), device=META)) for bucket in self.buckets}
         self._members, self._nodes = members, nodes
+        self._number = self._exchanges = self._behind = 0
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether what is under way has not ended, and need not yet."""
+        return self._behind < self.algorithm.may_lag and not all(event.happened for event in self.under_way)
+
+    def begin(self, number: int, lanes: Sequence[Lane]) -> None:
+        """Send the weights as they are before step ``number``, if they are due and the last exchange is over."""
+        if self.under_way:
+            self._behind += 1
+        elif self.algorithm.due(number):
+            if self.algorithm.may_lag:
+                number = self.algorithm.step_of(self._exchanges)
+            self._behind, self._exchanges = 0, self._exchanges + 1
+            for bucket in self.buckets:
+                self.launch(bucket, number, lanes)
 
     def launch(self, bucket: Bucket, number: int, lanes: Sequence[Lane]) -> None:
         """Start the flow of one bucket."""
         handler, state, ctx = self._handlers[bucket.index], self._states[bucket.index], self._context(number)
-        lane = lanes[self._lanes[bucket.index]]
+        lane, self._number = lanes[self._lanes[bucket.index]], number
         due = handler.due(number)
         if self.algorithm.subject == "weights" and not due:
             return
         exchange = handler.exchange if due else left_alone
         self.under_way.append(lane.submit(lambda: exchange(bucket, state, ctx)))
 
-    def finish(self, number: int) -> Iterator[Flow[None]]:
-        """What the algorithm does once per step."""
+    def finish(self) -> Iterator[Flow[None]]:
+        """What the algorithm does once per step, for the exchange that was launched last."""
+        number = self._number
         for label, state in self._step_states.items():
             mine = [bucket for bucket in self.buckets if bucket.layout.label == label]
             handler = self._handlers[mine[0].index]
@@ -101,7 +123,7 @@ class Training:
         for make_flow in self._preludes:
             yield from self._wait([self._control.submit(make_flow)])
         if self._overlap and self._gradients is not None and self._gradients.under_way:
-            yield from self._update_in_parts(self._gradients, number - 1)
+            yield from self._update_in_parts(self._gradients)
             begin = self.clock.now
         else:
             begin = self.clock.now + self._compute.forward
@@ -114,16 +136,21 @@ class Training:
         yield begin + self._compute.backward
         if self._overlap and due:
             return
-        for part in (self._gradients, self._weights):
-            if part is not None:
-                yield from self._conclude(part, number)
+        if self._gradients is not None:
+            yield from self._conclude(self._gradients)
+        if self._weights is None:
+            yield self.clock.now + self._compute.optimizer
+            return
+        late = self._weights.algorithm.lands_late
+        if not late:
+            yield from self._land(self._weights)
         yield self.clock.now + self._compute.optimizer
-        if self._weights is not None and self._weights.algorithm.due(number + 1):
-            for bucket in self._weights.buckets:
-                self._weights.launch(bucket, number + 1, self._lanes)
+        if late or self._weights.algorithm.may_lag:
+            yield from self._land(self._weights)
+        self._weights.begin(number + 1, self._lanes)
 
-    def _update_in_parts(self, part: Part, number: int) -> Process:
-        """A forward pass that waits for each bucket of step ``number`` where it is needed first, and updates its parameters."""
+    def _update_in_parts(self, part: Part) -> Process:
+        """A forward pass that waits for each bucket of the last step where it is needed first, and updates its parameters."""
         compute, begin = self._compute, self.clock.now
         total = sum(bucket.layout.nbytes for bucket in part.buckets)
         needs = [(compute.needed_at(bucket.layout.names), bucket.index) for bucket in part.buckets]
@@ -133,7 +160,7 @@ class Training:
             yield self.clock.now + compute.optimizer * part.buckets[index].layout.nbytes / max(1, total)
             begin = self.clock.now - moment
         yield begin + compute.forward
-        yield from self._finish(part, number)
+        yield from self._finish(part)
 
     def _send_gradients(self, part: Part, number: int, begin: float) -> Process:
         """Buckets leave during backward; its end waits for them and for the agreement on which parameters were used."""
@@ -147,14 +174,19 @@ class Training:
         used = blank(len(names))
         part.under_way.append(self._control.submit(lambda: maximum(used, self.wire.world)))
 
-    def _conclude(self, part: Part, number: int) -> Process:
+    def _land(self, part: Part) -> Process:
+        """Take in an exchange of weights, unless it may lag and has not ended."""
+        if not part.may_stay:
+            yield from self._conclude(part)
+
+    def _conclude(self, part: Part) -> Process:
         if not part.under_way:
             return
         yield from self._wait(part.under_way)
-        yield from self._finish(part, number)
+        yield from self._finish(part)
 
-    def _finish(self, part: Part, number: int) -> Process:
-        part.finishing = [self._control.submit(lambda flow=flow: flow) for flow in part.finish(number)]  # type: ignore[misc]
+    def _finish(self, part: Part) -> Process:
+        part.finishing = [self._control.submit(lambda flow=flow: flow) for flow in part.finish()]  # type: ignore[misc]
         if part is self._weights:
             yield from self._wait(part.finishing)
         part.commit()
@@ -164,9 +196,10 @@ class Training:
         yield from events
         self.exposed += self.clock.now - begin
 
-    def totals(self) -> tuple[float, float, int, int]:
-        """So far: time, exposed time, bytes, messages."""
-        return self.clock.now, self.exposed, self.wire.meter.bytes, self.wire.meter.messages
+    def totals(self) -> tuple[float, float, int, int, int]:
+        """So far: time, exposed time, bytes and messages of this rank, bytes of the busiest rank."""
+        meter = self.wire.meter
+        return self.clock.now, self.exposed, meter.bytes, meter.messages, self.wire.most_bytes
 
 
 def blank(nbytes: int) -> Tensor:
