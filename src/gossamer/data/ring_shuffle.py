@@ -76,8 +76,8 @@ class RingShuffle(IterableDataset[Any]):
         timeout: seconds (or a ``timedelta``) that an exchange may take; the process group's by default.
 
     Raises:
-        ConfigurationError: on every rank, if an option is none, a share is empty, smaller than a batch, or too small for as
-            many batches as the largest makes; or if the samples cannot be stacked.
+        ConfigurationError: on every rank, if an option is out of range; if a share is empty, smaller than a batch, or too
+            small for as many batches as the largest makes; or if the samples cannot be stacked.
         DisagreementError: on every rank, if samples or arguments differ between ranks.
 
     Source: Daily et al. 2018 (arXiv 1803.05880), the asynchronous distributed sample shuffle.
