@@ -79,7 +79,7 @@ def replicate(
         _check_buffers(algorithm, model, mode)
         if overlap_forward:
             _check_overlap(algorithm, optimizers, scaler, model)
-        runner.agree_on_opening()
+        runner.agree_on_opening(devices={parameter.device for parameter in named_parameters(model).values()})
         if runner.nodes is not None:
             algorithm.check_machines(runner.nodes)
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward))
