@@ -69,8 +69,8 @@ class FakeStream:
 class FakeDevice(Device):
     """Counts every tensor of the host as its own, but those that it has put into pinned memory."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(device or torch.device("cpu"))
         self.prompt = True
         """Whether work is done as soon as it is issued."""
         self.judge: Judge | None = None
@@ -93,10 +93,10 @@ class FakeDevice(Device):
         return FakeStream(f"stream {self._streams}", self)
 
     def holds(self, tensor: Tensor) -> bool:
-        return not self.is_pinned(tensor)
+        return tensor.device.type == self.device.type and not self.is_pinned(tensor)
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        own = self.pinned.get(tensor.untyped_storage().data_ptr())
+        own = None if tensor.is_meta else self.pinned.get(tensor.untyped_storage().data_ptr())
         return own is not None and own() is not None
 
     def to_host(self, tensor: Tensor) -> Tensor:
