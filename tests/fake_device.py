@@ -92,6 +92,9 @@ class FakeDevice(Device):
         self._streams += 1
         return FakeStream(f"stream {self._streams}", self)
 
+    def enter_thread(self) -> None:
+        return None
+
     def holds(self, tensor: Tensor) -> bool:
         return tensor.device.type == self.device.type and not self.is_pinned(tensor)
 

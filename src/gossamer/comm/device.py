@@ -77,8 +77,13 @@ class Device:
         out = torch.empty(host.shape, dtype=host.dtype, device=self.device) if out is None else out
         return out.copy_(host, non_blocking=True)
 
-    def spare_captures(self) -> None:
-        """Let the calling thread query events while another one captures a CUDA graph, which else would be invalid."""
+    def enter_thread(self) -> None:
+        """Prepare a thread of our own: it must not wake another GPU, nor spoil what another thread captures.
+
+        While a thread captures a CUDA graph, queries of events by others make it invalid, unless their threads say that they
+        are not meant to be part of it. (torch's own watcher of NCCL does the same.)
+        """
+        torch.accelerator.set_device_index(self.device)
         if self.device.type == "cuda":
             try:
                 relaxed = ctypes.c_int(2)

@@ -159,11 +159,12 @@ class Groups:
         return group
 
     def on_device(self, last_resort: timedelta, device: Device) -> Callable[[Group], Circle]:
-        """What makes groups on NCCL, by the indices of their members; each is warmed, for which the host waits."""
+        """What makes groups on NCCL, by the indices of their members, on a thread of its own: each is warmed, which waits."""
         self._opened += 1
         number = self._opened
 
         def open_circle(members: Group) -> Circle:
+            device.enter_thread()
             path = f"nccl/{number}/{','.join(map(str, members))}"
             store, name = self._below(self._store.origin.clone(), path), f"gossamer/{self._name}/{path}"
             rank, ranks = members.index(self._rank), [self._ranks[index] for index in members]

@@ -55,8 +55,8 @@ class Watch:
         self._queue.put(None)
 
     def _loop(self) -> None:
-        self._device.spare_captures()
         try:
+            self._device.enter_thread()
             while (issued := self._queue.get()) is not None:
                 self._patience.wait(issued, _nothing)
         except GossamerError as error:
