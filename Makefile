@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow test-triton check format readme topologies bench-exchanges bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
+.PHONY: help setup peers demo test test-slow test-triton test-gpu check format readme topologies bench-exchanges bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ test-slow: $(READY) ## run the tests that take minutes
 test-triton: $(READY) ## check the GPU's kernels in Triton's interpreter (installs triton: 290 MB)
 	$(RUN) -m pip install --quiet --disable-pip-version-check triton
 	$(RUN) -m pytest tests/codecs/test_kernels.py -k triton
+
+test-gpu: $(READY) ## run the tests that need an NVIDIA GPU (a torch with CUDA; NCCL's need two)
+	$(RUN) -m pytest tests/gpu -rs
 
 check: $(READY) ## lint, formatting and types; warnings are errors
 	$(VENV)/bin/ruff check .

@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: starts processes or measures time; not at the same time as other tests")
 
 
-ALONE = ("bench", "examples", "lab", "processes")
+ALONE = ("bench", "examples", "gpu", "lab", "processes")
 """Folders of such tests; the others may run side by side."""
 
 

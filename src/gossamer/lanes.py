@@ -14,6 +14,8 @@ Note, who owns what, until when (cited by the modules that depend on it):
    under way no other ones are on the same lanes: their operations would meet in another order on every rank.
 5. On a device, one thread (the one that submits) issues everything, in plan order, on a side stream: several
    communicators used from several threads can deadlock. Nothing waits on the host; a ticket carries an event.
+   Where a host lane works on tensors of a device (the control lane; all lanes on Gloo), its thread issues on the stream
+   that was current where the flow was submitted: after all that was issued there, and with memory of that stream only.
 6. The first error in any lane ends all lanes: what is queued fails at once with the same error. The main thread,
    which waits in short slices, raises it.
 """
@@ -27,7 +29,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from gossamer.comm.flow import Begun, Port
+from gossamer.comm.device import Device
+from gossamer.comm.flow import Begun
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import Meter, Ticket
 
@@ -120,9 +123,10 @@ def _let_go(port: Any, ticket: Ticket[Any]) -> None:
 class ThreadLanes:
     """Host lanes: one daemon thread per port. Daemons, because a thread inside a wait on the network cannot be stopped."""
 
-    def __init__(self, ports: list[Any], meters: list[Meter]) -> None:
+    def __init__(self, ports: list[Any], meters: list[Meter], device: Device | None = None) -> None:
+        """``device``: where tensors may lie that flows work on, if not on the host. Such lanes take no prompt flows."""
         self.error: BaseException | None = None
-        self.ports, self._meters = ports, meters
+        self.ports, self._meters, self._device = ports, meters, device
         self._queues: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue() for _ in ports]
         self._threads = [
             threading.Thread(target=self._loop, args=(jobs,), name=f"gossamer-lane-{index}", daemon=True)
@@ -134,7 +138,8 @@ class ThreadLanes:
     def submit(self, ticket: Ticket[T], make_flow: Callable[[], Flow[T]], lane: int) -> None:
         """Queue a flow on ``lane``."""
         port, meter = self.ports[lane], self._meters[lane]
-        self._queues[lane].put(lambda: self._carry_out(ticket, make_flow, port, meter))
+        stream = None if self._device is None else self._device.joined()
+        self._queues[lane].put(lambda: self._carry_out(ticket, make_flow, port, meter, stream))
 
     @torch.no_grad()
     def begin(self, ticket: PromptTicket[T], make_flow: Callable[[], Flow[T]], lane: int) -> None:
@@ -159,14 +164,14 @@ class ThreadLanes:
         for jobs in self._queues:
             jobs.put(None)
 
-    def _carry_out(self, ticket: Ticket[T], make_flow: Callable[[], Flow[T]], port: Any, meter: Meter) -> None:
+    def _carry_out(self, ticket: Ticket[T], make_flow: Callable[[], Flow[T]], port: Any, meter: Meter, stream: Any) -> None:
         if self.error is not None:
             ticket.error = self.error
             ticket.done.set()
             return
         port.ticket = ticket
         begin = time.perf_counter()
-        ticket.carry_out(make_flow, port)
+        ticket.carry_out(make_flow, port, stream)
         _let_go(port, ticket)
         meter.busy_seconds += time.perf_counter() - begin
         if ticket.error is not None:
@@ -183,38 +188,25 @@ class ThreadLanes:
 class StreamLanes:
     """Device lanes: flows are issued at once by the submitting thread, on one side stream per lane."""
 
-    def __init__(self, port: Port, device: torch.device, lanes: int) -> None:
+    def __init__(self, port: Any, device: Device, lanes: int) -> None:
         self.error: BaseException | None = None
         self._port, self._device = port, device
-        self._streams: list[Any] = [torch.Stream(device) for _ in range(lanes)]
-        self._events: dict[int, Any] = {}
+        self._streams: list[Any] = [device.new_stream() for _ in range(lanes)]
 
     @torch.no_grad()
     def submit(self, ticket: Ticket[T], make_flow: Callable[[], Flow[T]], lane: int) -> None:
-        """Issue a flow on the stream of ``lane``, ordered after everything issued so far on the current stream."""
+        """Issue a flow on the stream of ``lane``, ordered after everything issued so far on the streams that wrote for it."""
+        if self.error is not None:
+            ticket.error = self.error
+            ticket.done.set()
+            return
         stream = self._streams[lane % len(self._streams)]
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with stream:
-            ticket.carry_out(make_flow, self._port)
+        for writer in self._device.writers():
+            stream.wait_stream(writer)
+        self._port.ticket = ticket
+        ticket.carry_out(make_flow, self._port, stream)
         if ticket.error is not None:
             self.error = ticket.error
-            return
-        self._events[ticket.sequence] = stream.record_event()
-
-    def order(self, ticket: Ticket[Any]) -> None:
-        """Make the current stream wait for the flow of ``ticket``; the host goes on."""
-        event = self._events.pop(ticket.sequence, None)
-        if event is None:
-            return
-        current = torch.accelerator.current_stream(self._device)
-        current.wait_event(event)
-        if isinstance(ticket.result, torch.Tensor) and ticket.result.is_cuda:
-            ticket.result.record_stream(current)
-
-    def pending(self, ticket: Ticket[Any]) -> bool:
-        """Whether the device has not yet done what was issued for ``ticket``."""
-        event = self._events.get(ticket.sequence)
-        return event is not None and not event.query()
 
     def close(self) -> None:
         """Nothing to end: there are no threads."""

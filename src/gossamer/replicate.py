@@ -48,7 +48,9 @@ def replicate(
         model: any module; not wrapped in DDP or FSDP.
         optimizer_or_optimizers: the optimizer, or a sequence of them; together they hold the trainable parameters.
         algorithm: the relaxation; exact :class:`AllReduce` by default.
-        group: a process group; the default group if none is given. Without any, a world of one.
+        group: a process group; the default group if none is given. Without any, a world of one. What moves tensors is the
+            backend that it has for the device of the parameters (which all lie on one): NCCL, or Gloo. On a GPU Gloo's go
+            through the host's memory. GPUs are supported by construction and by tests with fakes; none has run this yet.
         mesh: a one-dimensional ``DeviceMesh``, instead of ``group``. With :class:`Hierarchical`, one of two dimensions:
             machines, and the workers of each.
         scaler: a ``torch.amp.GradScaler``; a skipped step is then agreed by all ranks.
@@ -79,7 +81,7 @@ def replicate(
         _check_buffers(algorithm, model, mode)
         if overlap_forward:
             _check_overlap(algorithm, optimizers, scaler, model)
-        runner.agree_on_opening()
+        runner.agree_on_opening(devices={parameter.device for parameter in named_parameters(model).values()})
         if runner.nodes is not None:
             algorithm.check_machines(runner.nodes)
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward))

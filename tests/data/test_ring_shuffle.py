@@ -475,7 +475,7 @@ def test_after_its_end_a_shuffle_says_so() -> None:
 
 def test_who_does_not_come_is_told_where_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("gossamer.comm.runner.Runner.agree_on_opening", lambda self, what: said.append(what))
+    monkeypatch.setattr("gossamer.comm.runner.Runner.agree_on_opening", lambda self, what, devices=(): said.append(what))
     RingShuffle(torch.arange(8), 4)
     assert said == ["gossamer.data.RingShuffle()"]
 

@@ -77,7 +77,7 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     scenarios = importlib.import_module(f"processes.{module}")
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
-    if module in ("scenarios_data", "scenarios_deaths", "scenarios_runners"):  # DDP needs the real one
+    if module in ("scenarios_data", "scenarios_deaths", "scenarios_devices", "scenarios_runners"):  # DDP needs the real one
         stub.leave_out_the_compiler()
     here, reports, listed = Here(rank, world, Path(folder)), {}, names.split(",")
     for name in listed:

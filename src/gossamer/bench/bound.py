@@ -6,13 +6,13 @@ of a symmetric method the one behind a slow link. What a rank receives is not co
 """
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from gossamer.bench.clock import clock_for
 from gossamer.bench.workload import Workload
 
 When = Literal["joined", "overlapped", "after"]
@@ -39,21 +39,29 @@ def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
     torch.manual_seed(0)
     model, generator = workload.build_model(), torch.Generator().manual_seed(seed)
     optimizer = workload.build_optimizer(model)
+    clock = clock_for(next(model.parameters()).device)
+    noted: dict[int, Any] = {}
     came: dict[int, list[float]] = {}
-    begin, steps = 0.0, []
+    steps = []
 
     def note(parameter: torch.Tensor) -> None:
-        came.setdefault(id(parameter), []).append(time.perf_counter() - begin)
+        noted[id(parameter)] = clock.now()
 
     parameters = {id(p): p for p in model.parameters() if p.requires_grad}
     handles: list[Any] = [p.register_post_accumulate_grad_hook(note) for p in parameters.values()]
     for _ in range(repeats + 1):
         inputs, targets = workload.random_batch(generator)
         optimizer.zero_grad()
-        begin = time.perf_counter()
+        clock.finish()
+        noted.clear()
+        begin = clock.now()
         workload.loss(model(inputs), targets).backward()
         optimizer.step()
-        steps.append(time.perf_counter() - begin)
+        end = clock.now()
+        clock.finish()
+        steps.append(clock.seconds(begin, end))
+        for key, moment in noted.items():
+            came.setdefault(key, []).append(clock.seconds(begin, moment))
     for handle in handles:
         handle.remove()
     order = sorted((statistics.median(times[1:] or times), parameters[key].nbytes) for key, times in came.items())

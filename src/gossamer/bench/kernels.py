@@ -7,7 +7,6 @@ import argparse
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from gossamer.bench.clock import Clock, clock_for
 from gossamer.bench.rows import markdown
 from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK
 from gossamer.codecs.kernels import chunk_norms, kernels_for
@@ -32,6 +32,8 @@ CODECS: Mapping[str, Codec] = {
 SPARSE: Mapping[str, Codec] = {"10 % of chunks": TopChunks(), "1 % random": RandomK(), "1 % largest": TopK()}
 CHUNK = 32 * 1024
 BUCKET = 2 * 2**20
+BATCH = 20
+"""Calls that are timed together on a device: one alone takes less time than to launch it and to wait for it."""
 
 console = Console(stderr=True)
 
@@ -99,25 +101,27 @@ def works(memory: Memory, sparse: bool) -> dict[tuple[str, str], Callable[[], ob
     return found
 
 
-def seconds_of(work: Callable[[], object], device: str) -> float:
-    """Seconds of one call, until the device is done."""
-    begin = time.perf_counter()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
+def seconds_of(work: Callable[[], object], clock: Clock, calls: int = 1) -> float:
+    """Seconds per call: of one on the host; of a batch on a device, which works on one while the next is launched."""
+    clock.finish()
+    begin = clock.now()
+    for _ in range(calls):
+        work()
+    end = clock.now()
+    clock.finish()
+    return clock.seconds(begin, end) / calls
 
 
 def measure(mbytes: float, device: str, rounds: int, sparse: bool) -> list[dict[str, Any]]:
     """Interleaved rounds; per kernel the median of bytes of gradient per second, and of the share of the copy in its round."""
     memory = Memory(round(mbytes * 2**20) // 4, device)
-    jobs = works(memory, sparse)
+    jobs, clock, calls = works(memory, sparse), clock_for(memory.x.device), 1 if device == "cpu" else BATCH
     for work in jobs.values():
-        seconds_of(work, device)
+        seconds_of(work, clock)
     times = {key: [] for key in jobs}  # type: dict[tuple[str, str], list[float]]
     for _ in range(rounds):
         for key, work in jobs.items():
-            times[key].append(seconds_of(work, device))
+            times[key].append(seconds_of(work, clock, calls))
     copies = times[COPY, "copy"]
     return [
         {

@@ -18,18 +18,18 @@ def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | No
     ``mesh``: a ``DeviceMesh`` whose ranks are the replicas; it stands for its process group. ``by_machine``: it may have
     two dimensions, machines and the workers of each.
     """
-    machine = None
+    machine, ranks = None, None
     if mesh is not None:
         if group is not None:
             raise ConfigurationError("give group= or mesh=, not both")
         from gossamer.comm.torch_mesh import place_in
 
-        group, machine = place_in(mesh, by_machine)
+        group, machine, ranks = place_in(mesh, by_machine)
     inside = loopback.current_runner()
     from gossamer.comm import torch_runner
 
     if inside is None and torch_runner.initialised():
-        runner = torch_runner.TorchRunner(group, timeout, machine)
+        runner = torch_runner.TorchRunner(group, timeout, machine, ranks)
         return runner if runner.world > 1 else solo_runner()
     seconds_of(timeout, timedelta(0))
     if inside is not None:

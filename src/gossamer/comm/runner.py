@@ -3,10 +3,11 @@
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from gossamer.comm.flow import Port, drive
@@ -45,7 +46,7 @@ class Ticket(Generic[T]):
     main thread reads the first at any time, the others only after ``done``.
     """
 
-    __slots__ = ("begun", "doing", "done", "error", "label", "peers", "result", "sequence")
+    __slots__ = ("begun", "doing", "done", "error", "event", "label", "peers", "result", "sequence")
 
     def __init__(self, sequence: int, label: str) -> None:
         self.sequence = sequence
@@ -57,12 +58,19 @@ class Ticket(Generic[T]):
         self.done = threading.Event()
         self.result: T | None = None
         self.error: BaseException | None = None
+        self.event: Any = None
+        """On a device: comes when it has done what the flow issued. Whoever reads the result makes its stream wait for it."""
 
-    def carry_out(self, make_flow: Callable[[], Flow[T]], port: Port) -> None:
-        """Run the flow to its end, keeping its result or its error."""
+    def carry_out(self, make_flow: Callable[[], Flow[T]], port: Port, stream: Any = None) -> None:
+        """Run the flow to its end, on a stream of a device if there is one, keeping its result or its error."""
         self.begun, self.doing = True, "the computation"
         try:
-            self.result = drive(make_flow(), port)
+            if stream is None:
+                self.result = drive(make_flow(), port)
+            else:
+                with stream:
+                    self.result = drive(make_flow(), port)
+                self.event = stream.record_event()
         except BaseException as error:
             self.error = error
         self.conclude()
@@ -137,8 +145,16 @@ class Runner(ABC):
     def alarm(self, message: str) -> None:  # noqa: B027  (a world of one has nobody to tell)
         """Tell the other ranks that this one failed, so that none of them waits for it."""
 
-    def agree_on_opening(self, what: str = "gossamer.replicate()") -> None:  # noqa: B027  (a world of one has nobody to tell)
-        """Meet the other ranks, who have called ``what`` as well, before the first exchange."""
+    def agree_on_opening(  # noqa: B027  (a world of one has nobody to tell)
+        self, what: str = "gossamer.replicate()", devices: Collection[torch.device] = ()
+    ) -> None:
+        """Meet the other ranks, who have called ``what`` as well, before the first exchange.
+
+        ``devices``: where the tensors lie that are going to be exchanged, if not on the host.
+        """
+
+    def note_writer(self) -> None:  # noqa: B027  (without streams there is one order)
+        """On a device: the current stream has written into what is going to be submitted, perhaps from another stream."""
 
     def close(self, graceful: bool = True) -> None:  # noqa: B027  (a world of one has nobody to tell)
         """Leave. Ranks that still wait for this one are told."""

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-import torch.distributed as dist
-
 from gossamer.errors import ConfigurationError
 
 
-def place_in(mesh: Any, by_machine: bool) -> tuple[Any, int | None]:
-    """The process group of a mesh, and which machine this process is on, if the mesh says so.
+def place_in(mesh: Any, by_machine: bool) -> tuple[Any, int | None, tuple[int, ...] | None]:
+    """The process group of a mesh, which machine this process is on, if the mesh says so, and the ranks of the mesh, if they
+    are not those of the group.
 
-    One dimension: the replicas, wherever they are. Two (``by_machine``): machines, by the workers of each.
+    One dimension: the replicas, wherever they are. Two (``by_machine``): machines, by the workers of each. Nobody has a group
+    of all of those, and nobody needs one: lanes make their own among the ranks.
 
     Raises:
         ConfigurationError: something else than a mesh, other dimensions, or a process that is not in it.
@@ -18,9 +18,10 @@ def place_in(mesh: Any, by_machine: bool) -> tuple[Any, int | None]:
     if not callable(getattr(mesh, "get_group", None)):
         raise ConfigurationError(f"mesh= takes a torch.distributed.device_mesh.DeviceMesh; got {mesh!r}")
     if mesh.ndim == 1:
-        return mesh.get_group(), None
+        return mesh.get_group(), None, None
     if mesh.ndim == 2 and by_machine:
-        return _whole(mesh), _row(mesh)
+        row = _row(mesh)
+        return mesh.get_group(0), row, tuple(sorted(mesh.mesh.flatten().tolist()))
     wanted = "machines x workers of each" if by_machine else "the one dimension over which the model is replicated"
     raise ConfigurationError(
         f"mesh= takes {wanted}, this one has {mesh.ndim}: pass a slice, such as mesh["
@@ -34,12 +35,3 @@ def _row(mesh: Any) -> int:
     if place is None:
         raise ConfigurationError(f"this process is not in {mesh}: do not call replicate() on it")
     return int(place[0])
-
-
-def _whole(mesh: Any) -> Any:
-    """A group of all processes of a mesh. Collective among them, unless they are all there are."""
-    _row(mesh)
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    if ranks == list(range(dist.get_world_size())):
-        return dist.group.WORLD
-    return dist.new_group(ranks, use_local_synchronization=True)

@@ -15,7 +15,8 @@ from gossamer.comm.ops import Decide, Group, Op
 from gossamer.comm.runner import Meter, Ticket, alone
 from gossamer.comm.shaper import Shaper
 
-_REDUCE: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+REDUCE: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+"""Reductions by their names in the vocabulary."""
 
 
 @dataclass(slots=True)
@@ -157,10 +158,10 @@ class GlooPort:
     @staticmethod
     def _issue(op: Op, circle: Circle) -> Pending:
         if isinstance(op, ops.Foreign):
-            return _call(op)
+            return call_foreign(op)
         if isinstance(op, ops.AllReduce):
             options = dist.AllreduceOptions()
-            options.reduceOp = _REDUCE[op.reduce]
+            options.reduceOp = REDUCE[op.reduce]
             return Pending(op, [circle.up.allreduce([op.tensor], options)], op.tensor, collective=True)
         if isinstance(op, ops.Broadcast):
             return Pending(op, [dist.broadcast(op.tensor, group=circle.up, group_src=op.source, async_op=True)], op.tensor)
@@ -243,75 +244,8 @@ class Answer:
         self._pending.result = value[0] if isinstance(value, list | tuple) else value
 
 
-def _call(op: ops.Foreign) -> Pending:
+def call_foreign(op: ops.Foreign) -> Pending:
+    """Let an operation communicate by itself."""
     pending = Pending(op, [], op.tensor)
     pending.works = [Answer(op.call(), pending)]
     return pending
-
-
-class DevicePort:
-    """All lanes of one rank on a device backend (NCCL): operations are ordered by streams, the host never waits."""
-
-    def __init__(self, everyone: Any, open_group: Callable[[Group], Any], meter: Meter) -> None:
-        self._everyone, self._open_group, self._meter = everyone, open_group, meter
-        self._groups: dict[Group, Any] = {tuple(range(everyone.size())): everyone}
-
-    def start(self, op: Op, group: Group | None = None) -> Pending:
-        if group is not None and group not in self._groups:
-            self._groups[group] = self._open_group(group)
-        chosen = self._everyone if group is None else self._groups[group]
-        self._meter.count(op, chosen.size(), chosen.rank())
-        if op.tensor.numel() == 0:
-            return Pending(op, [], ops.result_like(op, chosen.size(), chosen.rank()))
-        if chosen.size() == 1:
-            return Pending(op, [], alone(op))
-        return self._issue(op, chosen)
-
-    def wait(self, handle: Pending) -> Tensor:
-        for work in handle.works:
-            work.wait()  # on NCCL: the current stream waits, the host does not
-        return handle.result
-
-    def decide(self, decision: Decide) -> Any:
-        return decision.fn()
-
-    def _issue(self, op: Op, group: Any) -> Pending:
-        if isinstance(op, ops.Foreign):
-            return _call(op)
-        if isinstance(op, ops.AllReduce):
-            return Pending(op, [dist.all_reduce(op.tensor, _REDUCE[op.reduce], group=group, async_op=True)], op.tensor)
-        if isinstance(op, ops.Broadcast):
-            return Pending(op, [dist.broadcast(op.tensor, group=group, group_src=op.source, async_op=True)], op.tensor)
-        result = ops.result_like(op, group.size(), group.rank())
-        if isinstance(op, ops.Permute):
-            return Pending(op, self._permute(op, result, group), result)
-        if isinstance(op, ops.Push):
-            return Pending(op, self._push(op, result, group), result)
-        if isinstance(op, ops.AllToAll):
-            return Pending(op, [dist.all_to_all_single(result, op.tensor, group=group, async_op=True)], result)
-        if isinstance(op, ops.AllGather):
-            return Pending(op, [dist.all_gather_into_tensor(result, op.tensor, group=group, async_op=True)], result)
-        raise TypeError(f"the torch runner does not know {op}")
-
-    @staticmethod
-    def _permute(op: ops.Permute, result: Tensor, group: Any) -> list[Any]:
-        me = group.rank()
-        there, back = op.permutation.destination(me), op.permutation.source(me)
-        if there == me:
-            result.copy_(op.tensor)
-            return []
-        return _batch([(there, op.tensor)], [(back, result)], group)
-
-    @staticmethod
-    def _push(op: ops.Push, result: Tensor, group: Any) -> list[Any]:
-        me = group.rank()
-        outgoing = [(to, op.tensor) for to in op.graph.destinations(me)]
-        return _batch(outgoing, list(zip(op.graph.sources(me), result, strict=True)), group)
-
-
-def _batch(outgoing: list[tuple[int, Tensor]], incoming: list[tuple[int, Tensor]], group: Any) -> list[Any]:
-    """Send and receive at once, on a device."""
-    posted = [dist.P2POp(dist.isend, tensor, group=group, group_peer=to) for to, tensor in outgoing]
-    posted += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=source) for source, tensor in incoming]
-    works: list[Any] = dist.batch_isend_irecv(posted) if posted else []
-    return works

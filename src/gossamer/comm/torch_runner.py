@@ -1,9 +1,8 @@
 """Torch runner: the real thing, over whatever backend the user's process group has."""
 
-import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -12,21 +11,28 @@ import torch.distributed as dist
 
 from gossamer.comm import torch_departure
 from gossamer.comm.bulletin import Bulletin, StoreLostError
+from gossamer.comm.device import Device
 from gossamer.comm.flow import Port
 from gossamer.comm.nodes import here, nodes_from
 from gossamer.comm.ops import Flow, Group, all_gather
 from gossamer.comm.patience import Patience, seconds_of
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
-from gossamer.comm.sockets import Connection, connections, cut
-from gossamer.comm.torch_ports import Circle, DevicePort, GlooPort
+from gossamer.comm.sockets import cut
+from gossamer.comm.torch_device import DevicePort, StagedPort
+from gossamer.comm.torch_groups import Groups, group_timeout, ranks_of, same_everywhere, told, transport_for
+from gossamer.comm.torch_ports import Circle, GlooPort
 from gossamer.comm.torch_store import QuietStore, board_store
+from gossamer.comm.torch_watch import Issued, Watch
 from gossamer.errors import CommunicationError, ConfigurationError, GossamerError
 from gossamer.lanes import PromptTicket, StreamLanes, ThreadLanes
 
 T = TypeVar("T")
 
 _instances: dict[tuple[int, ...], int] = {}
+
+_OPENING = -1
+"""Stands for the opening of process groups among the flows under way."""
 
 
 def initialised() -> bool:
@@ -43,20 +49,31 @@ class TorchRunner(Runner):
 
     lanes = 2
 
-    def __init__(self, group: Any = None, timeout: float | timedelta | None = None, machine: int | None = None) -> None:
-        """``machine``: the number of this rank's machine, if it is known from elsewhere than the environment."""
+    def __init__(
+        self,
+        group: Any = None,
+        timeout: float | timedelta | None = None,
+        machine: int | None = None,
+        ranks: tuple[int, ...] | None = None,
+    ) -> None:
+        """``machine``: the number of this rank's machine, if it is known from elsewhere than the environment.
+
+        ``ranks``: the global ranks that are meant, if not those of ``group``, which then only tells the backends.
+        """
         self._group, self._machine = dist.group.WORLD if group is None else group, machine
-        self._ranks = _ranks_of(self._group)
-        self.rank, self.world = dist.get_rank(self._group), len(self._ranks)
-        self._submitted, self._ports = 0, 0
-        self._devices: dict[str, list[Any]] = {}
+        self._ranks = ranks_of(self._group) if ranks is None else ranks
+        self.rank, self.world = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self._submitted = 0
         self._under_way: dict[int, Ticket[Any]] = {}
-        self._connections: frozenset[Connection] = frozenset()
         self._closed, self._alarmed = False, False
         self._failure: GossamerError | None = None
         self._name = _instance_name(self._ranks)
         self._store = _open_store()
         self._board = Bulletin(self._store, self._ranks, self.rank, self._name)
+        self._groups = Groups(self._store, self._name, self._ranks, self.rank)
+        self._device: Device | None = None
+        self._port: DevicePort | None = None
+        self._watch: Watch | None = None
         self._meters = [Meter() for _ in range(self.lanes + 1)]
         self._shaper = shaper_from_environment()
         self._control: ThreadLanes | None = None
@@ -74,102 +91,84 @@ class TorchRunner(Runner):
         """The global ranks of the group."""
         return tuple(self._ranks)
 
-    def agree_on_opening(self, what: str = "gossamer.replicate()") -> None:
+    def agree_on_opening(self, what: str = "gossamer.replicate()", devices: Collection[torch.device] = ()) -> None:
         """Meet the other ranks, then make the lanes' process groups (each warmed by one collective)."""
+        transport = transport_for(self._group, devices, self.rank)
+        device = self._device = transport.device
         try:
             self._board.arrive(self._patience.timeout, what)
         except StoreLostError as error:
             raise CommunicationError(f"rank {self.rank}: {what}: the key-value store is lost: {error}") from error
         # The groups' own timeout is only the last resort: the main thread's patience ends first.
         last_resort = timedelta(seconds=self._patience.timeout + 60)
-        device = dist.get_backend(self._group) == "nccl"
-        self._beside(lambda: self._open_host_lanes(last_resort, data=not device), what)
-        if device:
-            self._data = self._open_streams(last_resort)
-        self.nodes = nodes_from(self.run(lambda: all_gather(here(self._machine)), "the search for machines"))
+        control, data = self._meters[self.lanes :], self._meters[: self.lanes]
+        self._control = self._beside(lambda: self._open_threads(last_resort, control, device), what)
+        mine = torch.cat([here(self._machine), told(transport)])
+        everyone = self.run(lambda: all_gather(mine), "the search for machines")
+        self.nodes = nodes_from(everyone[:, :1])
+        same_everywhere(everyone[:, 1:], self.rank)
+        if device is not None and transport.streams:
+            self._data = self._open_streams(last_resort, device, what)
+        else:
+            self._data = self._beside(lambda: self._open_threads(last_resort, data, device), what)
 
-    def _beside(self, work: Callable[[], None], what: str) -> None:
-        """Do ``work``, which waits for other ranks, on a thread: this one listens for alarms and for Ctrl-C."""
-        ticket: Ticket[None] = Ticket(0, what)
+    def _beside(self, work: Callable[[], T], what: str) -> T:
+        """What ``work``, which waits for other ranks, returns. On a thread: this one listens for alarms and for Ctrl-C."""
+        ticket: Ticket[T] = Ticket(self._submitted, what)
         ticket.doing = "making connections"
-        self._under_way[0] = ticket
+        self._under_way[_OPENING] = ticket
 
         def body() -> None:
             try:
-                work()
+                ticket.result = work()
             except BaseException as error:
                 ticket.error = error
             ticket.done.set()
 
         threading.Thread(target=body, name="gossamer-opening", daemon=True).start()
-        self.wait(ticket)
+        result = self.wait(ticket)
+        del self._under_way[_OPENING]
+        return result
 
-    def _open_host_lanes(self, last_resort: timedelta, data: bool) -> None:
-        self._control = self._open_threads(last_resort, self._meters[self.lanes :])
-        if data:
-            self._data = self._open_threads(last_resort, self._meters[: self.lanes])
+    def _open_threads(self, last_resort: timedelta, meters: list[Meter], device: Device | None) -> ThreadLanes:
+        return ThreadLanes([self._open_port(last_resort, meter, device) for meter in meters], meters, device)
 
-    def _gloo(self, last_resort: timedelta, store: Any, name: str, members: Group, way: str) -> Any:
-        """A group of our own over ``members`` (indices of the same ranks) for messages that go one ``way``.
+    def _open_port(self, last_resort: timedelta, meter: Meter, device: Device | None) -> Port:
+        open_circle = self._groups.gloo(last_resort)
+        everyone = open_circle(tuple(range(self.world)))
+        if device is None:
+            return GlooPort(everyone, open_circle, meter, self._shaper)
+        return StagedPort(everyone, open_circle, meter, self._shaper, device)
 
-        Not ``dist.new_group``: that names a group after how many the process has already, which differs between ranks
-        whenever one of them belongs to a group that another does not, and then waits for itself for ever.
-        """
-        store = dist.PrefixStore(f"gossamer/{self._name}/gloo/{name}", store)  # type: ignore[attr-defined]
-        before = connections()
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        # All groups of one way share their devices: each device has a thread that wakes a hundred times a second.
-        if way not in self._devices:
-            self._devices[way] = _gloo_devices()
-        options._timeout, options._devices = last_resort, self._devices[way]
-        group: Any = dist.ProcessGroupGloo(store, members.index(self.rank), len(members), options)
-        self._connections |= connections() - before
-        group.allreduce([torch.zeros(1)]).wait()  # the first message of a group can involve all ranks
-        return group
+    def _open_streams(self, last_resort: timedelta, device: Device, what: str) -> StreamLanes:
+        open_circle = self._groups.on_device(last_resort, device)
 
-    def _open_threads(self, last_resort: timedelta, meters: list[Meter]) -> ThreadLanes:
-        return ThreadLanes([self._open_port(last_resort, meter) for meter in meters], meters)
+        def open_beside(members: Group) -> Circle:
+            return self._beside(lambda: open_circle(members), f"{what}: NCCL among ranks {list(members)}")
 
-    def _open_port(self, last_resort: timedelta, meter: Meter) -> Port:
-        self._ports += 1
-        number = self._ports
-        stores: list[Any] = [self._store.origin]
-
-        def open_circle(group: Group) -> Circle:
-            # Later, lanes open groups side by side; a thread that waits for a key blocks every other call on a connection.
-            store = stores.pop() if stores else self._store.origin.clone()
-            name = f"{number}/{','.join(map(str, group))}"
-            up, down = (self._gloo(last_resort, store, f"{name}/{way}", group, way) for way in ("up", "down"))
-            return Circle(up, down, group)
-
-        return GlooPort(open_circle(tuple(range(self.world))), open_circle, meter, self._shaper)
-
-    def _open_streams(self, last_resort: timedelta) -> StreamLanes:
-        device = torch.device("cuda", torch.cuda.current_device())
-        group = dist.new_group(self._ranks, last_resort, "nccl", use_local_synchronization=True)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-
-        def open_group(members: Group) -> Any:
-            return dist.new_group([self._ranks[i] for i in members], last_resort, "nccl", use_local_synchronization=True)
-
-        return StreamLanes(DevicePort(group, open_group, self._meters[0]), device, self.lanes)
+        self._port = DevicePort(open_beside(tuple(range(self.world))), open_beside, self._meters[0])
+        self._watch = Watch(self._patience, device, self._fail)
+        return StreamLanes(self._port, device, self.lanes)
 
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
         self._check_usable()
-        assert self._control is not None, "agree_on_opening() comes first"
-        assert self._data is not None
-        if prompt and isinstance(self._data, ThreadLanes):
+        lanes = self._control if lane == CONTROL else self._data
+        assert lanes is not None, "agree_on_opening() comes first"
+        if prompt and self._device is None and isinstance(lanes, ThreadLanes):
             started: PromptTicket[T] = PromptTicket(self._submitted, label)
             self._note(started)
-            self._data.begin(started, make_flow, lane)
+            lanes.begin(started, make_flow, lane)
             return started
         ticket: Ticket[T] = Ticket(self._submitted, label)
         self._note(ticket)
-        if lane == CONTROL:
-            self._control.submit(ticket, make_flow, 0)
-        else:
-            self._data.submit(ticket, make_flow, lane)
+        lanes.submit(ticket, make_flow, 0 if lane == CONTROL else lane)
+        if ticket.event is not None and self._watch is not None and self._port is not None and lane != CONTROL:
+            self._watch.add(Issued(ticket, self._port.asked()))
         return ticket
+
+    def note_writer(self) -> None:
+        if self._device is not None:
+            self._device.note_writer()
 
     def _note(self, ticket: Ticket[Any]) -> None:
         self._under_way[self._submitted] = ticket
@@ -182,12 +181,19 @@ class TorchRunner(Runner):
         if ticket.error is not None:
             raise self._fail(self._failure or self._patience.explain(self._origin(ticket))) from ticket.error
         self._under_way.pop(ticket.sequence, None)
-        if isinstance(self._data, StreamLanes):
-            self._data.order(ticket)
+        if self._device is not None:
+            self._order(self._device, ticket)
         return ticket.result  # type: ignore[return-value]
 
+    def _order(self, device: Device, ticket: Ticket[Any]) -> None:
+        """Make the current stream of the device wait for a flow; the host goes on."""
+        if not self._under_way:
+            device.forget_writers()
+        if ticket.event is not None:
+            device.follow(ticket.event, ticket.result)
+
     def arrived(self, ticket: Ticket[Any]) -> bool:
-        return ticket.wait(0.0) and not (isinstance(self._data, StreamLanes) and self._data.pending(ticket))
+        return ticket.wait(0.0) and (ticket.event is None or bool(ticket.event.query()))
 
     def _wait_for(self, ticket: Ticket[Any], meanwhile: Callable[[], bool] | None = None) -> None:
         try:
@@ -226,8 +232,12 @@ class TorchRunner(Runner):
             if lanes is not None:
                 lanes.close()
         # The process groups, with their threads and connections, end with the lanes that hold them.
-        self._control = self._data = None
-        self._devices.clear()
+        self._control = self._data = self._port = None
+        if self._watch is not None:
+            self._watch.close()
+        if not graceful:
+            self._groups.abort()
+        self._groups.close()
 
     def _leave(self) -> None:
         if self.world > 1 and not self._alarmed:
@@ -239,12 +249,12 @@ class TorchRunner(Runner):
             return
         if reason:
             self.alarm(f"the process of rank {self.rank} ended with {reason}")
-            cut(self._connections)
+            cut(self._groups.connections)
         elif self._failure is None:
             self._finish_what_is_under_way()
             self._leave()
             if any(isinstance(ticket, PromptTicket) and not ticket.wait(0.0) for ticket in self._under_way.values()):
-                cut(self._connections)  # the end of their process groups would wait for them
+                cut(self._groups.connections)  # the end of their process groups would wait for them
 
     def _finish_what_is_under_way(self) -> None:
         """Let other ranks have the messages that were promised to them, if that does not take long."""
@@ -279,16 +289,10 @@ class TorchRunner(Runner):
         for lanes in (self._control, self._data):
             if lanes is not None and lanes.error is None:
                 lanes.error = error
+        self._groups.abort()
         # Gloo has no way to end a wait. Without this the lanes would wait on, and so would the other ranks for a while.
-        cut(self._connections)
+        cut(self._groups.connections)
         return error
-
-
-def _gloo_devices() -> list[Any]:
-    """The network interfaces for a Gloo group, chosen as torch does."""
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    make = dist.ProcessGroupGloo
-    return [make.create_device(interface=name) for name in names] or [make.create_default_device()]
 
 
 def _open_store() -> QuietStore:
@@ -296,24 +300,6 @@ def _open_store() -> QuietStore:
         return board_store()
     except StoreLostError as error:
         raise CommunicationError(f"the key-value store of the process group is lost: {error}") from error
-
-
-def _ranks_of(group: Any) -> tuple[int, ...]:
-    """The global ranks of a group that this process belongs to."""
-    if group is dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0):
-        raise ConfigurationError("this process is not a member of the given group: do not call replicate() on it")
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigurationError(f"group= takes a process group of torch.distributed; got {group!r}")
-    return tuple(dist.get_process_group_ranks(group))
-
-
-def group_timeout(group: Any) -> timedelta:
-    """The timeout with which a process group was made."""
-    try:
-        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    except (AttributeError, RuntimeError):
-        return timedelta(minutes=30 if dist.get_backend(group) != "nccl" else 10)
-    return timeout
 
 
 def _instance_name(ranks: tuple[int, ...]) -> str:

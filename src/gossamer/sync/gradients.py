@@ -151,11 +151,15 @@ class GradientSync:
             slot.ready = False
 
     def _hook(self, backward: Backward, slot: Slot) -> Callable[[Tensor], None]:
+        on_device = slot.parameter.device.type != "cpu"
+
         def on_gradient(parameter: Tensor) -> None:
             """The hot path: runs once per parameter and backward pass, amid kernels that evict it from every cache."""
             if (backward.task != current_task() and not backward.reached()) or self._idle:
                 return
             slot.collect()
+            if on_device:
+                self._runner.note_writer()
             if not self.learned:
                 self._arrived.append(slot.name)
             slot.ready = True

@@ -1,0 +1,222 @@
+"""Groups: what the user's process group can do for a device, and the process groups of our own."""
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossamer.comm.device import Device
+from gossamer.comm.ops import Group
+from gossamer.comm.sockets import Connection, connections
+from gossamer.comm.torch_ports import Circle
+from gossamer.comm.torch_store import QuietStore
+from gossamer.errors import ConfigurationError, DisagreementError
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What moves the tensors of buckets: a backend, for a device or for the host (None)."""
+
+    backend: str
+    device: Device | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether operations are ordered by streams, and the host waits for none."""
+        return self.backend == dist.Backend.NCCL
+
+    def __str__(self) -> str:
+        return f"tensors on {'cpu' if self.device is None else self.device.device.type}, moved by {self.backend}"
+
+
+HOST = Transport("gloo")
+
+
+def transport_for(group: Any, devices: Collection[torch.device], rank: int) -> Transport:
+    """How to move tensors that lie on ``devices`` among the ranks of a process group.
+
+    Decided by what the group really has for that kind of device: its name may be ``undefined``, or that of several backends.
+
+    Raises:
+        ConfigurationError: the group has nothing for it, or something that we do not know; tensors on several devices.
+    """
+    away = [device for device in devices if device.type not in ("cpu", "meta")]
+    if not devices:
+        return HOST
+    if len(set(away)) > 1:
+        named = ", ".join(sorted(map(str, away)))
+        raise ConfigurationError(
+            f"rank {rank}: the parameters lie on several devices ({named}); one per rank can be replicated"
+        )
+    where = away[0] if away else torch.device("cpu")
+    backend, config = _backend_for(group, where.type), dist.get_backend_config(group)
+    if backend is None:
+        raise ConfigurationError(
+            f"rank {rank}: the parameters lie on {where}, and the process group has no backend for it (only "
+            f"{config}): move the model before replicate(), or init_process_group({_ADVICE.get(where.type, 'another one')})"
+        )
+    if not away:
+        return HOST
+    if backend not in (dist.Backend.NCCL, dist.Backend.GLOO):
+        raise ConfigurationError(
+            f"rank {rank}: the process group moves tensors on {where.type} by {backend}; gossamer knows nccl and gloo"
+        )
+    if backend == dist.Backend.NCCL and len(set(devices)) > 1:
+        raise ConfigurationError(
+            f"rank {rank}: some parameters lie on {where} and some on the host; over nccl all must lie on {where}"
+        )
+    return Transport(str(backend), Device(where))
+
+
+_ADVICE = {"cuda": '"cpu:gloo,cuda:nccl"', "cpu": '"gloo"'}
+
+
+def _backend_for(group: Any, kind: str) -> str | None:
+    """The backend that a process group has for a kind of device, by name; None if there is none."""
+    pairs = dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
+    return pairs.get(kind)
+
+
+def told(transport: Transport) -> Tensor:
+    """``int64[8]``: a transport in a tensor, for :func:`same_everywhere`."""
+    return torch.tensor(list(str(transport).encode()[:64].ljust(64)), dtype=torch.uint8).view(torch.int64)
+
+
+def same_everywhere(everyone: Tensor, rank: int) -> None:
+    """Raise DisagreementError unless all ranks mean the same transport (``int64[world, 8]``)."""
+    texts = [bytes(row.view(torch.uint8).tolist()).decode().strip() for row in everyone.contiguous()]
+    if len(set(texts)) > 1:
+        who = "; ".join(f"rank {index}: {text}" for index, text in enumerate(texts))
+        raise DisagreementError(f"rank {rank}: ranks differ in where the model lies, or in the process group: {who}")
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """The global ranks of a group that this process belongs to."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0):
+        raise ConfigurationError("this process is not a member of the given group: do not call replicate() on it")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(f"group= takes a process group of torch.distributed; got {group!r}")
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def group_timeout(group: Any) -> timedelta:
+    """The timeout with which a process group was made."""
+    for kind in (pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")):
+        try:
+            timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        return timeout
+    return timedelta(minutes=30)
+
+
+class Groups:
+    """Makes process groups of our own, on a prefix of the store: named alike by those who are in them, and by nobody else.
+
+    Not ``dist.new_group``: that names a group after how many the process has already, which differs between ranks
+    whenever one of them belongs to a group that another does not, and then waits for itself for ever.
+    """
+
+    def __init__(self, store: QuietStore, name: str, ranks: Group, rank: int) -> None:
+        """``rank``: this one's place among ``ranks``, which are global."""
+        self.connections: frozenset[Connection] = frozenset()
+        """Those of the groups on Gloo: what has to be cut to end a wait."""
+        self._store, self._name, self._ranks, self._rank = store, name, ranks, rank
+        self._devices: dict[str, list[Any]] = {}
+        self._on_devices: list[Any] = []
+        self._opened = 0
+
+    def gloo(self, last_resort: timedelta) -> Callable[[Group], Circle]:
+        """What makes the groups of one lane on Gloo, by the indices of their members."""
+        self._opened += 1
+        number, stores = self._opened, [self._store.origin]
+
+        def open_circle(members: Group) -> Circle:
+            # Later, lanes open groups side by side; a thread that waits for a key blocks every other call on a connection.
+            store = stores.pop() if stores else self._store.origin.clone()
+            name = f"{number}/{','.join(map(str, members))}"
+            up, down = (self._gloo(last_resort, store, f"{name}/{way}", members, way) for way in ("up", "down"))
+            return Circle(up, down, members)
+
+        return open_circle
+
+    def _gloo(self, last_resort: timedelta, store: Any, name: str, members: Group, way: str) -> Any:
+        """A group over ``members`` for messages that go one ``way``."""
+        before = connections()
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        # All groups of one way share their devices: each device has a thread that wakes a hundred times a second.
+        if way not in self._devices:
+            self._devices[way] = _gloo_devices()
+        options._timeout, options._devices = last_resort, self._devices[way]
+        group: Any = dist.ProcessGroupGloo(self._below(store, f"gloo/{name}"), members.index(self._rank), len(members), options)
+        self.connections |= connections() - before
+        group.allreduce([torch.zeros(1)]).wait()  # the first message of a group can involve all ranks
+        return group
+
+    def on_device(self, last_resort: timedelta, device: Device) -> Callable[[Group], Circle]:
+        """What makes groups on NCCL, by the indices of their members, on a thread of its own: each is warmed, which waits."""
+        self._opened += 1
+        number = self._opened
+
+        def open_circle(members: Group) -> Circle:
+            device.enter_thread()
+            path = f"nccl/{number}/{','.join(map(str, members))}"
+            store, name = self._below(self._store.origin.clone(), path), f"gossamer/{self._name}/{path}"
+            rank, ranks = members.index(self._rank), [self._ranks[index] for index in members]
+            group = single(store, rank, len(ranks), name, nccl(store, rank, ranks, name, last_resort), device)
+            self._on_devices.append(group)
+            warm = torch.zeros(1, device=device.device)
+            group.allreduce([warm], dist.AllreduceOptions()).wait()
+            warm.item()
+            return Circle(group, group, members)
+
+        return open_circle
+
+    def _below(self, store: Any, name: str) -> Any:
+        return dist.PrefixStore(f"gossamer/{self._name}/{name}", store)  # type: ignore[attr-defined]
+
+    def abort(self) -> None:
+        """End whatever a device still does for groups on NCCL, so that nothing waits for it any more."""
+        groups, self._on_devices = self._on_devices, []
+        for group in groups:
+            group.abort()
+
+    def close(self) -> None:
+        """Let go of everything. Groups on Gloo end with the lanes that hold them; those on NCCL when their work is done."""
+        self._devices.clear()
+        groups, self._on_devices = self._on_devices, []
+        for group in groups:
+            group.shutdown()
+
+
+def nccl(store: Any, rank: int, ranks: list[int], name: str, timeout: timedelta) -> Any:
+    """An NCCL backend as ``dist.new_group`` makes it, on a store of our own."""
+    kind: Any = dist.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout, options.global_ranks_in_group, options.group_name = timeout, ranks, name
+    backend = kind(store, rank, len(ranks), options)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def single(store: Any, rank: int, world: int, name: str, backend: Any, device: Device) -> Any:
+    """A process group with one backend, for one kind of device. It is not in torch's own list of groups."""
+    group: Any = dist.ProcessGroup(store, rank, world)
+    kind = dist.Backend.backend_type_map[backend.name()]
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device.device.type), kind, backend)
+    group._set_group_name(name)
+    group._set_group_desc("gossamer")
+    return group
+
+
+def _gloo_devices() -> list[Any]:
+    """The network interfaces for a Gloo group, chosen as torch does."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    make = dist.ProcessGroupGloo
+    return [make.create_device(interface=name) for name in names] or [make.create_default_device()]

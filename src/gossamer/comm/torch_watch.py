@@ -1,0 +1,69 @@
+"""Watch: notices on a device what the main thread, which never waits there, cannot: that a flow does not come to its end."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gossamer.comm.device import Device
+from gossamer.comm.patience import Patience
+from gossamer.comm.runner import Ticket
+from gossamer.errors import GossamerError
+
+logger = logging.getLogger("gossamer")
+
+
+class Issued(Ticket[None]):
+    """A flow that was issued to a device: ends when the device has done it. Holds none of its tensors."""
+
+    def __init__(self, ticket: Ticket[Any], asked: tuple[str, str]) -> None:
+        """``asked``: its operations and the ranks that they wait for, in words."""
+        super().__init__(ticket.sequence, ticket.label)
+        self.event = ticket.event
+        self.doing, self.peers = asked
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the device has done it, within so many seconds (looked at only before and after)."""
+        if not self.done.is_set() and not self.event.query():
+            time.sleep(seconds)
+        if not self.done.is_set() and self.event.query():
+            self.done.set()
+        return self.done.is_set()
+
+
+class Watch:
+    """A thread that waits for what a device was given, oldest first, with the same patience as the main thread elsewhere.
+
+    After ten seconds it warns, naming flow and late ranks; it hears of other ranks' failures; after the timeout it gives up.
+    Then ``fail`` ends what the device waits for, so that the main thread, which may stand in a synchronisation (``.item()``),
+    goes on to its next exchange and raises the error there.
+    """
+
+    def __init__(self, patience: Patience, device: Device, fail: Callable[[GossamerError], Any]) -> None:
+        self._patience, self._device, self._fail = patience, device, fail
+        self._queue: queue.SimpleQueue[Issued | None] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, name="gossamer-watch", daemon=True).start()
+
+    def add(self, issued: Issued) -> None:
+        """Wait for this one too."""
+        self._queue.put(issued)
+
+    def close(self) -> None:
+        """End, once everything that was added has come to its end."""
+        self._queue.put(None)
+
+    def _loop(self) -> None:
+        try:
+            self._device.enter_thread()
+            while (issued := self._queue.get()) is not None:
+                self._patience.wait(issued, _nothing)
+        except GossamerError as error:
+            self._fail(error)
+        except Exception as error:  # what the device itself did wrong is raised where the main thread meets it
+            logger.debug("stopped watching the device: %s", error)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,113 @@
+"""What a device was given and does not finish is noticed beside the main thread, and ended."""
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from fake_device import FakeDevice, FakeEvent
+from gossamer.comm import bulletin, patience
+from gossamer.comm.bulletin import Bulletin
+from gossamer.comm.ops import AllReduce, Permute
+from gossamer.comm.patience import Patience
+from gossamer.comm.runner import Meter, Ticket
+from gossamer.comm.topology import shift
+from gossamer.comm.torch_device import DevicePort
+from gossamer.comm.torch_ports import Circle
+from gossamer.comm.torch_watch import Issued, Watch
+from gossamer.errors import CommunicationTimeout, GossamerError
+from processes.test_bulletin import Shelf
+
+ASKED = ("all_reduce", "all 3 ranks")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "SLICE", 0.01)
+    monkeypatch.setattr(patience, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(bulletin, "WARN_AFTER", 0.2)
+
+
+def issued(event: FakeEvent, number: int = 3) -> Issued:
+    ticket: Ticket[Any] = Ticket(number, f"bucket {number} (a …) at step 9")
+    ticket.event = event
+    ticket.done.set()
+    return Issued(ticket, ASKED)
+
+
+def watch(timeout: float) -> tuple[Watch, list[Bulletin], list[GossamerError]]:
+    boards = [Bulletin(store, range(3), rank, "test") for store in [Shelf()] for rank in range(3)]
+    failed: list[GossamerError] = []
+    return Watch(Patience(boards[0], 0, timeout), FakeDevice(), failed.append), boards, failed
+
+
+def until(holds: Any) -> bool:
+    end = time.monotonic() + 5
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(holds())
+
+
+def test_what_a_device_does_not_finish_is_named_and_ended(caplog: pytest.LogCaptureFixture) -> None:
+    watching, boards, failed = watch(timeout=1.0)
+    boards[1].wait_in(4)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        watching.add(issued(FakeEvent({}), 3))
+        watching.add(issued(FakeEvent({}, done=False), 4))
+        assert until(lambda: failed)
+    where = "all_reduce of bucket 4 (a …) at step 9, waiting for all 3 ranks"
+    assert [record.getMessage() for record in caplog.records] == [f"rank 0 has waited 0 s in {where} (late: rank 2)"]
+    assert isinstance(failed[0], CommunicationTimeout)
+    assert str(failed[0]) == f"rank 0 gave up after 1 s in {where}; late: rank 2"
+
+
+def test_the_failure_of_another_rank_ends_what_waits_for_it() -> None:
+    watching, boards, failed = watch(timeout=60.0)
+    watching.add(issued(FakeEvent({}, done=False)))
+    boards[2].alarm("the reason")
+    assert until(lambda: failed)
+    assert "the reason" in str(failed[0])
+
+
+def test_what_is_finished_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    watching, _, failed = watch(timeout=0.5)
+    event = FakeEvent({}, done=False)
+    watching.add(issued(event))
+    time.sleep(0.1)
+    event.done = True
+    watching.close()
+    time.sleep(0.6)
+    assert not failed
+    assert not caplog.records
+
+
+class Group:
+    def rank(self) -> int:
+        return 1
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
+        return None
+
+    def _get_backend(self, device: torch.device) -> "Group":
+        return self
+
+    supports_coalescing = False
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> None:
+        return None
+
+    recv = send
+
+
+def test_a_port_says_once_what_it_was_asked() -> None:
+    circle = Circle(Group(), Group(), (0, 1, 2))
+    port = DevicePort(circle, lambda group: circle, Meter())
+    assert port.asked() == ("the computation", "")
+    for _ in range(2):
+        port.start(AllReduce(torch.ones(2)))
+    port.start(Permute(torch.ones(2), shift(1, 3)))
+    peers = "all 3 ranks and rank 2 (sending to rank 0)"
+    assert port.asked() == ("all_reduce and permute", peers)
+    assert port.asked() == ("the computation", "")
