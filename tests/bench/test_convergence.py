@@ -81,7 +81,19 @@ def test_optimizers_that_communicate_are_compared_among_themselves(tmp_path):
     qualities = dict(zip(sides, (1.0, 2.0, 3.0, 5.0), strict=True))
     runs = [Training("numbers", side, 2, 5, 0) for side in sides]
     rows = run_all(a_workload(), runs, tmp_path / "runs.jsonl", lambda workload, run: {"loss": qualities[run.side]})
-    differences = {line.split(" | ")[4]: line.split(" | ")[-1] for line in table(rows)[2:]}
+    differences = {line.split(" | ")[4]: line.split(" | ")[8] for line in table(rows)[2:]}
     assert differences == {
-        "`AllReduce()`": "+0.000 |", "`Gossip()`": "+2.000 |", "`OneBitAdam(warmup=9)`": "+0.000 |", "`QAdam()`": "+3.000 |",
+        "`AllReduce()`": "+0.000", "`Gossip()`": "+2.000", "`OneBitAdam(warmup=9)`": "+0.000", "`QAdam()`": "+3.000",
     }  # fmt: skip
+
+
+def test_how_far_replicas_are_apart_is_told() -> None:
+    rows = []
+    for side in ("AllReduce()", "Gossip(wire='fp32', every=3)"):
+        run = Training("numbers", side, 2, 20, seed=0)
+        rows.append(run.key() | {"quality": train(a_workload(), run)})
+    assert rows[0]["quality"]["distance"] == 0
+    assert 0 < rows[1]["quality"]["distance"] < 1
+    exact, gossip = table(rows)[2:]
+    assert exact.endswith("| +0.000 |  |")
+    assert gossip.endswith(f"| {100 * rows[1]['quality']['distance']:.2f} % |")

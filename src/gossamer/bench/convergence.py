@@ -100,7 +100,8 @@ Train = Callable[[Workload, Training], dict[str, float]]
 
 
 def train(workload: Workload, run: Training, batches: Batches | None = None) -> dict[str, float]:
-    """The quality of the averaged model after the steps of all workers in loopback, on the workload's own batches."""
+    """The quality of the averaged model after the steps of all workers in loopback, on the workload's own batches; and how far
+    the workers' models are from it (``distance``: see :meth:`gossamer.Replica.consensus_distance`)."""
     batches, quality = batches or workload.training_batches, workload.quality
     if batches is None or quality is None:
         raise ConfigurationError(f"the workload {workload.name} defines no training_batches() and quality()")
@@ -124,8 +125,9 @@ def train(workload: Workload, run: Training, batches: Batches | None = None) -> 
         if isinstance(source, Generator):  # all ranks together, and not when its memory is freed
             source.close()
         assert joined.replica is not None
+        distance = joined.replica.consensus_distance()
         with joined.replica.consensus():
-            result = quality(model) if rank == 0 else {}
+            result = quality(model) | {"distance": distance} if rank == 0 else {}
         joined.replica.close()
         return result
 
@@ -160,10 +162,11 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """
     head = (
         "workload", "workers", "batches cut by", "steps", "side", "learning rate", "seeds", "quality",
-        "difference to the first (95 % interval)",
+        "difference to the first (95 % interval)", "replicas apart",
     )  # fmt: skip
     lines: list[list[str]] = []
     groups: dict[tuple[str, int, int, int, bool, bool], dict[tuple[str, str], dict[int, float]]] = {}
+    apart: dict[tuple[Any, ...], list[float]] = {}
     units: dict[str, str] = {}
     for row in rows:
         name = "accuracy" if "accuracy" in row["quality"] else "loss"
@@ -173,14 +176,18 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         about = (row["workload"], row["workers"], row.get("cut", 1), row["steps"], own_optimizer, decay)
         group = groups.setdefault(about, {})
         side = f"`{row['side']}`" + (f", `{row['optimizer']}`" if "optimizer" in row else "")
-        qualities = group.setdefault((side, f"{row.get('lr') or 'its own'}{', falling to zero' if decay else ''}"), {})
-        qualities[row["seed"]] = scale * row["quality"][name]
+        spelled = side, f"{row.get('lr') or 'its own'}{', falling to zero' if decay else ''}"
+        group.setdefault(spelled, {})[row["seed"]] = scale * row["quality"][name]
+        if row["quality"].get("distance"):
+            apart.setdefault((about, spelled), []).append(row["quality"]["distance"])
     for about, sides in groups.items():
         reference = next(iter(sides.values()))
         for spelled, values in sides.items():
             shown = f"{statistics.mean(values.values()):.3f} {units[about[0]]}"
             pairs = [values[seed] - reference[seed] for seed in values if seed in reference]
-            lines.append([*map(str, about[:4]), *spelled, str(len(values)), shown, interval(pairs)])
+            distances = apart.get((about, spelled))
+            distance = f"{100 * statistics.mean(distances):.2f} %" if distances else ""
+            lines.append([*map(str, about[:4]), *spelled, str(len(values)), shown, interval(pairs), distance])
     return markdown(head, lines)
 
 
