@@ -88,11 +88,14 @@ def finish(options: argparse.Namespace, rank: int, net: nn.Module, replica: goss
 def leave() -> None:
     """End the process group, after all that used it is gone: DDP's last reference to it can wait for itself for ever.
 
-    And end the process with it: a thread of the group that still lets go of something would ask for the interpreter while
-    that is taken down, and the process would abort at its very end.
+    Among several, end the process with it: a thread of the group that still lets go of something would ask for the
+    interpreter while that is taken down, and the process would abort at its very end.
     """
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    alone = dist.get_world_size() == 1
+    dist.destroy_process_group()
+    if not alone:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

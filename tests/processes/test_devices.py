@@ -24,9 +24,10 @@ def seen() -> dict[str, list[Any]]:
 def test_a_device_gives_the_bits_of_the_host(seen: dict[str, list[Any]], name: str, backend: str, world: int) -> None:
     inside = loopback(lambda rank: train_exact(algorithms()[name], rank, world), world)
     for rank in range(world):
-        outside = seen["every_algorithm"][rank][backend, name, world]
-        assert len(outside) == len(inside[rank])
-        assert all(torch.equal(a, b) for a, b in zip(outside, inside[rank], strict=True)), f"rank {rank}"
+        (outside, sent), (here, sent_here) = seen["every_algorithm"][rank][backend, name, world], inside[rank]
+        assert len(outside) == len(here)
+        assert all(torch.equal(a, b) for a, b in zip(outside, here, strict=True)), f"rank {rank}"
+        assert sent == sent_here, f"bytes and messages of rank {rank}"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
