@@ -183,3 +183,19 @@ print(struct.unpack_from("Q", before, 24)[0])
 def test_hosts_share_the_processors_in_fine_slices(lab: Callable[..., Run]) -> None:
     run = lab(LabSpec(hosts=2), SLICE)
     assert [run.stdout(rank) for rank in range(2)] == [["100000"]] * 2
+
+
+def test_what_leaves_a_slowed_hosts_group_while_it_is_stopped_goes_on(lab: Lab) -> None:
+    """A daemon whose order to stop came just before: the order to go on is for the group, and it is no longer in there."""
+    source = """
+        import os, signal
+        if os.fork() == 0:
+            os.setsid()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            print("going on", flush=True)
+            os._exit(0)
+        os.wait()
+    """
+    run = lab(LabSpec(hosts=1, shaping="none", slow={0: 2}, timeout=20), source)
+    assert run.result.exit_code == 0
+    assert run.stdout(0) == ["going on"]

@@ -17,6 +17,9 @@ from gossamer.lab.lines import ErrorTail
 # One period of a slowed host's stop and go: short against a training step, long against a scheduler's slice.
 _PERIOD_S = 0.03
 
+_LOOK_EVERY_S = 1.0
+"""How often the processes of slowed hosts are looked through."""
+
 # The hosts share processors. A real host's wake up at once when a message comes; with the kernel's own slices of about
 # 3 ms they wait for the computation of others, once per hand-over between threads.
 _SLICE_US = 100
@@ -96,12 +99,24 @@ def kill_descendants() -> None:
 
 def _stop_and_go(groups: list[int], factor: float) -> NoReturn:
     """Stop for (factor − 1) times as long as was run, late timers made up for in the next round."""
-    owed = 0.0
+    owed, looked = 0.0, time.monotonic()
     while groups:
+        if time.monotonic() > looked + _LOOK_EVERY_S:
+            looked = time.monotonic()
+            _wake_those_that_left(groups)
         ran = _signal_for(groups, signal.SIGCONT, _PERIOD_S / factor)
         owed += ran * (factor - 1)
         owed -= _signal_for(groups, signal.SIGSTOP, owed)
     os._exit(0)
+
+
+def _wake_those_that_left(groups: Sequence[int]) -> None:
+    """Continue what left its group (a daemon does) while the order to stop was on its way to it: nobody else would."""
+    for pid in _descendants(os.getppid()):
+        with contextlib.suppress(OSError, ValueError):
+            state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[:3]
+            if state == "T" and int(group) not in groups:
+                os.kill(pid, signal.SIGCONT)
 
 
 def _signal_for(groups: list[int], number: int, seconds: float) -> float:
@@ -116,5 +131,15 @@ def _signal_for(groups: list[int], number: int, seconds: float) -> float:
     return time.monotonic() - began
 
 
-def _children() -> list[int]:
-    return [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+def _children(of: int | str = "self") -> list[int]:
+    try:
+        return [int(pid) for path in Path(f"/proc/{of}/task").glob("*/children") for pid in path.read_text().split()]
+    except OSError:  # it has just ended
+        return []
+
+
+def _descendants(of: int) -> list[int]:
+    found = _children(of)
+    for pid in found:
+        found += _children(pid)
+    return found
