@@ -115,8 +115,8 @@ class PromptTicket(Ticket[T]):
 
 
 def _let_go(port: Any, ticket: Ticket[Any]) -> None:
-    """A port forgets a ticket that is done, unless it has the next one already."""
-    if port.ticket is ticket:
+    """A port forgets a ticket that is done, unless it has the next one already, or the ticket has forgotten the port."""
+    if port is not None and port.ticket is ticket:
         port.ticket = None
 
 
