@@ -66,6 +66,11 @@ class PromptTicket(Ticket[T]):
         """Whether a wait for it can be cut short."""
         return self.done.is_set() or bool(self._port.patient(self._begun.handle))
 
+    @property
+    def left(self) -> bool:
+        """Whether a lane waits for it, and not the main thread."""
+        return self._left
+
     def leave(self) -> None:
         """From now on a lane waits for it, not the main thread."""
         self._left = True
@@ -115,8 +120,8 @@ class PromptTicket(Ticket[T]):
 
 
 def _let_go(port: Any, ticket: Ticket[Any]) -> None:
-    """A port forgets a ticket that is done, unless it has the next one already, or the ticket has forgotten the port."""
-    if port is not None and port.ticket is ticket:
+    """A port forgets a ticket that is done, unless it has the next one already."""
+    if port.ticket is ticket:
         port.ticket = None
 
 
@@ -155,9 +160,10 @@ class ThreadLanes:
             self.take_over(ticket, lane)
 
     def take_over(self, ticket: PromptTicket[Any], lane: int = 0) -> None:
-        """Wait for a prompt flow on a lane, so that the main thread need not."""
-        ticket.leave()
-        self._queues[lane].put(ticket.carry_on)
+        """Wait for a prompt flow on a lane, so that the main thread need not; on one, however often it is asked for."""
+        if not ticket.left:
+            ticket.leave()
+            self._queues[lane].put(ticket.carry_on)
 
     def close(self) -> None:
         """End the threads once their queues are empty."""

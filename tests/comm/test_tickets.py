@@ -1,6 +1,7 @@
 """Tickets: what a lane has done is let go, with the memory of its result."""
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import LocalPort, Meter, Ticket
-from gossamer.lanes import ThreadLanes
+from gossamer.lanes import PromptTicket, ThreadLanes
 
 
 class Port(LocalPort):
@@ -36,3 +37,22 @@ def test_the_result_of_the_last_flow_lives_no_longer_than_its_ticket() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_a_flow_is_carried_on_by_one_lane_however_often_it_is_handed_over() -> None:
+    """Where a wait cannot be cut short that is when it begins, and again when its runner is closed."""
+    meters = [Meter(), Meter()]
+    lanes = ThreadLanes([Port(meter) for meter in meters], meters)
+    carried: list[str] = []
+
+    class Noting(PromptTicket[Tensor]):
+        def carry_on(self) -> None:
+            carried.append(threading.current_thread().name)
+
+    ticket = Noting(0, "the only one")
+    lanes.take_over(ticket, 1)
+    lanes.take_over(ticket)
+    lanes.close()
+    for thread in lanes._threads:
+        thread.join(5)
+    assert carried == ["gossamer-lane-1"]
