@@ -18,7 +18,7 @@ def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, f
     lowest and the highest ratio that was measured. That is a range, not an interval: it says nothing of the next run.
     """
     ratios = [own / other for own, other in zip(seconds, reference, strict=True)]
-    low, high = _interval(ratios) if len(ratios) >= ENOUGH else (min(ratios), max(ratios))
+    low, high = interval(ratios) if len(ratios) >= ENOUGH else (min(ratios), max(ratios))
     return {
         "step_seconds": statistics.median(seconds),
         "reference_seconds": statistics.median(reference),
@@ -33,12 +33,12 @@ def spread(rows: Sequence[dict[str, Any]]) -> str:
     return SPREAD if any(row["rounds"] < ENOUGH for row in rows) else SPREAD.partition(";")[0]
 
 
-def _interval(ratios: Sequence[float]) -> tuple[float, float]:
+def interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % bootstrap interval of the median."""
     import numpy as np
     from scipy.stats import bootstrap
 
-    if min(ratios) == max(ratios):
-        return ratios[0], ratios[0]
-    made = bootstrap((np.array(ratios),), np.median, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+    if min(values) == max(values):
+        return values[0], values[0]
+    made = bootstrap((np.array(values),), np.median, method="percentile", rng=np.random.default_rng(0)).confidence_interval
     return float(made.low), float(made.high)

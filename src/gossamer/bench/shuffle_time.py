@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import os
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.matrix import Turns
 from gossamer.bench.paired import take_turns, warm_up
-from gossamer.bench.ratios import compare, spread
+from gossamer.bench.ratios import compare, interval, spread
 from gossamer.bench.rows import markdown
 from gossamer.bench.shuffle import Shard, endless, staying
 from gossamer.bench.trained import MODEL_SEED, make_side, pace
@@ -123,14 +124,7 @@ class Estimate:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """What the rounds say of a figure."""
-    import numpy as np
-    from scipy.stats import bootstrap
-
-    middle = float(np.median(values))
-    if len(values) < 2 or np.ptp(values) == 0:
-        return Estimate(middle, middle, middle)
-    interval = bootstrap((np.array(values),), np.median, method="percentile", rng=np.random.default_rng(0)).confidence_interval
-    return Estimate(middle, float(interval.low), float(interval.high))
+    return Estimate(statistics.median(values), *interval(values))
 
 
 def exposed(row: dict[str, Any]) -> tuple[Estimate, Estimate]:

@@ -68,6 +68,7 @@ class WeightSync:
         self._places = self._where()
         pieces = self._pieces()
         self._members = [[pieces[s.name] for s in bucket.segments] for bucket in self.exchange.buckets]
+        self._variances = variances(self._tensors)
 
     def _where(self) -> list[int]:
         """Where the tensors lie, if pieces are views of their memory; whoever assigns to ``.data`` moves them."""
@@ -152,13 +153,13 @@ class WeightSync:
         if self._deltas and self._extended and self._history is not None:
             self.follow(self._history())
         self._follow_moved()
-        of_variances = variances(self._tensors) if self._deltas else []
-        before = [tensor.clone() for tensor in of_variances]
+        before = [tensor.clone() for tensor in self._variances] if self._deltas else []
         for index, delta in self._deltas.items():
             bucket = self.exchange.buckets[index]
             torch._foreach_add_(self._members[index], bucket.split(delta))
             bucket.recycle(delta)
-        halve_at_most(of_variances, before)
+        if before:
+            halve_at_most(self._variances, before)
         if self._deltas and self._extended:
             keep_squares_valid(self._tensors)
         self._deltas = {}
