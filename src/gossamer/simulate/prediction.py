@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.algorithms.base import Algorithm, Subject
-from gossamer.buckets import Plan, buffer_name, make_plan
+from gossamer.buckets import Plan, make_plan
 from gossamer.comm.ops import Flow, all_reduce, broadcast
 from gossamer.errors import ConfigurationError
 from gossamer.pieces import cut, part_of
@@ -19,7 +19,7 @@ from gossamer.simulate.training import MakeFlow, Part, Training, blank
 from gossamer.sync.checks import named_parameters
 from gossamer.sync.history import weight_of
 from gossamer.sync.launch import launch_order
-from gossamer.sync.module_buffers import Buffers, floating, named_buffers, resolve_buffers
+from gossamer.sync.module_buffers import Buffers, beside_parameters, floating, named_buffers, resolve_buffers
 from gossamer.sync.usage import with_usage
 
 _SUBJECTS: tuple[Subject, ...] = ("gradients", "weights")
@@ -173,7 +173,7 @@ def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffer
     tensors: dict[str, Tensor] = dict(trainable)
     if algorithm.subject == "weights":
         if mode == "average":
-            tensors |= {buffer_name(name): b for name, b in floating(named_buffers(model)).items()}
+            tensors |= beside_parameters(model)
         told = [name for name, p in trainable.items() if algorithm.of(algorithm.route(name, p)).exchanges_history]
         tensors |= {f"{kind} of {name}": trainable[name] for name in told for kind in range(history)}
         return make_plan(cut(tensors, algorithm.weight_parts, weight_of), algorithm, at_once=True)
