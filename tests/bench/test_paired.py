@@ -1,13 +1,12 @@
 """Turns, ratios, counters and bounds, with sides that only say that they were there."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gossamer.bench import counters
+from gossamer.bench import counters, paired
 from gossamer.bench.bound import Ready
 from gossamer.bench.counters import Counters
 from gossamer.bench.paired import Sent, _add_bounds, take_turns
@@ -15,6 +14,7 @@ from gossamer.bench.peers import PEERS, Joined
 from gossamer.bench.ratios import ENOUGH, compare
 from gossamer.bench.sides import parse_side
 from gossamer.bench.trained import LONGEST, Trained, exchanged, pace
+from hand_clock import set_clock
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def alone():
     dist.destroy_process_group()
 
 
-def a_side(name="", events=None, period=1, when="joined", payload=None, seconds=0.0):
+def a_side(name="", events=None, period=1, when="joined", payload=None, took=lambda: None):
     def step():
-        time.sleep(seconds)
+        took()
         if events is not None:
             events.append(name)
 
@@ -61,11 +61,11 @@ def test_every_side_has_its_turn_in_every_round_and_their_order_alternates(alone
     assert {turn[0] for turn in turns[::2]} == set(names), "each is the first now and then"
 
 
-def test_only_timed_steps_count_and_a_round_tells_seconds_per_step(alone):
-    events: list[str] = []
-    rounds = take_turns({"slow": a_side("slow", events, seconds=0.02)}, 3, 4)["slow"]
+def test_only_timed_steps_count_and_a_round_tells_seconds_per_step(alone, monkeypatch):
+    clock, events = set_clock(monkeypatch, paired), []
+    rounds = take_turns({"slow": a_side("slow", events, took=lambda: clock.sleep(0.02))}, 3, 4)["slow"]
     assert len(events) == 3 * (1 + 4)
-    assert all(0.02 <= each.seconds < 0.06 for each in rounds)
+    assert [each.seconds for each in rounds] == pytest.approx([0.02] * 3)
 
 
 def test_hears_of_every_round_before_it_begins(alone):

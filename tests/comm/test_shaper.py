@@ -1,16 +1,19 @@
 """The emulated line inside the runner."""
 
-import time
+from datetime import timedelta
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gossamer.comm import shaper as shaper_module
+from gossamer.comm import torch_ports
 from gossamer.comm.ops import AllReduce, Traffic
 from gossamer.comm.runner import Meter
 from gossamer.comm.shaper import Shaper, shaper_from_environment
 from gossamer.comm.torch_ports import Circle, GlooPort, Pending
+from hand_clock import HandClock, set_clock
 
 traffics = st.builds(Traffic, st.integers(0, 10**7), st.integers(0, 20))
 arrivals = st.lists(st.tuples(st.floats(0, 0.1), traffics), min_size=1, max_size=20)
@@ -45,28 +48,34 @@ def test_where_the_kernel_keeps_the_rate_latency_comes_after_the_bytes() -> None
 class SlowWork:
     """What a process group returns: done after some seconds."""
 
-    def __init__(self, seconds: float) -> None:
-        self.end = time.perf_counter() + seconds
+    def __init__(self, clock: HandClock, seconds: float) -> None:
+        self.clock, self.end = clock, clock.now + seconds
 
     def is_completed(self) -> bool:
-        return time.perf_counter() >= self.end
+        return self.clock.now >= self.end
 
-    def wait(self, timeout: object = None) -> bool:
-        time.sleep(max(0.0, self.end - time.perf_counter()))
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        remaining = max(0.0, self.end - self.clock.now)
+        self.clock.sleep(remaining if timeout is None else min(remaining, timeout.total_seconds()))
+        if not self.is_completed():
+            raise RuntimeError("the wait has timed out")
         return True
 
 
 @pytest.mark.parametrize("way", ["wait", "arrives"])
 @pytest.mark.parametrize(("seconds", "later", "expected"), [(0.05, 0.0, 0.2), (0.0, 0.2, 0.2)])
-def test_an_end_that_was_waited_for_is_delayed_by_the_latency(way: str, seconds: float, later: float, expected: float) -> None:
+def test_an_end_that_was_waited_for_is_delayed_by_the_latency(
+    monkeypatch: pytest.MonkeyPatch, way: str, seconds: float, later: float, expected: float
+) -> None:
+    clock = set_clock(monkeypatch, torch_ports, shaper_module)
     port = GlooPort(Circle(None, None, (0, 1)), lambda group: Circle(None, None, group), Meter())
-    begin = time.perf_counter()
-    handle = Pending(AllReduce(torch.zeros(1)), [SlowWork(seconds)], torch.zeros(1), latency=0.15)
-    time.sleep(later)  # what came in the meantime is there at once
+    begin = clock.now
+    handle = Pending(AllReduce(torch.zeros(1)), [SlowWork(clock, seconds)], torch.zeros(1), latency=0.15)
+    clock.sleep(later)  # what came in the meantime is there at once
     while way == "arrives" and not port.arrives(handle, 0.01):
         pass
     port.wait(handle)
-    assert expected <= time.perf_counter() - begin < expected + 0.15
+    assert clock.now - begin == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
