@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Meeting
@@ -28,8 +29,8 @@ class QuantizedGossip(Meeting):
     distance between replicas, whatever the size of the weights; plain rounding to 4 bits keeps them 5 % apart.
     ``w ← w + ½·(place_partner − place_own)`` in whole steps of the grid: it cancels exactly in the mean over the workers.
 
-    The grid's step, one for each parameter, is set for the next exchange from the largest distance that any worker has
-    seen in a whole cycle of the topology (one maximum over all workers, a few bytes, while the next step computes), with
+    The grid's step, one for each 4096 weights, is set for the next exchange from the largest distance that any worker has
+    seen in a whole cycle of the topology (one maximum over all workers, a hundredth of the message, while the next step computes), with
     room for twice that. (With room for four times, rounding sets the distance; with 1.2 times, every fifth exchange does not
     fit.) A checksum tells whether what was taken for the sender's weights are these. If not, nobody adds anything to this
     bucket, and its next exchange is in full precision, as is the first.
@@ -57,32 +58,32 @@ class QuantizedGossip(Meeting):
         steps = None if seen is None else self._steps(seen)
         if steps is not None and not (yield decide("on the grid", True, partial(all_positive, steps))):
             steps = None
-        places = None if steps is None else on_grid(weights, bucket, steps)
+        places = None if steps is None else on_grid(weights, steps)
         message = weights if places is None else pack(places, self.bits)
         handles = []
         for permutation in partners:
             handles.append((yield start(Permute(message, permutation))))
-        delta, apart = torch.zeros_like(weights), torch.zeros(len(bucket.segments), dtype=torch.float64, device=weights.device)
+        delta, apart = torch.zeros_like(weights), torch.zeros_like(largest(weights))
         for handle in handles:
             theirs = yield wait(handle)
             if places is None or steps is None:
                 difference = theirs - weights
             else:
                 ahead, true = nearest(theirs, places, self.bits)
-                difference = off_grid(ahead, bucket, steps, weights.dtype) * true
+                difference = off_grid(ahead, steps, weights.dtype) * true
                 apart = torch.where(true, apart, torch.inf)
             delta.add_(difference, alpha=1 / (len(handles) + 1))
-            apart = torch.maximum(apart, largest(difference, bucket))
+            apart = torch.maximum(apart, largest(difference))
         # What any worker has seen in this exchange; on one that nobody met it is 0.
-        now = yield from maximum(torch.stack([apart, largest(weights, bucket)]), ctx.world)
+        now = yield from maximum(torch.stack([apart, largest(weights)]), ctx.world)
         if steps is not None:
             # If one worker was too far away to be understood, nobody adds anything: what one adds another one gives.
             delta = torch.where(now[0].isfinite().all(), delta, 0.0)
         state.set_extra(SEEN, self._remembered(seen if steps is not None else None, now, ctx.world))
-        return delta.to(bucket.flat.dtype)
+        return bucket.flat.copy_(delta)  # nothing reads the weights' copy any more
 
     def _remembered(self, seen: Tensor | None, now: Tensor, world: int) -> Tensor:
-        """``float64[exchanges, 2, parameters]``: the largest distances and weights of the last exchanges; −1 where unknown.
+        """``float64[exchanges, 2, blocks]``: the largest distances and weights of the last exchanges; −1 where unknown.
 
         Pairs that have just met are close, so it takes a whole cycle to see the distance between all of them.
         """
@@ -90,7 +91,7 @@ class QuantizedGossip(Meeting):
         return now if seen is None else torch.cat([now, seen])[: self.topology.cycle(world)]
 
     def _steps(self, seen: Tensor) -> Tensor:
-        """The grid's step for each parameter: ``float64[parameters]``; 0 where it is not known."""
+        """The grid's step for each block: ``float64[blocks]``; 0 where it is not known."""
         apart, size = seen.amax(0)
         wanted = torch.maximum(apart * (_ROOM / 2 ** (self.bits - 1)), size * _FINEST).clamp(min=2.0**-120)
         return torch.where((seen >= 0).all(0).all(0), wanted, 0.0)
@@ -110,26 +111,31 @@ def all_positive(tensor: Tensor) -> bool:
     return bool((tensor > 0).all())
 
 
-def slices(tensor: Tensor, bucket: Bucket) -> list[Tensor]:
-    """The pieces of a flat tensor, one per parameter."""
-    return list(tensor.split([segment.numel for segment in bucket.segments]))
+BLOCK = 2**12
+"""Elements that share a step of the grid. A whole tensor's largest difference would be a hundred times what most elements
+differ by; a message for every few elements would be as long as what they are told in."""
 
 
-def largest(tensor: Tensor, bucket: Bucket) -> Tensor:
-    """The largest magnitude of each parameter: ``float64[parameters]``."""
-    norms = [torch.linalg.vector_norm(t, torch.inf) if t.numel() else t.sum() for t in slices(tensor, bucket)]
-    return torch.stack(norms).double()
+def blocks(tensor: Tensor) -> Tensor:
+    """``[⌈n / BLOCK⌉, BLOCK]``: a flat tensor, with zeros at the end."""
+    rows = -(-tensor.numel() // BLOCK)
+    return pad(tensor, (0, rows * BLOCK - tensor.numel())).view(rows, BLOCK)
 
 
-def on_grid(weights: Tensor, bucket: Bucket, steps: Tensor) -> Tensor:
-    """The place of each weight on its parameter's grid, ``int32``: the weight is about place · step."""
-    scaled = [each * (1 / step) for each, step in zip(slices(weights, bucket), steps.to(weights.dtype), strict=True)]
-    return torch.cat(scaled).round_().to(torch.int32)
+def largest(tensor: Tensor) -> Tensor:
+    """The largest magnitude in each block: ``float64[blocks]``."""
+    return torch.linalg.vector_norm(blocks(tensor), torch.inf, dim=1).double()
 
 
-def off_grid(places: Tensor, bucket: Bucket, steps: Tensor, dtype: torch.dtype) -> Tensor:
+def on_grid(weights: Tensor, steps: Tensor) -> Tensor:
+    """The place of each weight on its block's grid, ``int32``: the weight is about place · step."""
+    scaled = blocks(weights) * (1 / steps.to(weights.dtype)).unsqueeze(1)
+    return scaled.round_().to(torch.int32).view(-1)[: weights.numel()]
+
+
+def off_grid(places: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
     """What places, or differences of places, stand for."""
-    return torch.cat([each * step for each, step in zip(slices(places.to(dtype), bucket), steps.to(dtype), strict=True)])
+    return (blocks(places.to(dtype)) * steps.to(dtype).unsqueeze(1)).view(-1)[: places.numel()]
 
 
 def pack(places: Tensor, bits: int) -> Tensor:
