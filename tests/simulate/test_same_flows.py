@@ -53,8 +53,6 @@ def test_operations_bytes_and_messages_agree(algorithm: Algorithm, world: int) -
         assert {place for place in known if place[0] < STEPS} <= set(tape)
         result = step_time(plan, algorithm, **options, steps=2, warmup=2)
         assert result.messages_per_step * 2 == counted["messages_sent"]
-        if "QuantizedGossip" in repr(algorithm):  # without values it does not know which exchanges are in full precision
-            continue
         if "ChunkSparse" in repr(algorithm):  # as many chunks, but without values it does not know of which buckets
             assert result.bytes_per_step * 2 == pytest.approx(counted["bytes_sent"], rel=0.02, abs=8)
             continue

@@ -1,0 +1,121 @@
+"""Modulo quantization: the last bits of numbers, for receivers that hold nearly the same numbers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BLOCK = 512
+"""Elements that share a step and a checksum. The largest difference in a whole tensor is a hundred times what most elements
+differ by; with far fewer elements, what is told about a block is as long as the block. (A convnet on 16 workers in 4 bits:
+replicas end 1.4 % apart with 4096, 0.98 % with 1024, 0.92 % with 256, and 0.72 % if nothing is rounded.)"""
+
+_PIECE = 2**16
+"""Elements that a CPU works on at a time: they and what is made of them stay in its cache. Whole blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuloGrid:
+    """Places of values: whole numbers, times the step of their block; and messages that tell their last ``bits`` bits.
+
+    Of all places with these bits a receiver takes the one nearest to its own value's. A checksum per block tells whether
+    that is the sender's.
+
+    Bytes: bits/8 per element, and 4 per block of 512, the last of which is filled up.
+
+    Source: modulo quantization, Lu and De Sa 2020 (arXiv 2002.11787); a checksum and a step for each block are ours.
+    """
+
+    bits: int
+    steps: Tensor
+    """``[blocks]``, above zero."""
+
+    def pack(self, values: Tensor) -> Tensor:
+        """The last bits of each value's place, and a checksum of each block: ``uint8[blocks · (512 · bits/8 + 4)]``."""
+        message = torch.empty(len(self.steps) * (self._width + 4), dtype=torch.uint8, device=values.device)
+        codes, sums = self._parts(message)
+        for elements, rows in pieces(values):
+            places = self._places(values[elements], rows)
+            codes[rows] = fold(places, self.bits)
+            sums[rows] = checksum(places)
+        return message
+
+    def difference(self, message: Tensor, own: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """How far the sender's values are from ``own``, those of the blocks ``rows``, in whole steps: ``[elements]``. And
+        which blocks were understood: ``bool[blocks]``; of the others the differences are finite, but wrong."""
+        codes, sums = self._parts(message)
+        places = self._places(own, rows)
+        half = 2 ** (self.bits - 1)
+        ahead = ((unfold(codes[rows], self.bits) - places + half) & (2**self.bits - 1)) - half
+        true = checksum(places + ahead) == sums[rows]
+        return (ahead * self.steps[rows].unsqueeze(1)).view(-1)[: own.numel()], true
+
+    def _places(self, values: Tensor, rows: slice) -> Tensor:
+        """``int32[blocks, 512]``: a value is about place · step."""
+        return (in_blocks(values) * (1 / self.steps[rows]).unsqueeze(1)).round_().to(torch.int32)
+
+    @property
+    def _width(self) -> int:
+        return BLOCK * self.bits // 8
+
+    def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        codes, sums = message.tensor_split([len(self.steps) * self._width])
+        return codes.view(-1, self._width), sums.view(torch.int32)
+
+
+def pieces(tensor: Tensor) -> Iterator[tuple[slice, slice]]:
+    """A flat tensor's elements, and their blocks, so many at a time that a CPU keeps them in its cache."""
+    size = _PIECE if tensor.device.type == "cpu" else max(BLOCK, tensor.numel())
+    for begin in range(0, max(1, tensor.numel()), size):
+        end = min(begin + size, tensor.numel())
+        yield slice(begin, end), slice(begin // BLOCK, -(-end // BLOCK))
+
+
+def in_blocks(tensor: Tensor) -> Tensor:
+    """``[blocks, 512]``: a flat tensor, with zeros at the end."""
+    rows = -(-tensor.numel() // BLOCK)
+    missing = rows * BLOCK - tensor.numel()
+    return (pad(tensor, (0, missing)) if missing else tensor).view(rows, BLOCK)
+
+
+def largest(tensor: Tensor) -> Tensor:
+    """The largest magnitude in each block: ``[blocks]``."""
+    return in_blocks(tensor).abs().amax(dim=1)  # on a CPU 20 times as fast as the norm
+
+
+def scale_blocks(tensor: Tensor, factors: Tensor) -> None:
+    """Multiply each block of a flat tensor, in place, by its factor (``[blocks]``)."""
+    for elements, rows in pieces(tensor):
+        piece = tensor[elements]
+        piece.mul_(factors[rows].to(tensor.dtype).repeat_interleave(BLOCK)[: piece.numel()])
+
+
+def fold(places: Tensor, bits: int) -> Tensor:
+    """The last bits of ``int32[blocks, 512]``, several to a byte, a plane apart: ``uint8[blocks, 512 · bits/8]``."""
+    planes = (places & (2**bits - 1)).to(torch.uint8).tensor_split(8 // bits, dim=1)
+    folded: Tensor = planes[0]
+    for number, plane in enumerate(planes[1:], start=1):
+        folded = folded | (plane << (bits * number))
+    return folded
+
+
+def unfold(codes: Tensor, bits: int) -> Tensor:
+    """What :func:`fold` was given, modulo 2^bits: ``int32[blocks, 512]``."""
+    planes = [(codes >> (bits * number)) & (2**bits - 1) for number in range(8 // bits)]
+    return torch.cat(planes, dim=1).to(torch.int32)
+
+
+def checksum(places: Tensor) -> Tensor:
+    """A linear hash of each block: ``int32[blocks]``. Places that are wrong by whole turns, some up and some down, change it:
+    each counts with a random factor of its own. Sums and products wrap around."""
+    return (places * _factors(places.device)).sum(dim=1, dtype=torch.int32)
+
+
+@lru_cache
+def _factors(device: torch.device) -> Tensor:
+    """``int32[512]``: odd numbers, the same everywhere."""
+    factors = torch.randint(-(2**31), 2**31, (BLOCK,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    return (factors | 1).to(device)

@@ -1,0 +1,80 @@
+"""The last bits of a value's place: what they tell a worker that holds nearly the same, and when they tell nothing."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossamer.codecs.modulo import BLOCK, ModuloGrid, fold, unfold
+
+EVERYTHING = slice(None)
+
+
+def grid(bits: int, numel: int, step: float = 1.0) -> ModuloGrid:
+    return ModuloGrid(bits, torch.full((-(-numel // BLOCK),), step, dtype=torch.float64))
+
+
+def told(bits: int, theirs: Tensor, own: Tensor) -> tuple[Tensor, list[bool]]:
+    """What a worker with the places ``own`` makes of a message about ``theirs``."""
+    one = grid(bits, own.numel())
+    difference, true = one.difference(one.pack(theirs.double()), own.double(), EVERYTHING)
+    return difference, true.tolist()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@given(st.lists(st.integers(-(2**22), 2**22), min_size=BLOCK, max_size=BLOCK))
+def test_packing_keeps_the_last_bits(bits: int, places: list[int]) -> None:
+    tensor = torch.tensor([places], dtype=torch.int32)
+    folded = fold(tensor, bits)
+    assert folded.shape == (1, BLOCK * bits // 8)
+    assert unfold(folded, bits).tolist() == [[place % 2**bits for place in places]]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("numel", [1, 511, 512, 513, 2**16 + 1])
+def test_a_message_has_the_bits_and_a_checksum_per_block(bits: int, numel: int) -> None:
+    assert grid(bits, numel).pack(torch.zeros(numel)).numel() == -(-numel // BLOCK) * (BLOCK * bits // 8 + 4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@given(st.integers(-(2**22), 2**22), st.data())
+def test_the_nearest_place_is_the_senders(bits: int, place: int, data: st.DataObject) -> None:
+    away = data.draw(st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1))
+    difference, true = told(bits, torch.tensor([place + away]), torch.tensor([place]))
+    assert (difference.tolist(), true) == ([away], [True])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("numel", [511, 512, 513, 2**16, 2**17 + 700])
+def test_differences_are_whole_steps_of_each_blocks_grid(bits: int, numel: int) -> None:
+    steps = torch.linspace(0.5, 2, -(-numel // BLOCK), dtype=torch.float64)
+    one = ModuloGrid(bits, steps)
+    generator = torch.Generator().manual_seed(numel)
+    own = 100 * torch.randn(numel, generator=generator, dtype=torch.float64)
+    theirs = own + torch.rand(numel, generator=generator, dtype=torch.float64) * 2 ** (bits - 1) * 0.4
+    difference, true = one.difference(one.pack(theirs), own, EVERYTHING)
+    step = steps.repeat_interleave(BLOCK)[:numel]
+    assert true.all()
+    assert torch.allclose(difference, step * ((theirs / step).round() - (own / step).round()))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@given(st.integers(-(2**22), 2**22), st.integers(1, 2**16), st.sampled_from([-1, 1]))
+def test_what_is_further_away_is_found_out(bits: int, place: int, turns: int, sign: int) -> None:
+    places = torch.full((3 * BLOCK,), place)
+    sent = places.clone()
+    sent[BLOCK + 7] += sign * turns * 2**bits
+    assert told(bits, sent, places)[1] == [True, False, True], "only in its own block"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("wrong", [(1, -1), (2, -1, -1), (1, -2, 1), (3, -3), (8, -8)])
+@pytest.mark.parametrize("apart", [1, 10, 100])
+def test_turns_up_and_down_do_not_hide_each_other(bits: int, wrong: tuple[int, ...], apart: int) -> None:
+    places = torch.arange(BLOCK)
+    sent = places.clone()
+    for number, turns in enumerate(wrong):
+        sent[5 + number * apart] += turns * 2**bits
+    assert told(bits, places, places)[1] == [True]
+    assert told(bits, sent, places)[1] == [False]
