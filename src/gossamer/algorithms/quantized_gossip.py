@@ -28,7 +28,7 @@ class QuantizedGossip(Meeting):
     distance between replicas, whatever the size of the weights; plain rounding to 4 bits keeps them 5 % apart.
     ``w ← w + ½·(place_partner − place_own)`` in whole steps of the grid: it cancels exactly in the mean over the workers.
 
-    Each block of 512 weights has a grid of its own, with room for 1.2 times the largest distance that any worker has seen
+    Each block of 512 weights has a grid of its own, with room for 1.5 times the largest distance that any worker has seen
     there in a whole cycle of the topology (a maximum over all workers, 2 bytes per block, while the next step computes). A
     checksum per block tells whether what was taken for the sender's weights are these. If not, nobody adds anything to this
     block, and its next grid is twice as wide. The first exchange is in full precision.
@@ -88,9 +88,9 @@ class QuantizedGossip(Meeting):
 SEEN = "steps that would have done"
 """``bfloat16[exchanges, blocks]``, the same on all workers."""
 
-_ROOM = 1.2
+_ROOM = 1.5
 """How many times the largest distance seen fits. Less makes rounding finer, and blocks that are not understood more frequent:
-with 1.2 it is one in twenty, and replicas end as far from each other as with 1 or 2."""
+with 1.5 it is one in sixty, with 1 one in nine, and replicas are further apart."""
 
 _FINEST = 2.0**-22
 """A step relative to the largest weight below which fp32 has no places in between."""
