@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
+from gossamer.checks import is_whole
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.mixing import check_connected
 from gossamer.comm.ops import Flow, Permute, start, wait
@@ -127,7 +128,7 @@ class Gossip(Meeting):
 
 def check_steps(name: str, value: object, least: int = 1) -> None:
     """Raise ConfigurationError unless ``value`` is a number of steps."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_whole(value, least):
         raise ConfigurationError(f"{name} must be a number of steps, at least {least}; got {value!r}")
 
 

@@ -9,6 +9,7 @@ from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.algorithms.combination import Combination, refuse_lag
 from gossamer.algorithms.schedule import BySize, Switch
 from gossamer.buckets import Bucket
+from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
 from gossamer.pieces import part_of
@@ -43,7 +44,7 @@ class InParts(Combination, register=False):
         super().__post_init__()
         if not isinstance(self.algorithm, Algorithm):
             raise ConfigurationError(f"in_parts() takes an instance of a gossamer algorithm; got {self.algorithm!r}")
-        if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 1:
+        if not is_whole(self.count, 1):
             raise ConfigurationError(f"in_parts() takes a number of parts, at least 1; got {self.count!r}")
         if isinstance(self.algorithm, Switch | BySize):
             raise ConfigurationError(

@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gossamer.checks import is_whole
 from gossamer.errors import ConfigurationError
 
 
 def check_block(block: object) -> None:
     """Raise ConfigurationError unless whole bytes hold the codes of a block."""
-    if not isinstance(block, int) or isinstance(block, bool) or block < 8 or block % 8:
+    if not is_whole(block, 8) or block % 8:
         raise ConfigurationError(f"block must be a positive multiple of 8 elements; got {block!r}")
 
 

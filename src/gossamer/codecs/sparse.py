@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossamer.checks import is_whole
 from gossamer.codecs.base import Codec
 from gossamer.codecs.kernels import chunk_norms
 from gossamer.codecs.kernels.reference import finite_or, hashed
@@ -37,7 +38,7 @@ def check_density(density: object) -> None:
 
 def check_chunk(chunk: object) -> None:
     """Raise ConfigurationError unless it is a number of elements."""
-    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+    if not is_whole(chunk, 1):
         raise ConfigurationError(f"chunk must be a positive number of elements; got {chunk!r}")
 
 

@@ -7,6 +7,7 @@ Pure data, as :mod:`gossamer.comm.topology`.
 from abc import abstractmethod
 from dataclasses import dataclass
 
+from gossamer.checks import is_whole
 from gossamer.comm.topology import Edges, Pattern, are_ranks, check_seed, shuffled
 from gossamer.errors import ConfigurationError
 
@@ -63,7 +64,7 @@ class RandomPush(DirectedTopology):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.peers, int) or isinstance(self.peers, bool) or self.peers < 1:
+        if not is_whole(self.peers, 1):
             raise ConfigurationError(f"peers must be a number of ranks, at least 1; got {self.peers!r}")
         check_seed(self.seed)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+from gossamer.checks import is_whole
 from gossamer.errors import ConfigurationError
 
 
@@ -88,7 +89,7 @@ def are_ranks(value: object) -> bool:
 
 def check_seed(seed: object) -> None:
     """Raise ConfigurationError unless it is an integer."""
-    if not isinstance(seed, int) or isinstance(seed, bool):
+    if not is_whole(seed):
         raise ConfigurationError(f"seed must be an integer; got {seed!r}")
 
 

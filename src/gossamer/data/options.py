@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from gossamer.checks import is_whole
 from gossamer.errors import ConfigurationError
 
 
@@ -20,9 +21,9 @@ class Options:
     drop_last: bool
 
     def __post_init__(self) -> None:
-        if not is_integer(self.batch_size) or self.batch_size < 1:
+        if not is_whole(self.batch_size, 1):
             raise ConfigurationError(f"batch_size must be a positive integer; got {self.batch_size!r}")
-        if not is_integer(self.seed):
+        if not is_whole(self.seed):
             raise ConfigurationError(f"seed must be an integer; got {self.seed!r}")
         for name in ("shuffle", "mix", "split", "deal", "drop_last"):
             if not isinstance(getattr(self, name), bool):
@@ -30,11 +31,6 @@ class Options:
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
-
-
-def is_integer(value: Any) -> bool:
-    """Whether it is one of Python's integers, and no truth value."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def place_in(state: Any, made_for: str, steps: int) -> tuple[int, int]:
@@ -51,9 +47,9 @@ def place_in(state: Any, made_for: str, steps: int) -> tuple[int, int]:
     if state["made for"] != made_for:
         raise ConfigurationError(f"the state is of {state['made for']}; this is {made_for}")
     epoch, step = state["epoch"], state["step"]
-    if not is_integer(epoch) or epoch < 0:
+    if not is_whole(epoch, 0):
         raise ConfigurationError(f"the state's epoch must be a number of local epochs; got {epoch!r}")
-    if not is_integer(step) or not 0 <= step <= steps:
+    if not is_whole(step, 0, steps):
         raise ConfigurationError(
             f"the state's step must be a number of batches, at most the {steps} of a local epoch; got {step!r}"
         )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from gossamer.checks import is_whole
 from gossamer.lab.rates import Rate, parse_duration, parse_rate
 
 Shaping = Literal["auto", "namespaces", "runner", "none"]
@@ -95,5 +96,5 @@ def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def _whole(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if not is_whole(value, low, high):
         raise ValueError(f"{name} is {value!r}: it must be a whole number from {low} to {high}")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from gossamer.checks import is_whole
 from gossamer.errors import ConfigurationError
 from gossamer.optim.adam import adam_steps, check_adam
 from gossamer.optim.wide import Wide
@@ -63,7 +64,7 @@ class GossipAdamW(Wide):
         options = self.defaults | param_group
         check_adam(options)
         workers = options[AVERAGED_OVER]
-        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        if not is_whole(workers, 1):
             raise ConfigurationError(f"{AVERAGED_OVER} must be a number of workers, at least 1; got {workers!r}")
         super().add_param_group(param_group)
 

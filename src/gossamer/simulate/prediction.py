@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gossamer.algorithms.base import Algorithm, Subject
 from gossamer.buckets import Plan, make_plan
+from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow, all_reduce, broadcast
 from gossamer.errors import ConfigurationError
 from gossamer.pieces import cut, part_of
@@ -141,7 +142,7 @@ def _check(**numbers: int) -> None:
 
 
 def _check_history(history: int | None, algorithm: Algorithm, model_or_plan: nn.Module | Plan) -> None:
-    if history is not None and (not isinstance(history, int) or isinstance(history, bool) or history < 0):
+    if history is not None and not is_whole(history, 0):
         raise ConfigurationError(f"history must be a number of tensors per weight; got {history!r}")
     if history is None and algorithm.exchanges_history and not isinstance(model_or_plan, Plan):
         raise ConfigurationError(

@@ -1,0 +1,8 @@
+"""Checks: what many options must be."""
+
+from typing import TypeGuard
+
+
+def is_whole(value: object, least: float = float("-inf"), most: float = float("inf")) -> TypeGuard[int]:
+    """Whether it is one of Python's integers, and no truth value, from ``least`` to ``most``."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
