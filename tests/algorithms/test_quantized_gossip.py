@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 import gossamer
 from gossamer import QuantizedGossip, loopback
-from gossamer.codecs import Quantize
+from gossamer.algorithms.quantized_gossip import SEEN
+from gossamer.codecs import Quantize, modulo
 from gossamer.codecs.modulo import BLOCK
 from gossamer.comm.topology import Complete, Dissemination, Hypercube, RandomMatching, Ring, Topology, rotated
 from gossamer.errors import ConfigurationError
 
-from ..contracts.cases import exchange, gossip, noise, stacked, tap
+from ..contracts.cases import exchange, gossip, noise, same_bits, stacked, tap
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -50,9 +51,11 @@ def test_bytes() -> None:
     assert ["bfloat16[8]" in line for line in sent[1]].count(True) == 2 * 4, "two hops of dissemination"
 
 
-def test_a_leap_is_noticed_and_made_good() -> None:
+@pytest.mark.parametrize("piece", [2**16, BLOCK])
+def test_a_leap_is_noticed_and_made_good(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """One worker moves away by more than its grid can tell, in one block: only this block waits, until its grid is wide
     enough."""
+    monkeypatch.setattr(modulo, "_PIECE", piece)
     algorithm, exchanges = QuantizedGossip(topology=Complete()), 9
     close = [torch.full((3 * BLOCK,), 1.0) + tensor * 1e-3 for tensor in noise(4, 3 * BLOCK)]
     apart = [tensor.clone() for tensor in close]
@@ -62,12 +65,49 @@ def test_a_leap_is_noticed_and_made_good() -> None:
     assert all(delta[:, ::2].any() for delta in deltas), "the others go on"
     told = [bool(delta[:, 1].any()) for delta in deltas]
     assert not told[0], "nothing false is added"
+    assert told.index(True) <= 3, "twice as wide, then 8 times, then 32"
     assert told == sorted(told), "once it is wide enough, it stays so for a cycle"
-    mean = torch.stack(apart).mean(0)
-    landed = torch.stack(apart) + stacked(outcomes, 2 + told.index(True))
-    assert (landed - mean).abs().max() < 0.02, "a step of the wide grid"
+    landed = torch.stack(apart) + stacked(outcomes, exchanges + 1)
+    assert (landed - torch.stack(apart).mean(0)).abs().max() < 0.02, "a step of the grid that is wide enough"
     for delta in deltas:
         assert delta.sum(0).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("before", "leap", "within"), [(1.0, 1e-3, 6), (1.0, 0.1, 9), (0.0, 1e-3, 17), (0.0, 1.0, 22)])
+@pytest.mark.parametrize("moved", [1, 2, BLOCK], ids="of {}".format)
+def test_workers_that_were_equal_may_begin_to_differ(bits: int, before: float, leap: float, within: int, moved: int) -> None:
+    """As where the learning rate begins at zero, or weights behind a gate that does: the grid is too fine by far."""
+    equal = [torch.full((600,), before)] * 4
+    apart = [tensor.clone() for tensor in equal]
+    apart[1][:moved] += leap
+    outcomes = exchange(QuantizedGossip(bits=bits, topology=Complete()), [equal, *[apart] * within])
+    landed = torch.stack(apart) + stacked(outcomes, within)
+    assert (landed - torch.stack(apart).mean(0)).abs().max() < 0.5 * leap
+    for number in range(within + 1):
+        assert stacked(outcomes, number).sum(0).abs().max() <= 1e-6 * leap
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_all_workers_remember_the_same(bits: int) -> None:
+    """Else one would add what another does not."""
+    drift = [noise(5, 1300, seed=number) for number in range(12)]
+    for number, tensors in enumerate(drift):
+        for tensor in tensors:
+            tensor[:BLOCK] *= 3**number
+    first, *others = [outcome.state.extra(SEEN) for outcome in exchange(QuantizedGossip(bits=bits), drift)]
+    assert first is not None
+    assert (first[:, 0] < 0).any(), "blocks that were not understood"
+    assert (first[:, 2] > 0).all(), "and others"
+    assert all(other is not None and same_bits(other, first) for other in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_half_the_width(dtype: torch.dtype) -> None:
+    weights = [(1 + 0.02 * tensor).to(dtype) for tensor in noise(4, 600)]
+    outcomes = exchange(QuantizedGossip(bits=8, topology=Complete()), [weights] * 3)
+    landed = torch.stack(weights).double() + stacked(outcomes, 2).double()
+    assert (landed - torch.stack(weights).double().mean(0)).abs().max() < 0.005
 
 
 def distance(algorithm: gossamer.Algorithm, world: int = 6, steps: int = 80) -> float:
@@ -94,12 +134,14 @@ def test_four_bits_keep_replicas_within_one_percent() -> None:
     assert distance(QuantizedGossip(bits=4)) < 1.3 * distance(gossamer.Gossip(wire="fp32"))
 
 
-def test_a_weight_that_breaks_later_is_seen_by_others() -> None:
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_breaks_is_seen_by_all(broken: float) -> None:
     good = [torch.ones(9) + tensor * 1e-3 for tensor in noise(4, 9)]
     bad: list[Tensor] = [tensor.clone() for tensor in good]
-    bad[2][5] = float("nan")
-    outcomes = exchange(QuantizedGossip(), [good, good, bad, bad, bad])
-    assert any(not outcome.results[step].isfinite().all() for outcome in outcomes for step in (3, 4))
+    bad[2][5] = broken
+    outcomes = exchange(QuantizedGossip(), [good, good, bad])
+    assert stacked(outcomes, 1).isfinite().all()
+    assert all(outcome.results[2].isnan().any() for outcome in outcomes)
 
 
 @pytest.mark.parametrize(

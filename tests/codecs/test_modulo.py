@@ -6,9 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.codecs.modulo import BLOCK, ModuloGrid, fold, unfold
-
-EVERYTHING = slice(None)
+from gossamer.codecs.modulo import BLOCK, ModuloGrid, fold, pieces, scale_blocks, unfold
 
 
 def grid(bits: int, numel: int, step: float = 1.0) -> ModuloGrid:
@@ -17,9 +15,16 @@ def grid(bits: int, numel: int, step: float = 1.0) -> ModuloGrid:
 
 def told(bits: int, theirs: Tensor, own: Tensor) -> tuple[Tensor, list[bool]]:
     """What a worker with the places ``own`` makes of a message about ``theirs``."""
-    one = grid(bits, own.numel())
-    difference, true = one.difference(one.pack(theirs.double()), own.double(), EVERYTHING)
+    difference, true = read(grid(bits, own.numel()), theirs.double(), own.double())
     return difference, true.tolist()
+
+
+def read(grid: ModuloGrid, theirs: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """All of a message, piece by piece."""
+    message = grid.pack(theirs)
+    parts = [grid.difference(message, own[elements], rows) for elements, rows in pieces(own)]
+    differences, true = zip(*parts, strict=True)
+    return torch.cat(differences), torch.cat(true)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -53,10 +58,18 @@ def test_differences_are_whole_steps_of_each_blocks_grid(bits: int, numel: int) 
     generator = torch.Generator().manual_seed(numel)
     own = 100 * torch.randn(numel, generator=generator, dtype=torch.float64)
     theirs = own + torch.rand(numel, generator=generator, dtype=torch.float64) * 2 ** (bits - 1) * 0.4
-    difference, true = one.difference(one.pack(theirs), own, EVERYTHING)
+    difference, true = read(one, theirs, own)
     step = steps.repeat_interleave(BLOCK)[:numel]
     assert true.all()
     assert torch.allclose(difference, step * ((theirs / step).round() - (own / step).round()))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 512, 2**16, 2**17 + 700])
+def test_blocks_are_scaled_each_by_its_factor(numel: int) -> None:
+    factors = (torch.arange(-(-numel // BLOCK)) % 7).bfloat16()
+    tensor = torch.ones(numel)
+    scale_blocks(tensor, factors)
+    assert tensor.tolist() == [number // BLOCK % 7 for number in range(numel)]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -66,6 +79,13 @@ def test_what_is_further_away_is_found_out(bits: int, place: int, turns: int, si
     sent = places.clone()
     sent[BLOCK + 7] += sign * turns * 2**bits
     assert told(bits, sent, places)[1] == [True, False, True], "only in its own block"
+
+
+def test_a_block_of_any_piece_is_found_out() -> None:
+    places = torch.zeros(2**17)
+    sent = places.clone()
+    sent[2**16 + 3 * BLOCK] += 16
+    assert [number for number, true in enumerate(told(4, sent, places)[1]) if not true] == [131]
 
 
 @pytest.mark.parametrize("bits", [8, 4])

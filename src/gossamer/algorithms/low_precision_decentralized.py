@@ -118,6 +118,6 @@ _FINE = 0.9
 def contraction(codec: Codec) -> float:
     """δ of ‖Q(x) − x‖² = (1 − δ)·‖x‖², as measured on normal numbers: 1 loses nothing, 0 is as good as sending nothing."""
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn(2**15, generator=generator)
+    numbers = torch.randn(2**15, generator=generator, device="cpu")
     found = codec.decode(codec.encode(numbers), numbers.numel(), numbers.dtype)
     return 1 - float((found - numbers).square().sum() / numbers.square().sum())

@@ -100,7 +100,7 @@ class PowerSGD(Lossy):
         if like.device.type == "meta":
             return like.new_empty(like.shape[1], self.rank)
         generator = torch.Generator().manual_seed(sum(map(ord, segment.name)))
-        return torch.randn(like.shape[1], self.rank, generator=generator, dtype=like.dtype).to(like.device)
+        return torch.randn(like.shape[1], self.rank, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
 
     @staticmethod
     def _mean(factors: list[Tensor], others: list[Tensor], ctx: Context) -> Flow[tuple[list[Tensor], list[Tensor]]]:

@@ -31,12 +31,14 @@ class QuantizedGossip(Meeting):
     Each block of 512 weights has a grid of its own, with room for 1.5 times the largest distance that any worker has seen
     there in a whole cycle of the topology (a maximum over all workers, 2 bytes per block, while the next step computes). A
     checksum per block tells whether what was taken for the sender's weights are these. If not, nobody adds anything to this
-    block, and its next grid is twice as wide. The first exchange is in full precision.
+    block, and its next grid is wider. The first exchange is in full precision.
 
     Per exchange one message of bits/8 bytes per element and partner (4 bits: an eighth of fp32), and per block 4 bytes, and
     2 for each of ⌈log2 p⌉ hops. Memory: one copy of the weights, and the messages; nothing is remembered per element.
 
-    Not the choice for workers that are far apart on purpose, say after many local steps with a large learning rate.
+    Not the choice for workers that are far apart on purpose, say after many local steps with a large learning rate. Where all
+    were equal and begin to differ (weights behind a gate that opens, a rate that rises from zero), it takes some ten exchanges
+    until grids are as wide as they must be.
 
     Source: modulo quantization, Lu and De Sa 2020 (arXiv 2002.11787), Moniqua; the measured grids are ours.
     """
@@ -52,15 +54,32 @@ class QuantizedGossip(Meeting):
             raise ConfigurationError(f"bits must be one of {', '.join(map(str, get_args(Bits)))}; got {self.bits!r}")
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        weights = wide(bucket.flat)
-        partners = self.topology.at(ctx.step // self.every, ctx.world).permutations
-        seen = state.extra(SEEN)
-        grid = None if seen is None else ModuloGrid(self.bits, seen.amax(0).to(weights.dtype))
+        weights, seen = wide(bucket.flat), state.extra(SEEN)
+        grid = None if seen is None else ModuloGrid(self.bits, seen.abs().amax(0).to(weights.dtype))
+        steps = least(weights, grid)
+        yield from self._meet(weights, grid, steps, ctx)
+        steps = yield from maximum(steps.to(torch.bfloat16), ctx.world)
+        if seen is not None and grid is not None:
+            # If one worker was too far away to be understood, nobody adds anything: what one adds another one gives.
+            missed = steps.isinf()
+            scale_blocks(weights, torch.where(missed, 0.0, steps * 0 + 1))  # NaN stays NaN
+            # Once is enough in training that goes its way. Where workers were equal and begin to differ, the step is wrong by
+            # orders of magnitude; yet the grid that follows must not be wider than what it is to tell apart.
+            wider = torch.where(seen[0] < 0, 2 ** (self.bits - 2), 2) * grid.steps.to(steps.dtype)
+            steps = torch.where(missed, -wider, steps)
+        # Pairs that have just met are close, so it takes a whole cycle to see the distance between all of them.
+        exchanges = torch.stack([steps, *(() if seen is None else seen)])
+        state.set_extra(SEEN, exchanges[: self.topology.cycle(ctx.world)])
+        return bucket.flat.copy_(weights)  # nothing reads the weights' copy any more
+
+    def _meet(self, weights: Tensor, grid: ModuloGrid | None, steps: Tensor, ctx: Context) -> Flow[None]:
+        """Exchange ``weights`` with the partners, and put in their place what they bring. ``steps`` (one for each block)
+        become the least that would have done: inf where this worker has not understood a block."""
         message = weights if grid is None else grid.pack(weights)
         handles = []
-        for permutation in partners:
+        for permutation in self.topology.at(ctx.step // self.every, ctx.world).permutations:
             handles.append((yield start(Permute(message, permutation))))
-        delta, wanted = None, finest(weights)
+        delta = None
         for handle in handles:
             theirs = yield wait(handle)
             if delta is None:  # not before: it is needed for those buckets only whose message has come
@@ -70,33 +89,31 @@ class QuantizedGossip(Meeting):
                 ahead, true = (theirs[elements] - own, None) if grid is None else grid.difference(theirs, own, rows)
                 delta[elements].add_(ahead, alpha=1 / (len(handles) + 1))
                 step = largest(ahead) * (_ROOM / 2 ** (self.bits - 1))
-                wanted[rows] = torch.maximum(wanted[rows], step if true is None else torch.where(true, step, torch.inf))
-        weights = weights.zero_() if delta is None else weights.copy_(delta)
-        del delta
-        now = yield from maximum(wanted.to(torch.bfloat16), ctx.world)
-        if grid is not None:
-            # If one worker was too far away to be understood, nobody adds anything: what one adds another one gives.
-            missed = now.isinf()
-            scale_blocks(weights, torch.where(missed, 0.0, now * 0 + 1))  # NaN stays NaN
-            now = torch.where(missed, 2 * grid.steps.to(now.dtype), now)
-        # Pairs that have just met are close, so it takes a whole cycle to see the distance between all of them.
-        exchanges = torch.stack([now, *(() if seen is None else seen)])
-        state.set_extra(SEEN, exchanges[: self.topology.cycle(ctx.world)])
-        return bucket.flat.copy_(weights)  # nothing reads the weights' copy any more
+                steps[rows] = torch.maximum(steps[rows], step if true is None else torch.where(true, step, torch.inf))
+        if delta is None:
+            weights.zero_()
+        else:
+            weights.copy_(delta)
 
 
 SEEN = "steps that would have done"
-"""``bfloat16[exchanges, blocks]``, the same on all workers."""
+"""``bfloat16[exchanges, blocks]``, the last exchange first, and the same on all workers. Below zero: somebody was not
+understood, and this is the step to try next."""
 
 _ROOM = 1.5
 """How many times the largest distance seen fits. Less makes rounding finer, and blocks that are not understood more frequent:
-with 1.5 it is one in sixty, with 1 one in nine, and replicas are further apart."""
+of a convnet in training it is one in sixty with 1.5, one in nine with 1, and then replicas are further apart."""
 
-_FINEST = 2.0**-22
-"""A step relative to the largest weight below which fp32 has no places in between."""
+_FINEST = 2.0**-20
+"""The least step relative to the largest weight: finer ones are soon below what fp32 has places for."""
+
+_SMALLEST = 2.0**-40
+"""The step for weights that are zero."""
 
 
-def finest(weights: Tensor) -> Tensor:
-    """The least step for each block of weights: ``[blocks]``."""
+def least(weights: Tensor, grid: ModuloGrid | None) -> Tensor:
+    """The least step that does for each block, in the type of the weights: ``[blocks]``; inf where ``grid`` is so fine that
+    places on it would be no integers, NaN where a weight is not finite."""
     sizes = torch.cat([largest(weights[elements]) for elements, _ in pieces(weights)])
-    return (sizes * _FINEST).clamp_(min=2.0**-120)
+    steps = (sizes * _FINEST).clamp_(min=_SMALLEST)
+    return (steps if grid is None else torch.where(sizes >= grid.most, torch.inf, steps)) + 0 * sizes

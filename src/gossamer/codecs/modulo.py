@@ -31,7 +31,7 @@ class ModuloGrid:
 
     bits: int
     steps: Tensor
-    """``[blocks]``, above zero."""
+    """``[blocks]``, above zero, in the type of the values. With few significant bits (bfloat16 values), multiples are exact."""
 
     def pack(self, values: Tensor) -> Tensor:
         """The last bits of each value's place, and a checksum of each block: ``uint8[blocks · (512 · bits/8 + 4)]``."""
@@ -52,6 +52,11 @@ class ModuloGrid:
         ahead = ((unfold(codes[rows], self.bits) - places + half) & (2**self.bits - 1)) - half
         true = checksum(places + ahead) == sums[rows]
         return (ahead * self.steps[rows].unsqueeze(1)).view(-1)[: own.numel()], true
+
+    @property
+    def most(self) -> Tensor:
+        """Values from which on places are no 32-bit integers, and checksums tell nothing: ``[blocks]``."""
+        return self.steps * 2.0**30
 
     def _places(self, values: Tensor, rows: slice) -> Tensor:
         """``int32[blocks, 512]``: a value is about place · step."""
@@ -87,7 +92,7 @@ def largest(tensor: Tensor) -> Tensor:
 
 
 def scale_blocks(tensor: Tensor, factors: Tensor) -> None:
-    """Multiply each block of a flat tensor, in place, by its factor (``[blocks]``)."""
+    """Multiply each block of a flat tensor, in place, by its factor (``[blocks]``, of any type)."""
     for elements, rows in pieces(tensor):
         piece = tensor[elements]
         piece.mul_(factors[rows].to(tensor.dtype).repeat_interleave(BLOCK)[: piece.numel()])
@@ -117,5 +122,6 @@ def checksum(places: Tensor) -> Tensor:
 @lru_cache
 def _factors(device: torch.device) -> Tensor:
     """``int32[512]``: odd numbers, the same everywhere."""
-    factors = torch.randint(-(2**31), 2**31, (BLOCK,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**31), 2**31, (BLOCK,), dtype=torch.int32, generator=generator, device="cpu")
     return (factors | 1).to(device)

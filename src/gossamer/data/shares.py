@@ -54,4 +54,4 @@ def gathered(runner: Runner, number: int) -> list[int]:
 
 def drawn(size: int, name: str) -> Tensor:
     """A permutation of 0 … size − 1 that depends on its name alone, not on any generator's state."""
-    return torch.randperm(size, generator=torch.Generator().manual_seed(digest(name)))
+    return torch.randperm(size, generator=torch.Generator().manual_seed(digest(name)), device="cpu")
