@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import gossamer
 from gossamer import QuantizedGossip, loopback
-from gossamer.algorithms.quantized_gossip import SEEN
+from gossamer.algorithms.quantized_gossip import SEEN, least
 from gossamer.codecs import Quantize, modulo
-from gossamer.codecs.modulo import BLOCK
+from gossamer.codecs.modulo import BLOCK, ModuloGrid
 from gossamer.comm.topology import Complete, Dissemination, Hypercube, RandomMatching, Ring, Topology, rotated
 from gossamer.errors import ConfigurationError
 
@@ -103,11 +103,18 @@ def test_all_workers_remember_the_same(bits: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_in_half_the_width(dtype: torch.dtype) -> None:
-    weights = [(1 + 0.02 * tensor).to(dtype) for tensor in noise(4, 600)]
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_weights_in_half_the_width(dtype: torch.dtype, size: float) -> None:
+    weights = [(size + 0.02 * size * tensor).to(dtype) for tensor in noise(4, 600)]
     outcomes = exchange(QuantizedGossip(bits=8, topology=Complete()), [weights] * 3)
     landed = torch.stack(weights).double() + stacked(outcomes, 2).double()
-    assert (landed - torch.stack(weights).double().mean(0)).abs().max() < 0.005
+    assert (landed - torch.stack(weights).double().mean(0)).abs().max() < 0.005 * size
+
+
+def test_places_that_no_integer_can_hold_are_not_understood() -> None:
+    weights = torch.cat([torch.ones(BLOCK), torch.full((BLOCK,), 100.0)])
+    steps = least(weights, ModuloGrid(4, torch.full((2,), 2.0**-26)))
+    assert steps.tolist() == [2.0**-20, float("inf")]
 
 
 def distance(algorithm: gossamer.Algorithm, world: int = 6, steps: int = 80) -> float:
