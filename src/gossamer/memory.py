@@ -1,9 +1,17 @@
-"""Memory: tensors that are used again in every step."""
+"""Memory: tensors that are used again in every step, and how much of one to work on at a time."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def portion(tensor: Tensor) -> int:
+    """How many elements to work on at a time: a CPU keeps so many, and what is made of them, in its cache; others take all."""
+    return _PORTION if tensor.device.type == "cpu" else max(_PORTION, tensor.numel())
+
+
+_PORTION = 2**16
 
 
 class Memory:

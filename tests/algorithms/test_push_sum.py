@@ -53,12 +53,12 @@ def test_sums_and_weights_are_conserved_on_every_wire(topology, wire):
 
 def with_losses(algorithm, values, steps, lost):
     """Exchanges among ``values`` by hand: of every message, ``lost(step, sender, receiver)`` says whether it never comes."""
-    world = len(values)
+    world, values = len(values), [value.clone() for value in values]
     buckets = [bucket_of([value.shape], value.dtype) for value in values]
     states = [State(bucket.flat) for bucket in buckets]
-    for bucket, value in zip(buckets, values, strict=True):
-        bucket.flat.copy_(value)
     for step in range(steps):
+        for bucket, value in zip(buckets, values, strict=True):
+            bucket.flat.copy_(value)
         graph = digraph(algorithm.topology.at(step, world))
         contexts = [Context(step, rank, tuple(range(world))) for rank in range(world)]
         flows = [algorithm.exchange(b, s, c) for b, s, c in zip(buckets, states, contexts, strict=True)]
@@ -70,9 +70,9 @@ def with_losses(algorithm, values, steps, lost):
             assert flow.send(sums).handle == "shares"
             with pytest.raises(StopIteration) as ended:
                 flow.send(shares)
-            buckets[rank].flat.add_(ended.value.value)
+            values[rank].add_(ended.value.value)
             states[rank].commit()
-    return torch.stack([bucket.flat for bucket in buckets])
+    return torch.stack(values)
 
 
 @pytest.mark.parametrize("topology", [UNEVEN, RandomPush(seed=3), Ring(), Dissemination()], ids=str)

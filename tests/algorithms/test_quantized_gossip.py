@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import QuantizedGossip, loopback
+from gossamer import QuantizedGossip, loopback, memory
 from gossamer.algorithms.quantized_gossip import SEEN, least
-from gossamer.codecs import Quantize, modulo
+from gossamer.codecs import Quantize
 from gossamer.codecs.modulo import BLOCK, ModuloGrid
 from gossamer.comm.topology import Complete, Dissemination, Hypercube, RandomMatching, Ring, Topology, rotated
 from gossamer.errors import ConfigurationError
@@ -55,7 +55,7 @@ def test_bytes() -> None:
 def test_a_leap_is_noticed_and_made_good(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """One worker moves away by more than its grid can tell, in one block: only this block waits, until its grid is wide
     enough."""
-    monkeypatch.setattr(modulo, "_PIECE", piece)
+    monkeypatch.setattr(memory, "_PORTION", piece)
     algorithm, exchanges = QuantizedGossip(topology=Complete()), 9
     close = [torch.full((3 * BLOCK,), 1.0) + tensor * 1e-3 for tensor in noise(4, 3 * BLOCK)]
     apart = [tensor.clone() for tensor in close]

@@ -14,6 +14,7 @@ from gossamer.comm.mixing import check_connected
 from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Dissemination, Topology
 from gossamer.errors import ConfigurationError
+from gossamer.memory import portion
 from gossamer.state import State
 
 
@@ -135,13 +136,10 @@ def check_steps(name: str, value: object, least: int = 1) -> None:
 PIECE_BYTES = 2**20
 """A longer message travels in pieces: one is rounded or averaged while others are on the wire."""
 
-PIECE = 2**16
-"""Elements that a CPU converts at a time: they and their copies stay in its cache."""
-
 
 def add_difference(theirs: Tensor, mine: Tensor, share: float, out: Tensor, fresh: bool) -> None:
     """Add share·(theirs − mine), computed in the type of ``out``; ``fresh``: to nothing, whatever is there."""
-    size = PIECE if out.device.type == "cpu" else max(1, out.numel())
+    size = portion(out)
     for a, b, result in zip(theirs.split(size), mine.split(size), out.split(size), strict=True):
         if fresh:
             torch.sub(a.to(out.dtype), b.to(out.dtype), out=result).mul_(share)

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.gossip import PIECE, Gossip, check_steps
+from gossamer.algorithms.gossip import Gossip, check_steps
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce, maximum
+from gossamer.memory import portion
 from gossamer.state import State
 
 
@@ -52,6 +53,6 @@ class GossipPGA(Gossip):
 def beyond_rounding(delta: Tensor, weights: Tensor, world: int) -> Tensor:
     """``float32[1]``: 1 if any element of ``delta`` is more than a sum of ``world`` equal weights may be rounded by; else 0."""
     rounding = world * torch.finfo(weights.dtype).eps
-    pieces = zip(delta.split(PIECE), weights.split(PIECE), strict=True)
+    pieces = zip(delta.split(portion(delta)), weights.split(portion(delta)), strict=True)
     within = [(change.abs() <= own.abs().mul_(rounding)).all() for change, own in pieces]  # what is not finite is not
     return (~torch.stack(within).all()).float().reshape(1)

@@ -16,6 +16,7 @@ from gossamer.codecs.quantize import Quantize
 from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Ring, Topology
 from gossamer.errors import ConfigurationError
+from gossamer.memory import portion
 from gossamer.state import State
 
 
@@ -90,11 +91,12 @@ class LowPrecisionDecentralized(Meeting):
         for permutation in partners:
             handles.append((yield start(Permute(payload, permutation))))
         own = self._follow(OWN, payload, weights, state, first)
-        delta = torch.zeros_like(weights)
+        delta = weights.zero_()  # what was sent and what is remembered are copies
         for number, handle in enumerate(handles):
             theirs = self._follow(f"{FROM} {number}", (yield wait(handle)), weights, state, first)
-            delta.add_(theirs - own, alpha=self.pace / (len(handles) + 1))
-        return delta.to(bucket.flat.dtype)
+            for total, ahead, behind in zip(*(each.split(portion(delta)) for each in (delta, theirs, own)), strict=True):
+                total.add_(ahead - behind, alpha=self.pace / (len(handles) + 1))
+        return bucket.flat.copy_(delta)
 
     def _follow(self, key: str, payload: Tensor, like: Tensor, state: State, first: bool) -> Tensor:
         """The replica ``key`` after a message: the same bits on both sides."""

@@ -14,6 +14,7 @@ from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.digraph import digraph
 from gossamer.comm.ops import Flow, Push, start, wait
 from gossamer.comm.topology import OnePeerExponential, Pattern
+from gossamer.memory import portion
 from gossamer.state import State
 
 
@@ -58,9 +59,10 @@ class PushSum(Meeting):
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         graph = digraph(self.topology.at(ctx.step // self.every, ctx.world))
         targets = len(graph.destinations(ctx.rank))
-        total, weight = self._with_the_update(wide(bucket.flat), state)
+        weights = wide(bucket.flat)
+        total, weight = self._with_the_update(weights, state, state.fresh(SUM, weights))
         message = bucket.scratch("sent", wire_codec(self.wire).wire_dtype(total.dtype))
-        message.copy_(total / (targets + 1))
+        torch.div(total, targets + 1, out=message)
         share = (weight / (targets + 1)).reshape(1)
         sums = yield start(Push(message, graph))
         shares = yield start(Push(share, graph))
@@ -71,20 +73,24 @@ class PushSum(Meeting):
         weight = weight + (yield wait(shares)).sum()
         state[SUM] = total
         state.set_extra(WEIGHT, weight)
-        delta: Tensor = total / weight - wide(bucket.flat)
-        return delta.to(bucket.flat.dtype)
+        for own, part in zip(weights.split(portion(weights)), total.split(portion(weights)), strict=True):
+            torch.sub(part / weight, own, out=own)
+        return bucket.flat.copy_(weights)  # nothing reads the weights' copy any more
 
     def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:
-        return self._with_the_update(weights, state)[0]
+        return self._with_the_update(weights, state, torch.empty_like(weights))[0]
 
     @staticmethod
-    def _with_the_update(weights: Tensor, state: State) -> tuple[Tensor, Tensor]:
-        """The sum and the weight (one number), with what the optimizer has done to the model since the last exchange."""
+    def _with_the_update(weights: Tensor, state: State, out: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, in ``out``, and the weight (one number), with what the optimizer has done to the model since the last
+        exchange."""
         weight = state.extra(WEIGHT)
         if weight is None or SUM not in state:
-            return weights.clone(), torch.ones((), dtype=torch.float64, device=weights.device)
+            return out.copy_(weights), torch.ones((), dtype=torch.float64, device=weights.device)
         weight = weight.to(weights.device)  # a checkpoint may have been loaded elsewhere
-        return weights + (state[SUM] - state[SUM] / weight), weight
+        before = state[SUM]
+        torch.div(before, weight, out=out)
+        return torch.sub(before, out, out=out).add_(weights), weight
 
 
 SUM, WEIGHT = "push-sum", "push-sum weight"

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gossamer.memory import portion
+
 BLOCK = 512
 """Elements that share a step and a checksum. The largest difference in a whole tensor is a hundred times what most elements
 differ by; with far fewer elements, what is told about a block is as long as the block. (A convnet on 16 workers in 4 bits:
 replicas end 1.4 % apart with 4096, 1.0 % with 1024, 0.9 % with 512 and with 256, and 0.7 % if nothing is rounded.)"""
-
-_PIECE = 2**16
-"""Elements that a CPU works on at a time: they and what is made of them stay in its cache. Whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class ModuloGrid:
 
 def pieces(tensor: Tensor) -> Iterator[tuple[slice, slice]]:
     """A flat tensor's elements, and their blocks, so many at a time that a CPU keeps them in its cache."""
-    size = _PIECE if tensor.device.type == "cpu" else max(BLOCK, tensor.numel())
+    size = portion(tensor)  # whole blocks
     for begin in range(0, max(1, tensor.numel()), size):
         end = min(begin + size, tensor.numel())
         yield slice(begin, end), slice(begin // BLOCK, -(-end // BLOCK))
