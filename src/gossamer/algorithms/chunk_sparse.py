@@ -20,6 +20,7 @@ from gossamer.codecs.kernels import accumulate, chunk_norms
 from gossamer.codecs.sparse import check_chunk, check_density
 from gossamer.comm.ops import AllReduce, Flow, decide, start, total, wait
 from gossamer.errors import ConfigurationError
+from gossamer.memory import portion
 from gossamer.optim.momentum import lend_momentum, return_momentum
 from gossamer.state import RESIDUAL, State
 
@@ -114,29 +115,30 @@ class ChunkSparse(Lossy):
             kept.copy_(velocity)
         chosen = self._chosen(state, flat.numel())
         came = pack(kept, chosen, self.chunk)
-        packed = came + pack(owed, chosen, self.chunk)
-
-        def keep(lost: Tensor) -> None:
-            """Keep back what is not sent: everything, and of the chunks that are sent what their encoding loses."""
-            norms = accumulate(kept, owed, self.chunk)
-            put(lost, chosen, self.chunk, kept)
-            norms[chosen.to(norms.device)] = chunk_norms(came, lost, self.chunk)
-            state.set_extra(NORMS, norms)
-            state[RESIDUAL] = narrowed(kept, self.residual)
-            result.zero_()
-
+        packed = came + pack(owed, chosen, self.chunk)  # in the wider type of the two
         if isinstance(self.codec, Cast):
-            sent, lost = self._share(packed, self.codec, ctx)
+            sent = self._share(packed, self.codec, ctx)
             handle = yield start(AllReduce(sent))
-            keep(lost)  # while it travels
+            self._keep(state, kept, owed, chosen, came, packed)  # while it travels
+            result.zero_()
+            del came, packed  # in the first step they are as large as the gradient, and other buckets are under way too
             summed = yield wait(handle)
-            mean = self.codec.decode(summed, summed.numel(), packed.dtype)
+            mean = self.codec.decode(summed, summed.numel(), result.dtype)
         else:
             mean, lost = torch.empty_like(packed), torch.empty_like(packed)
             yield from scatter_reduce(packed, None, self.codec, ctx, bucket.index, mean, lost)
-            keep(lost)
+            self._keep(state, kept, owed, chosen, came, lost)
+            result.zero_()
         put(mean, chosen, self.chunk, result)
         return result.to(bucket.flat.dtype)
+
+    def _keep(self, state: State, kept: Tensor, owed: Tensor, chosen: Tensor, came: Tensor, lost: Tensor) -> None:
+        """Keep back what is not sent: everything, and of the chunks that are sent what their encoding has ``lost``."""
+        norms = accumulate(kept, owed, self.chunk)
+        put(lost, chosen, self.chunk, kept)
+        norms[chosen.to(norms.device)] = chunk_norms(came, lost, self.chunk)
+        state.set_extra(NORMS, norms)
+        state[RESIDUAL] = narrowed(kept, self.residual)
 
     def _chosen(self, state: State, numel: int) -> Tensor:
         """Indices of the chunks to send; all of them until there was a choice."""
@@ -145,11 +147,14 @@ class ChunkSparse(Lossy):
         return torch.arange(chunks) if mask is None or mask.numel() != chunks else mask.nonzero().flatten()
 
     @staticmethod
-    def _share(packed: Tensor, codec: Cast, ctx: Context) -> tuple[Tensor, Tensor]:
-        """What this worker adds to the mean of the packed chunks, in the dtype of the wire; and what that lacks."""
-        share = fitting(packed / ctx.world, codec.wire_dtype(packed.dtype), ctx.world)
-        sent = codec.encode(share)
-        return sent, packed - codec.decode(sent, sent.numel(), packed.dtype) * ctx.world
+    def _share(packed: Tensor, codec: Cast, ctx: Context) -> Tensor:
+        """What this worker adds to the mean of the packed chunks, in the dtype of the wire. ``packed`` becomes what that
+        lacks."""
+        sent = torch.empty_like(packed, dtype=codec.wire_dtype(packed.dtype))
+        for part, out in zip(packed.split(portion(packed)), sent.split(portion(packed)), strict=True):
+            out.copy_(codec.encode(fitting(part / ctx.world, out.dtype, ctx.world)))
+            part.sub_(codec.decode(out, out.numel(), part.dtype) * ctx.world)
+        return sent
 
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
         return self._choose(states, ctx)
