@@ -37,7 +37,8 @@ class LowPrecisionDecentralized(Meeting):
     of an exchange, whenever it is.
 
     The first exchange is in full precision. Per exchange and neighbour one message of the encoded weights (8 bits: a
-    quarter). Memory: one replica per neighbour and one more. Not the choice if that is too much, or for partners that change.
+    quarter). Memory: one replica per neighbour and one more, each as before an exchange and as
+    after it, and a copy of the weights. Not the choice if that is too much, or for partners that change.
 
     Source: Tang et al. 2018 (arXiv 1803.06443) and Gan et al. 2021 (arXiv 2107.01499), D_LP_S; in the form that keeps
     the mean, Koloskova et al. 2019 (arXiv 1902.00340), CHOCO.

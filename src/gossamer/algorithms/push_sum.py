@@ -37,8 +37,9 @@ class PushSum(Meeting):
     ``RandomPush()`` or ``OutNeighbours(…)`` (a worker behind a slow uplink sends to fewer). ``wire``: what a message rounds
     off stays with its sender. ``every`` and ``lag``: as in :class:`Gossip`.
 
-    Per exchange one message of the weights' size for each edge, and one number. Memory: one copy of the weights.
-    Not the choice where partners send as much as they receive: :class:`Gossip` needs no copy.
+    Per exchange one message of the weights' size for each edge, and one number. Memory, in copies of the weights: the sum
+    before and after an exchange, what was there, what is sent, and one for each of those who are heard.
+    Not the choice where partners send as much as they receive: :class:`Gossip` needs one copy.
 
     Source: Kempe et al. 2003 (FOCS), push-sum; Assran et al. 2019 (arXiv 1811.10792), stochastic gradient push.
     """
