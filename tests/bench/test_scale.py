@@ -42,6 +42,17 @@ def test_points_follow_sides_and_workers() -> None:
     assert shown == [("compute", 2), ("compute", 2), ("compute", 8), ("AllReduce()", 2), ("AllReduce()", 8), ("ddp", 2)]
 
 
+def test_a_row_is_predicted_with_the_compute_of_its_own_run() -> None:
+    ahead, behind = (
+        scale.points([a_row("compute", 4, step_seconds=SECONDS + 0.2), a_row("Gossip()", 4, compute_seconds=SECONDS + more)])[1]
+        for more in (0.01, 0.1)
+    )
+    assert ahead.predicted is not None
+    assert behind.predicted is not None
+    assert ahead.predicted.compute_seconds == pytest.approx(SECONDS + 0.01)
+    assert behind.predicted.compute_seconds == pytest.approx(SECONDS + 0.1)
+
+
 def test_compute_alone_must_be_there() -> None:
     with pytest.raises(ConfigurationError, match="no side `compute`"):
         scale.points([a_row("AllReduce()", 4)])

@@ -79,7 +79,8 @@ def points(rows: Sequence[Record]) -> list[Point]:
         raise ConfigurationError(f"no side `compute` was measured for {lacking[0]}: measure it with gossamer bench")
     order = {side: place for place, side in enumerate(dict.fromkeys(row["side"] for row in there))}
     there.sort(key=lambda row: (row["workload"], row["network"], order[row["side"]], row["hosts"]))
-    return [Point(row, predict(row, alone[_case(row)])) for row in there]
+    # What was measured in portions has computed alone in each of them.
+    return [Point(row, predict(row, row.get("compute_seconds") or alone[_case(row)])) for row in there]
 
 
 def _case(row: Record) -> tuple[str, str, int]:
