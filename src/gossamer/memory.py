@@ -1,5 +1,6 @@
 """Memory: tensors that are used again in every step, and how much of one to work on at a time."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,11 @@ from torch import Tensor
 def portion(tensor: Tensor) -> int:
     """How many elements to work on at a time: a CPU keeps so many, and what is made of them, in its cache; others take all."""
     return _PORTION if tensor.device.type == "cpu" else max(_PORTION, tensor.numel())
+
+
+def portions(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same elements of flat tensors of one length, a :func:`portion` at a time: views."""
+    return zip(*(tensor.split(portion(tensors[0])) for tensor in tensors), strict=True)
 
 
 _PORTION = 2**16

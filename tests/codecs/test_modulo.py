@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.codecs.modulo import BLOCK, ModuloGrid, fold, pieces, scale_blocks, unfold
+from gossamer.codecs.modulo import BLOCK, ModuloGrid, pack, pieces, scale_blocks, unpack
 
 
 def grid(bits: int, numel: int, step: float = 1.0) -> ModuloGrid:
@@ -31,9 +31,9 @@ def read(grid: ModuloGrid, theirs: Tensor, own: Tensor) -> tuple[Tensor, Tensor]
 @given(st.lists(st.integers(-(2**22), 2**22), min_size=BLOCK, max_size=BLOCK))
 def test_packing_keeps_the_last_bits(bits: int, places: list[int]) -> None:
     tensor = torch.tensor([places], dtype=torch.int32)
-    folded = fold(tensor, bits)
+    folded = pack(tensor & (2**bits - 1), bits)
     assert folded.shape == (1, BLOCK * bits // 8)
-    assert unfold(folded, bits).tolist() == [[place % 2**bits for place in places]]
+    assert unpack(folded, bits, BLOCK).tolist() == [[place % 2**bits for place in places]]
 
 
 @pytest.mark.parametrize("bits", [8, 4])

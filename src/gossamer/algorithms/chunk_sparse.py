@@ -20,7 +20,7 @@ from gossamer.codecs.kernels import accumulate, chunk_norms
 from gossamer.codecs.sparse import check_chunk, check_density
 from gossamer.comm.ops import AllReduce, Flow, decide, start, total, wait
 from gossamer.errors import ConfigurationError
-from gossamer.memory import portion
+from gossamer.memory import portions
 from gossamer.optim.momentum import lend_momentum, return_momentum
 from gossamer.state import RESIDUAL, State
 
@@ -151,7 +151,7 @@ class ChunkSparse(Lossy):
         """What this worker adds to the mean of the packed chunks, in the dtype of the wire. ``packed`` becomes what that
         lacks."""
         sent = torch.empty_like(packed, dtype=codec.wire_dtype(packed.dtype))
-        for part, out in zip(packed.split(portion(packed)), sent.split(portion(packed)), strict=True):
+        for part, out in portions(packed, sent):
             out.copy_(codec.encode(fitting(part / ctx.world, out.dtype, ctx.world)))
             part.sub_(codec.decode(out, out.numel(), part.dtype) * ctx.world)
         return sent

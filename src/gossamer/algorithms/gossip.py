@@ -14,7 +14,7 @@ from gossamer.comm.mixing import check_connected
 from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Dissemination, Topology
 from gossamer.errors import ConfigurationError
-from gossamer.memory import portion
+from gossamer.memory import portions
 from gossamer.state import State
 
 
@@ -139,8 +139,7 @@ PIECE_BYTES = 2**20
 
 def add_difference(theirs: Tensor, mine: Tensor, share: float, out: Tensor, fresh: bool) -> None:
     """Add share·(theirs − mine), computed in the type of ``out``; ``fresh``: to nothing, whatever is there."""
-    size = portion(out)
-    for a, b, result in zip(theirs.split(size), mine.split(size), out.split(size), strict=True):
+    for a, b, result in portions(theirs, mine, out):
         if fresh:
             torch.sub(a.to(out.dtype), b.to(out.dtype), out=result).mul_(share)
         else:

@@ -10,7 +10,7 @@ from gossamer.algorithms.gossip import Gossip, check_steps
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce, maximum
-from gossamer.memory import portion
+from gossamer.memory import portions
 from gossamer.state import State
 
 
@@ -53,6 +53,8 @@ class GossipPGA(Gossip):
 def beyond_rounding(delta: Tensor, weights: Tensor, world: int) -> Tensor:
     """``float32[1]``: 1 if any element of ``delta`` is more than a sum of ``world`` equal weights may be rounded by; else 0."""
     rounding = world * torch.finfo(weights.dtype).eps
-    pieces = zip(delta.split(portion(delta)), weights.split(portion(delta)), strict=True)
-    within = [(change.abs() <= own.abs().mul_(rounding)).all() for change, own in pieces]  # what is not finite is not
+    within = [
+        (change.abs() <= own.abs().mul_(rounding)).all()  # what is not finite is not
+        for change, own in portions(delta, weights)
+    ]
     return (~torch.stack(within).all()).float().reshape(1)

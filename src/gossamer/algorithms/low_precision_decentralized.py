@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.gossip import Meeting
+from gossamer.algorithms.gossip import Meeting, add_difference
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
@@ -16,7 +16,6 @@ from gossamer.codecs.quantize import Quantize
 from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Ring, Topology
 from gossamer.errors import ConfigurationError
-from gossamer.memory import portion
 from gossamer.state import State
 
 
@@ -95,8 +94,7 @@ class LowPrecisionDecentralized(Meeting):
         delta = weights.zero_()  # what was sent and what is remembered are copies
         for number, handle in enumerate(handles):
             theirs = self._follow(f"{FROM} {number}", (yield wait(handle)), weights, state, first)
-            for total, ahead, behind in zip(*(each.split(portion(delta)) for each in (delta, theirs, own)), strict=True):
-                total.add_(ahead - behind, alpha=self.pace / (len(handles) + 1))
+            add_difference(theirs, own, self.pace / (len(handles) + 1), delta, fresh=False)
         return bucket.flat.copy_(delta)
 
     def _follow(self, key: str, payload: Tensor, like: Tensor, state: State, first: bool) -> Tensor:

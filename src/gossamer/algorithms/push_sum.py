@@ -14,7 +14,7 @@ from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.digraph import digraph
 from gossamer.comm.ops import Flow, Push, start, wait
 from gossamer.comm.topology import OnePeerExponential, Pattern
-from gossamer.memory import portion
+from gossamer.memory import portions
 from gossamer.state import State
 
 
@@ -74,7 +74,7 @@ class PushSum(Meeting):
         weight = weight + (yield wait(shares)).sum()
         state[SUM] = total
         state.set_extra(WEIGHT, weight)
-        for own, part in zip(weights.split(portion(weights)), total.split(portion(weights)), strict=True):
+        for own, part in portions(weights, total):
             torch.sub(part / weight, own, out=own)
         return bucket.flat.copy_(weights)  # nothing reads the weights' copy any more
 

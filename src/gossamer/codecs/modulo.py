@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gossamer.codecs.kernels.reference import pack, unpack
 from gossamer.memory import portion
 
 BLOCK = 512
@@ -38,7 +39,7 @@ class ModuloGrid:
         codes, sums = self._parts(message)
         for elements, rows in pieces(values):
             places = self._places(values[elements], rows)
-            codes[rows] = fold(places, self.bits)
+            codes[rows] = pack(places & (2**self.bits - 1), self.bits)
             sums[rows] = checksum(places)
         return message
 
@@ -48,7 +49,7 @@ class ModuloGrid:
         codes, sums = self._parts(message)
         places = self._places(own, rows)
         half = 2 ** (self.bits - 1)
-        ahead = ((unfold(codes[rows], self.bits) - places + half) & (2**self.bits - 1)) - half
+        ahead = ((unpack(codes[rows], self.bits, BLOCK) - places + half) & (2**self.bits - 1)) - half
         true = checksum(places + ahead) == sums[rows]
         return (ahead * self.steps[rows].unsqueeze(1)).view(-1)[: own.numel()], true
 
@@ -95,21 +96,6 @@ def scale_blocks(tensor: Tensor, factors: Tensor) -> None:
     for elements, rows in pieces(tensor):
         piece = tensor[elements]
         piece.mul_(factors[rows].to(tensor.dtype).repeat_interleave(BLOCK)[: piece.numel()])
-
-
-def fold(places: Tensor, bits: int) -> Tensor:
-    """The last bits of ``int32[blocks, 512]``, several to a byte, a plane apart: ``uint8[blocks, 512 · bits/8]``."""
-    planes = (places & (2**bits - 1)).to(torch.uint8).tensor_split(8 // bits, dim=1)
-    folded: Tensor = planes[0]
-    for number, plane in enumerate(planes[1:], start=1):
-        folded = folded | (plane << (bits * number))
-    return folded
-
-
-def unfold(codes: Tensor, bits: int) -> Tensor:
-    """What :func:`fold` was given, modulo 2^bits: ``int32[blocks, 512]``."""
-    planes = [(codes >> (bits * number)) & (2**bits - 1) for number in range(8 // bits)]
-    return torch.cat(planes, dim=1).to(torch.int32)
 
 
 def checksum(places: Tensor) -> Tensor:
