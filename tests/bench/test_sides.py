@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from gossamer import AllReduce, Gossip, Hierarchical, PushSum, ScatterReduce, after
-from gossamer.bench.sides import PLAIN, OverlapForward, join, parse_side
+from gossamer.bench.sides import OPTIMIZERS, PLAIN, OverlapForward, algorithm_of, join, overlaps_forward, parse_side
 from gossamer.codecs import Quantize
 from gossamer.comm.digraph import OutNeighbours
 from gossamer.errors import ConfigurationError
-from gossamer.optim import OneBitAdam
+from gossamer.optim import GossipAdamW, OneBitAdam
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,10 @@ def test_sides_are_understood(text: str, side: object) -> None:
         ("Quantize()", "is not an algorithm"),
         ("overlap_forward(3)", "takes an algorithm"),
         ("PushSum(topology=RandomPush(peers=0))", "at least 1; got 0"),
+        ("GossipAdamW(lr=0.1)", r"does not communicate; write for example with_optimizer\(Gossip\(\), GossipAdamW\(lr=0.1\)\)"),
+        ("with_optimizer(GossipAdamW(), Gossip())", "takes an algorithm first"),
+        ("with_optimizer(Gossip(), OneBitAdam())", "that does not communicate"),
+        ("with_optimizer(Gossip(), Gossip())", "that does not communicate"),
     ],
 )
 def test_what_is_wrong_with_a_side_is_told_without_a_list(text: str, told: str) -> None:
@@ -83,3 +87,20 @@ def test_an_optimizer_that_communicates_takes_the_others_place() -> None:
     assert joined.model is model
     assert isinstance(joined.optimizer, OneBitAdam)
     assert joined.optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("text", ["Gossip()", "overlap_forward(ScatterReduce())"])
+def test_an_algorithm_goes_with_another_optimizer_than_the_workloads(text: str) -> None:
+    side, alone = parse_side(f"with_optimizer({text}, GossipAdamW(eps=0.5))"), parse_side(text)
+    assert (algorithm_of(side), overlaps_forward(side)) == (algorithm_of(alone), overlaps_forward(alone))
+    model = torch.nn.Linear(2, 2)
+    joined = join(side, model, torch.optim.SGD(model.parameters(), lr=0.25))
+    assert isinstance(joined.optimizer, GossipAdamW)
+    assert (joined.optimizer.param_groups[0]["lr"], joined.optimizer.param_groups[0]["eps"]) == (0.25, 0.5)
+    joined.close()
+
+
+def test_optimizers_that_communicate_are_known_as_such() -> None:
+    assert {*OPTIMIZERS} == {"OneBitAdam", "QAdam"}
+    assert algorithm_of(parse_side("QAdam()")) is None
+    assert algorithm_of("ddp") is None

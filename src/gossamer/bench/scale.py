@@ -14,7 +14,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gossamer.algorithms import Algorithm
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.emulated import Emulated
 from gossamer.bench.in_lab import Record
@@ -22,7 +21,7 @@ from gossamer.bench.matrix import ALWAYS
 from gossamer.bench.network import parse_network
 from gossamer.bench.plots import Measured, over_workers
 from gossamer.bench.rows import markdown, read_rows
-from gossamer.bench.sides import OverlapForward, parse_side
+from gossamer.bench.sides import algorithm_of, overlaps_forward, parse_side
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, StepTime, step_time
 
@@ -45,10 +44,9 @@ def predict(row: Record, compute_seconds: float) -> StepTime | None:
     Raises:
         ConfigurationError: the row's workload is no emulated model.
     """
-    algorithm = parse_side(row["side"])
-    if overlaps := isinstance(algorithm, OverlapForward):
-        algorithm = algorithm.algorithm
-    if not isinstance(algorithm, Algorithm):
+    side = parse_side(row["side"])
+    algorithm = algorithm_of(side)
+    if algorithm is None:
         return None
     model = find_workload(row["workload"]).build_model()
     if not isinstance(model, Emulated):
@@ -65,7 +63,7 @@ def predict(row: Record, compute_seconds: float) -> StepTime | None:
         link=link,
         compute=Compute.layered(model, layers, optimizer=rest),
         steps=-(-8 // period) * period,
-        overlap_forward=overlaps,
+        overlap_forward=overlaps_forward(side),
         history=1,  # emulated models are trained by SGD with momentum
     )
 

@@ -16,11 +16,15 @@ from gossamer.bench.spelled import value_of
 from gossamer.comm import digraph, topology
 from gossamer.comm.topology import Pattern
 from gossamer.errors import ConfigurationError
-from gossamer.replica import Replica
+from gossamer.optim.communicating import Communicating
 from gossamer.replicate import replicate
 
 PLAIN = tuple(PEERS)
 """Sides without gossamer."""
+
+_KINDS: dict[str, type[Optimizer]] = {
+    name: getattr(optim, name) for name in optim.__all__ if isinstance(getattr(optim, name), type)
+}
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,40 @@ class OverlapForward:
             raise TypeError(f"overlap_forward() takes an algorithm, not {self.algorithm!r}")
 
 
+@dataclass(frozen=True)
+class WithOptimizer:
+    """An algorithm with an optimizer in place of the workload's: ``with_optimizer(Gossip(), GossipAdamW())``."""
+
+    way: Algorithm | OverlapForward
+    optimizer: partial[Optimizer]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.way, Algorithm | OverlapForward):
+            raise TypeError(f"with_optimizer() takes an algorithm first, not {self.way!r}")
+        if not isinstance(self.optimizer, partial) or self.optimizer.func.__name__ in OPTIMIZERS:
+            raise TypeError("with_optimizer() takes an optimizer second that does not communicate, such as GossipAdamW()")
+
+
 _EXAMPLE = "Gossip(wire='bf16')"
 
-Side = Algorithm | OverlapForward | partial[Optimizer] | str
+Side = Algorithm | OverlapForward | WithOptimizer | partial[Optimizer] | str
 
-OPTIMIZERS = ("OneBitAdam", "QAdam")
+OPTIMIZERS = tuple(name for name, kind in _KINDS.items() if issubclass(kind, Communicating))
 """Optimizers that communicate themselves."""
+
+
+def algorithm_of(side: Side) -> Algorithm | None:
+    """The algorithm of a side; None of what is PyTorch's own, and of an optimizer that communicates."""
+    if isinstance(side, WithOptimizer):
+        side = side.way
+    if isinstance(side, OverlapForward):
+        return side.algorithm
+    return side if isinstance(side, Algorithm) else None
+
+
+def overlaps_forward(side: Side) -> bool:
+    """Whether the exchange of a side goes on during the next forward pass because it was asked to."""
+    return isinstance(side.way if isinstance(side, WithOptimizer) else side, OverlapForward)
 
 
 def known_names() -> dict[str, Any]:
@@ -55,12 +87,14 @@ def known_names() -> dict[str, Any]:
         "by_size": by_size,
         "in_parts": in_parts,
         "overlap_forward": OverlapForward,
+        "with_optimizer": WithOptimizer,
     }
-    return made_of | dict(registry()) | {name: partial(partial, getattr(optim, name)) for name in OPTIMIZERS}
+    return made_of | dict(registry()) | {name: partial(partial, kind) for name, kind in _KINDS.items()}
 
 
 def parse_side(text: str) -> Side:
-    """One of ``PLAIN``, an algorithm (alone, or overlapping the forward pass), or a maker of an optimizer that communicates.
+    """One of ``PLAIN``, an algorithm (alone, overlapping the forward pass, with an optimizer), or a maker of an optimizer that
+    communicates.
 
     Raises ConfigurationError.
     """
@@ -68,15 +102,16 @@ def parse_side(text: str) -> Side:
         return text
     names = known_names()
     made = _made(text, names, "side", [*PLAIN, *sorted(names)])
-    if not isinstance(made, Algorithm | OverlapForward | partial):
+    if isinstance(made, partial) and made.func.__name__ not in OPTIMIZERS:
+        raise ConfigurationError(f"{text!r} does not communicate; write for example with_optimizer(Gossip(), {text})")
+    if not isinstance(made, Algorithm | OverlapForward | WithOptimizer | partial):
         raise ConfigurationError(f"{text!r} is not an algorithm; write for example AllReduce() or Gossip(wire='bf16')")
     return made
 
 
 def parse_optimizer(text: str) -> partial[Optimizer]:
     """A maker of one of gossamer's optimizers, spelled as in a script without its parameters. Raises ConfigurationError."""
-    kinds = {name: getattr(optim, name) for name in optim.__all__ if isinstance(getattr(optim, name), type)}
-    made = _made(text, {name: partial(partial, kind) for name, kind in kinds.items()}, "optimizer", list(kinds))
+    made = _made(text, {name: partial(partial, kind) for name, kind in _KINDS.items()}, "optimizer", list(_KINDS))
     if not isinstance(made, partial):
         raise ConfigurationError(f"{text!r} is no optimizer; write for example GossipAdamW()")
     return made
@@ -116,17 +151,12 @@ def in_place_of(optimizer: Optimizer, maker: partial[Optimizer], model: nn.Modul
 def join(side: Side, model: nn.Module, optimizer: Optimizer) -> Joined:
     """Let ``model`` communicate as ``side`` says; returns what to train with.
 
-    An optimizer that communicates takes the place of the workload's, with its learning rate unless it has one.
+    An optimizer that the side names takes the place of the workload's, with its learning rate unless it has one.
     """
-    if isinstance(side, Algorithm):
-        return _with(replicate(model, optimizer, side), model, optimizer)
-    if isinstance(side, OverlapForward):
-        return _with(replicate(model, optimizer, side.algorithm, overlap_forward=True), model, optimizer)
-    if isinstance(side, partial):
-        optimizer = in_place_of(optimizer, side, model)
-        return _with(replicate(model, optimizer), model, optimizer)
-    return PEERS[side].join(model, optimizer)
-
-
-def _with(replica: Replica, model: nn.Module, optimizer: Optimizer) -> Joined:
+    if isinstance(side, str):
+        return PEERS[side].join(model, optimizer)
+    maker = side.optimizer if isinstance(side, WithOptimizer) else side
+    if isinstance(maker, partial):
+        optimizer = in_place_of(optimizer, maker, model)
+    replica = replicate(model, optimizer, algorithm_of(side), overlap_forward=overlaps_forward(side))
     return Joined(model, optimizer, close=replica.close, replica=replica)

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gossamer.algorithms import Algorithm
 from gossamer.bench.bound import When
 from gossamer.bench.peers import PEERS, Joined
-from gossamer.bench.sides import OverlapForward, Side, join, parse_side
+from gossamer.bench.sides import Side, algorithm_of, join, overlaps_forward, parse_side
 from gossamer.bench.workload import Workload
 
 LONGEST = 16
@@ -90,9 +89,10 @@ def exchanged(side: Side) -> When:
     """
     if isinstance(side, str):
         return PEERS[side].when
-    if isinstance(side, OverlapForward):
+    algorithm = algorithm_of(side)
+    if overlaps_forward(side) or (algorithm is not None and algorithm.part("gradients") is None):
         return "overlapped"
-    return "overlapped" if isinstance(side, Algorithm) and side.part("gradients") is None else "joined"
+    return "joined"
 
 
 def _payload(side: Side, nbytes: int) -> float | None:
@@ -106,5 +106,5 @@ def _payload(side: Side, nbytes: int) -> float | None:
 def _period(side: Side) -> int:
     if isinstance(side, str):
         return PEERS[side].period
-    algorithm = side.algorithm if isinstance(side, OverlapForward) else side
-    return algorithm.traffic_period if isinstance(algorithm, Algorithm) else 1
+    algorithm = algorithm_of(side)
+    return algorithm.traffic_period if algorithm is not None else 1
