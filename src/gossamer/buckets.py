@@ -70,6 +70,10 @@ class Layout:
         """Parameter names, in order."""
         return tuple(segment.name for segment in self.segments)
 
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The parameter-shaped views of a flat tensor."""
+        return [segment.view(flat) for segment in self.segments]
+
     def allocate(self) -> Tensor:
         """A zero flat tensor for this layout."""
         return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
@@ -204,7 +208,7 @@ class Bucket:
         self.index = index
         self.layout = layout
         self.flat = layout.allocate()
-        self.views = self.split(self.flat)
+        self.views = layout.split(self.flat)
         self._memory = Memory()
         self._given = False
         self._origin: Bucket | None = None
@@ -254,8 +258,10 @@ class Bucket:
             self._hold(self.fresh())
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """The parameter-shaped views of another tensor laid out like this bucket."""
-        return [segment.view(flat) for segment in self.segments]
+        """The parameter-shaped views of a tensor laid out like this bucket."""
+        if flat is self.flat:
+            return self.views
+        return self.layout.split(flat)
 
     def gather(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """A flat tensor, laid out like this bucket, of those of ``tensors`` that belong here; None if there are none."""
@@ -285,7 +291,7 @@ class Bucket:
         return True
 
     def _hold(self, flat: Tensor) -> None:
-        self.flat, self.views, self._given = flat, self.split(flat), False
+        self.flat, self.views, self._given = flat, self.layout.split(flat), False
 
     def __str__(self) -> str:
         names = self.layout.names

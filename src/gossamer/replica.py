@@ -65,6 +65,8 @@ class Replica:
         self._backward = Backward(runner, self._begin_backward, self._end_backward)
         self._seen = [0] * len(self._optimizers)
         self._weights: list[WeightSync] = []
+        self._buffers_travel = False
+        """Whether buffers are averaged with the weights."""
         self._gradients: GradientSync | None = None
         self._links: list[OptimizerSync] = []
         self._open_syncs()
@@ -250,7 +252,8 @@ class Replica:
             held = {id(parameter) for parameter in held_by(optimizer)}
             tensors = {name: exact(optimizer, p) for name, p in self._trainable.items() if id(p) in held}
             if self._buffers == "average" and not self._weights:
-                tensors |= averaged(self._model)
+                beside = averaged(self._model)
+                self._buffers_travel, tensors = bool(beside), tensors | beside
             wanted = {name for name, t in tensors.items() if of_weights.of(of_weights.route(name, t)).exchanges_history}
             own = {name: p for name, p in self._trainable.items() if id(p) in held and name in wanted}
             remembered = partial(history, optimizer, own) if own else None
@@ -340,7 +343,7 @@ class Replica:
             self._weights[0].exchange_again()
 
     def _follow(self, index: int) -> None:
-        if index == 0 and self._buffers == "average":
+        if index == 0 and self._buffers_travel:
             self._weights[0].follow(beside_parameters(self._model))
 
     def _passes(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.buckets import Bucket
+from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow, Group
 from gossamer.errors import ConfigurationError
 from gossamer.state import RESIDUAL, State
@@ -82,7 +83,7 @@ class Algorithm(ABC):
             _REGISTRY[cls.__name__] = cls
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
+        if not is_whole(self.bucket_bytes, 1):
             raise ConfigurationError(f"bucket_bytes must be a positive number of bytes; got {self.bucket_bytes!r}")
 
     @abstractmethod

@@ -12,6 +12,7 @@ from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.algorithms.combination import Combination, joined, refuse_lag, refuse_momentum, split, total
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket, is_buffer
+from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow, Group, all_reduce, broadcast, within
 from gossamer.errors import ConfigurationError
 from gossamer.pieces import part_of
@@ -53,7 +54,7 @@ class Hierarchical(Combination, register=False):
         refuse_momentum(self.inner, "the inner part of Hierarchical")
         if isinstance(self.outer, Hierarchical):
             raise ConfigurationError("there are two levels: Hierarchical inside Hierarchical would be a third")
-        if self.ranks_per_node is not None and (not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1):
+        if self.ranks_per_node is not None and not is_whole(self.ranks_per_node, 1):
             raise ConfigurationError(f"ranks_per_node must be a positive number; got {self.ranks_per_node!r}")
 
     @property

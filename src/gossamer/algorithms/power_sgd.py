@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.lossy import Lossy, narrowed, turn_over, wide
 from gossamer.buckets import Bucket, Segment
+from gossamer.checks import is_whole
 from gossamer.codecs.cast import Wire, check_wire
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.errors import ConfigurationError
@@ -46,7 +47,7 @@ class PowerSGD(Lossy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire("residual", self.residual)
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if not is_whole(self.rank, 1):
             raise ConfigurationError(f"rank must be a positive number of columns; got {self.rank!r}")
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:

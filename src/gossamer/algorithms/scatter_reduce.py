@@ -9,6 +9,7 @@ from gossamer.algorithms.base import Context
 from gossamer.algorithms.lossy import Lossy, check_codec, narrowed, turn_over, wide
 from gossamer.algorithms.parts import Feedback, scatter_reduce
 from gossamer.buckets import Bucket
+from gossamer.checks import is_whole
 from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Wire, check_wire
 from gossamer.codecs.quantize import Quantize
@@ -47,7 +48,7 @@ class ScatterReduce(Lossy):
         super().__post_init__()
         check_wire("residual", self.residual)
         check_codec(self.codec)
-        if not isinstance(self.gather_below, int) or self.gather_below < 0:
+        if not is_whole(self.gather_below, 0):
             raise ConfigurationError(f"gather_below must be a number of bytes, or 0 for never; got {self.gather_below!r}")
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:

@@ -11,6 +11,7 @@ from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.algorithms.combination import Combination, check_parts, joined, split, total
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
+from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
 from gossamer.state import State
@@ -41,7 +42,7 @@ class Switch(Combination, register=False):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.steps, int) or self.steps < 0:
+        if not is_whole(self.steps, 0):
             raise ConfigurationError(f"after() takes a number of steps; got {self.steps!r}")
         check_parts(self.then, self.before)
         if len({part.weight_parts for part in self.parts} - {1}) > 1:
@@ -159,7 +160,7 @@ class BySize(Combination, register=False):
         check_parts(self.small, self.large)
         if self.small.weight_parts > 1 or self.large.weight_parts > 1:
             raise ConfigurationError("by_size() does not go with in_parts(), which would have it see pieces of tensors")
-        if not isinstance(self.threshold, int) or self.threshold < 0:
+        if not is_whole(self.threshold, 0):
             raise ConfigurationError(f"by_size() takes a number of bytes; got {self.threshold!r}")
         if _NOTHING in self.parts:
             return

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
+from gossamer.checks import is_whole
 from gossamer.comm.digraph import Digraph
 from gossamer.comm.topology import Edges, Exchange, Pattern, Topology, mixing_matrix, rounds
 from gossamer.errors import ConfigurationError
@@ -27,7 +28,7 @@ def check_pattern(topology: Pattern, world: int) -> None:
     """Raise ConfigurationError unless the first cycle of a topology is what algorithms count on: looked at once, not in
     every step."""
     cycle: object = topology.cycle(world)
-    if not isinstance(cycle, int) or cycle < 1:
+    if not is_whole(cycle, 1):
         raise ConfigurationError(f"{topology}.cycle({world}) must return a number of steps, at least 1; got {cycle!r}")
     for step in range(cycle):
         checked(topology, step, world)

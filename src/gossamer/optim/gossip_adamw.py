@@ -1,8 +1,10 @@
 """GossipAdamW: AdamW for workers who average their weights, and not their gradients."""
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -72,28 +74,36 @@ class GossipAdamW(Wide):
         counts = self.count()
         kept = self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
         rows = list(zip(parameters, gradients, *kept, counts, strict=True))
-        in_one_pass = [all(t.device.type == "cpu" and t.is_contiguous() for t in row[:4]) for row in rows]
-        _one_by_one(group, [row for row, whole in zip(rows, in_one_pass, strict=True) if whole])
-        _together(group, [row for row, whole in zip(rows, in_one_pass, strict=True) if not whole])
+        whole = [row[0].device.type == "cpu" and all(map(Tensor.is_contiguous, row[:4])) for row in rows]
+        _in_one_pass(group, list(compress(rows, whole)))
+        _together(group, [row for row, one_pass in zip(rows, whole, strict=True) if not one_pass])
 
 
 Row = tuple[Tensor, Tensor, Tensor, Tensor, int]
 """A weight, its gradient, the means of gradients and of squares, and the number of this update."""
 
 
-def _one_by_one(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Each tensor in one pass over memory."""
+def _in_one_pass(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Tensors of one dtype without gaps in the host's memory, in one pass over it."""
     if not rows:
         return
     from gossamer.optim.loops import adamw
 
     (first, second), share, lr = group["betas"], 1 / group[AVERAGED_OVER], group["lr"]
     kind = rows[0][0].detach().numpy().dtype.type
-    steady = map(kind, (1 - first, second, (1 - second) * share, (1 - second) * (1 - share)))
-    shared = *steady, *map(kind, (1 - lr * group["weight_decay"], lr, group["eps"]))
-    corrections = {count: (kind(1 / (1 - first**count)), kind(1 / (1 - second**count))) for count in {row[4] for row in rows}}
-    for *tensors, count in rows:
-        adamw(*(tensor.detach().view(-1).numpy() for tensor in tensors), *shared, *corrections[count])  # type: ignore[call-arg]
+    numbers = (
+        1 - first,
+        second,
+        (1 - second) * share,
+        (1 - second) * (1 - share),
+        1 - lr * group["weight_decay"],
+        lr,
+        group["eps"],
+    )
+    addresses = np.array([[tensor.data_ptr() for tensor in row[:4]] for row in rows])
+    counts = np.array([row[4] for row in rows], np.float64)
+    corrections = np.stack([1 / (1 - beta**counts) for beta in group["betas"]], axis=1).astype(kind)
+    adamw(addresses, np.array([row[0].numel() for row in rows]), corrections, *map(kind, numbers))
 
 
 def _together(group: Mapping[str, Any], rows: Sequence[Row]) -> None:

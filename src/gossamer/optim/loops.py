@@ -1,16 +1,32 @@
-"""Loops: an optimizer's update of one tensor on the CPU, in one pass over memory; compiled by numba at its first use."""
+"""Loops: an optimizer's update on the CPU, of all tensors in one pass over memory; compiled by numba at its first use."""
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 Array = npt.NDArray[Any]
 
 
+def _turned_to_memory(context: Any, address: Any) -> Any:
+    """For the compiler: an address as a pointer."""
+
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), made
+
+
+_memory: Any = intrinsic(_turned_to_memory)
+"""The memory at an address."""
+
+
 @njit(nogil=True, cache=True, error_model="numpy")  # a test for a divisor of 0 would keep it from being vectorised
-def adamw(
+def _adamw(
     weight: Array,
     gradient: Array,
     mean: Array,
@@ -25,10 +41,37 @@ def adamw(
     first: Any,
     second: Any,
 ) -> None:
-    """mean ← mean + lag·(gradient − mean); step = mean·first; square ← forget·square + share·gradient² + rest·step²;
-    weight ← keep·weight − rate·step/(√(square·second) + eps)."""
     for i in range(weight.size):
         mean[i] += lag * (gradient[i] - mean[i])
         step = mean[i] * first
         square[i] = forget * square[i] + share * gradient[i] * gradient[i] + rest * step * step
         weight[i] = keep * weight[i] - rate * step / (np.sqrt(square[i] * second) + eps)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def adamw(
+    addresses: Array,
+    sizes: Array,
+    corrections: Array,
+    lag: Any,
+    forget: Any,
+    share: Any,
+    rest: Any,
+    keep: Any,
+    rate: Any,
+    eps: Any,
+) -> None:
+    """Of each tensor: mean ← mean + lag·(gradient − mean); step = mean·first; square ← forget·square + share·gradient² +
+    rest·step²; weight ← keep·weight − rate·step/(√(square·second) + eps).
+
+    ``addresses``: ``int64[tensors, 4]``, where weight, gradient, mean and square lie, without gaps and of the dtype of
+    ``corrections``: ``[tensors, 2]``, first and second. ``sizes``: ``int64[tensors]``, their elements. The numbers are of
+    that dtype too. To hand over arrays would take longer than the update of a small tensor.
+    """
+    for k in range(sizes.size):
+        weight = carray(_memory(addresses[k, 0]), sizes[k], corrections.dtype)
+        gradient = carray(_memory(addresses[k, 1]), sizes[k], corrections.dtype)
+        mean = carray(_memory(addresses[k, 2]), sizes[k], corrections.dtype)
+        square = carray(_memory(addresses[k, 3]), sizes[k], corrections.dtype)
+        first, second = corrections[k]
+        _adamw(weight, gradient, mean, square, lag, forget, share, rest, keep, rate, eps, first, second)

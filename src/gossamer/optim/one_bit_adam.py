@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.scatter_reduce import ScatterReduce
+from gossamer.checks import is_whole
 from gossamer.codecs.base import Codec
 from gossamer.codecs.quantize import Quantize
 from gossamer.codecs.sign import Sign
@@ -66,7 +67,7 @@ class OneBitAdam(Communicating):
             check_number(name, value)
         for beta in betas:
             check_number("betas", beta, below=1.0)
-        if warmup is not None and (not isinstance(warmup, int) or warmup < 1):
+        if warmup is not None and not is_whole(warmup, 1):
             raise ConfigurationError(f"warmup must be a number of steps, at least 1, or None to find its end; got {warmup!r}")
         if interval < 1:
             raise ConfigurationError(f"interval must be a number of steps, at least 1; got {interval!r}")
