@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from gossamer.bench import time_to_quality
 from gossamer.bench.crossing import crossing, smoothed
 from gossamer.bench.plots import require_matplotlib
 from gossamer.bench.time_to_quality import Runs, main, seconds_to, table, target_after
@@ -45,6 +46,14 @@ def test_sides_are_compared_seed_by_seed():
     assert "not reached" in table(rows, {0: 0.95, 1: 0.95})[3]
 
 
+def test_how_much_of_what_is_possible_was_reached_is_told_where_steps_without_communication_were_timed():
+    rows = [a_run("ddp", 0, 10.0), a_run("compute", 0, 2.0), a_run("Gossip()", 0, 2.5)]
+    lines = table(rows, {0: 0.45})
+    assert lines[3] == "| `compute` |  | 200 |  |  | at most 5.00 | 1 |"
+    assert lines[4].endswith("| 4.00 | 0.80 |")
+    assert table([rows[0], rows[2]], {0: 0.45})[3].endswith("| 4.00 |  |")
+
+
 def test_a_longer_run_takes_the_place_of_a_shorter_one(tmp_path):
     runs = Runs(tmp_path / "deep" / "quality.jsonl")
     key = {"workload": "w", "network": "n", "hosts": 2, "side": "ddp", "seed": 0, "eval_every": 5}
@@ -76,14 +85,16 @@ def workload(tmp_path):
     return path
 
 
-def test_a_study_is_trained_told_and_not_trained_again(tmp_path, workload, capsys):
+def test_a_study_is_trained_told_and_not_trained_again(tmp_path, workload, capsys, monkeypatch):
+    monkeypatch.setattr(time_to_quality, "COMPUTE_SECONDS", 1.5)
     require_matplotlib()
-    words = ["--workload", str(workload), "--network", "unshaped", "--hosts", "2", "--sides", "Gossip()"]
+    words = ["--workload", str(workload), "--network", "unshaped", "--hosts", "2", "--sides", "Gossip()", "compute"]
     words += ["--seeds", "1", "--target", "0.2", "--eval-every", "5", "--seconds", "60", "--save-to", str(tmp_path / "out")]
     assert main(words) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "quality.jsonl").read_text().splitlines()]
-    assert [row["side"] for row in rows] == ["Gossip()"]
-    for row in rows:
+    assert [row["side"] for row in rows] == ["Gossip()", "compute"]
+    assert rows[1]["evaluations"][-1][1] >= 1.5, "it is timed, whatever quality it has"
+    for row in rows[:1]:
         assert seconds_to(row, 0.2) is not None
         assert row["evaluations"][-1][2] < row["evaluations"][0][2]
     assert (tmp_path / "out" / "line-quality.png").stat().st_size > 5000

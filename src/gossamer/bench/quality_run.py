@@ -95,8 +95,9 @@ def _train(workload: Workload, made: Joined, batches: Batches, goal: Goal, quali
             told = clock.seconds
             _say({"at": step, "seconds": told})
         if step % goal.eval_every == 0:
-            with clock.pause() as seconds:
+            with clock.pause() as own_seconds:
                 measure, value = quality()
+                seconds = of_all(own_seconds)[0]  # all ranks end at the same step
             points.append((seconds, value))
             _say({"step": step, "seconds": seconds, "measure": measure, "quality": value})
             if seconds >= goal.seconds or (goal.until is not None and crossing(points, goal.until, measure) is not None):

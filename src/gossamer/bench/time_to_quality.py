@@ -4,7 +4,8 @@
     python -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25
 
 The clock stands still during evaluations. What counts is when the median of five evaluations first reaches the target.
-Every run is written down when it ends, and not done again: stop and go on as you like.
+With ``compute`` among the sides, steps without communication are timed too: nothing can be faster than the first side by more
+than they are. Every run is written down when it ends, and not done again: stop and go on as you like.
 """
 
 import argparse
@@ -29,8 +30,14 @@ from gossamer.bench.sides import parse_side
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabError
 
+COMPUTE = "compute"
+"""The side that does not communicate: it shows what is possible, and reaches nothing together."""
+
+COMPUTE_SECONDS = 30.0
+
 SIDES = (
     "ddp",
+    COMPUTE,
     "ddp-fp16",
     "ddp-powersgd",
     "post-localsgd",
@@ -95,26 +102,37 @@ def train(key: Record, seconds: float, until: float | None, told: Callable[[Reco
 
 def table(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
     """Markdown: every side beside the first one, over all seeds that have a target."""
-    head = ("side", "seeds", "ms per step", "steps to the target", "seconds to the target", "times faster than the first")
+    head = (
+        "side", "seeds", "ms per step", "steps to the target", "seconds to the target", "times faster than the first",
+        "of the most possible",
+    )  # fmt: skip
     lines = []
     sides = list(dict.fromkeys(row["side"] for row in rows))
     times = {side: _times([row for row in rows if row["side"] == side], targets) for side in sides}
+    paces = {side: {row["seed"]: _pace(row) for row in rows if row["side"] == side} for side in sides}
+    first = sides[0]
     for side in sides:
-        own = [row for row in rows if row["side"] == side]
-        paces = {row["seed"]: row["evaluations"][-1][1] / row["evaluations"][-1][0] for row in own}
-        reached = times[side]
-        faster = [times[sides[0]][seed] / taken for seed, taken in reached.items() if seed in times[sides[0]]]
-        steps = [seconds / paces[seed] for seed, seconds in reached.items()]
+        own, reached = paces[side], times[side]
+        faster = {seed: times[first][seed] / taken for seed, taken in reached.items() if seed in times[first]}
+        possible = {seed: paces[first][seed] / pace for seed, pace in paces.get(COMPUTE, {}).items() if seed in paces[first]}
         cells = [
             f"`{side}`",
             f"{len(reached)} of {len(own)}",
-            f"{1e3 * statistics.median(paces.values()):.0f}",
-            _spread(steps, "{:.0f}"),
-            _spread(list(reached.values()), "{:.1f}"),
-            _spread(faster, "{:.2f}"),
+            f"{1e3 * statistics.median(own.values()):.0f}",
+            _spread([seconds / own[seed] for seed, seconds in reached.items()], "{:.0f}"),
+            _spread(list(reached.values()), "{:.1f}") or "not reached",
+            _spread(list(faster.values()), "{:.2f}"),
+            _spread([each / possible[seed] for seed, each in faster.items() if seed in possible], "{:.2f}"),
         ]
-        lines.append(cells)
+        most = ["", cells[2], "", "", f"at most {_spread(list(possible.values()), '{:.2f}')}", "1"]
+        lines.append([cells[0], *(most if side == COMPUTE else cells[1:])])
     return markdown(head, lines)
+
+
+def _pace(row: Record) -> float:
+    """Seconds per step."""
+    steps, seconds, _ = row["evaluations"][-1]
+    return float(seconds / steps)
 
 
 def _times(rows: Sequence[Record], targets: dict[int, float]) -> dict[int, float]:
@@ -126,7 +144,7 @@ def _times(rows: Sequence[Record], targets: dict[int, float]) -> dict[int, float
 def _spread(values: Sequence[float], form: str) -> str:
     """The median, and the least and the most of several."""
     if not values:
-        return "not reached"
+        return ""
     middle, low, high = (form.format(each) for each in (statistics.median(values), min(values), max(values)))
     return middle if len(values) == 1 else f"{middle} ({low} to {high})"
 
@@ -146,7 +164,7 @@ class Study:
 
     def train_all(self) -> None:
         """Train what is lacking, the first side of a seed before the others: it may set the target."""
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         with Progress(*columns, console=self._console) as progress:
             for line in busy_machine():
                 progress.log(line)
@@ -157,12 +175,14 @@ class Study:
                     try:
                         self._train(side, seed, progress)
                     except GossamerError as error:  # a peer that is not installed, or does not run here
-                        progress.log(f"{side}, seed {seed}: {error}")
+                        progress.log(f"{side}, seed {seed}: {error}", markup=False)
 
     def _train(self, side: str, seed: int, progress: Progress) -> Record:
         """The run of a side, trained unless there is one that is long enough."""
         key, until = self._key(side, seed), self.targets.get(seed, self._options.target)
         limit = self._options.seconds if until is not None else self._options.target_after
+        if side == COMPUTE:
+            limit, until = min(limit, COMPUTE_SECONDS), None
         run = self._runs.find(key)
         if run is not None and (run["evaluations"][-1][1] >= limit or (until is not None and _reached(run, until))):
             return run
@@ -173,7 +193,7 @@ class Study:
         self._runs.add(run)
         progress.remove_task(bar)
         step, seconds, quality = run["evaluations"][-1]
-        progress.log(f"{name}: {step} steps in {seconds:.1f} s, {run['measure']} {quality:.4f}")
+        progress.log(f"{name}: {step} steps in {seconds:.1f} s, {run['measure']} {quality:.4f}", markup=False)
         return run
 
     def _target(self, run: Record) -> float:
@@ -214,6 +234,8 @@ def conclude(study: Study, options: argparse.Namespace) -> list[str]:
     (options.save_to / f"{stem}.md").write_text("\n".join(lines) + "\n")
     curves: dict[str, list[Points]] = {}
     for row in study.rows:
+        if row["side"] == COMPUTE:
+            continue
         curves.setdefault(row["side"], []).append(smoothed(points(row)))
     title = f"{name}: {measure} over wall-clock training time"
     quality_over_time(options.save_to / f"{stem}.png", curves, title=title, measure=measure, target=statistics.median(stated))
