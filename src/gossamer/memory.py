@@ -1,5 +1,6 @@
 """Memory: tensors that are used again in every step, and how much of one to work on at a time."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,25 @@ def portions(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 _PORTION = 2**16
+
+
+def momentary(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised tensor like ``like``, of type ``dtype`` if that is given, until this thread asks for the next one.
+
+    On the host it is always the same memory (see :class:`Memory` for why), unless it is a lot.
+    """
+    dtype = like.dtype if dtype is None else dtype
+    nbytes = like.numel() * dtype.itemsize
+    if like.device.type != "cpu" or nbytes > _MOMENTARY:
+        return torch.empty_like(like, dtype=dtype)
+    kept: Tensor | None = getattr(_of_thread, "memory", None)
+    if kept is None or kept.numel() < nbytes:
+        kept = _of_thread.memory = torch.empty(nbytes, dtype=torch.uint8)
+    return kept[:nbytes].view(dtype).view(like.shape)
+
+
+_MOMENTARY = 2**22
+_of_thread = threading.local()
 
 
 class Memory:

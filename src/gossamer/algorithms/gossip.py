@@ -14,7 +14,7 @@ from gossamer.comm.mixing import check_connected
 from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Dissemination, Topology
 from gossamer.errors import ConfigurationError
-from gossamer.memory import portions
+from gossamer.memory import momentary, portions
 from gossamer.state import State
 
 
@@ -106,23 +106,27 @@ class Gossip(Meeting):
             return delta.zero_()
         # A message of half the width and its answer fit into the memory of the weights they are made of.
         room = delta.element_size() // dtype.itemsize
-        others = [bucket.scratch(f"received {i}", dtype) for i in range(1 + len(partners) - room)]
+        places = [bucket.scratch(f"received {i}", dtype) for i in range(1 + len(partners) - room)]
         size = max(1, PIECE_BYTES // dtype.itemsize)
         rows = []
-        for piece, *beside in zip(*(each.split(size) for each in (delta, *others)), strict=True):
-            narrow = piece.to(dtype)  # before the message overwrites what it is made of
+        for piece, *beside in zip(*(each.split(size) for each in (delta, *places)), strict=True):
             messages: list[Tensor] = [*piece.view(dtype).tensor_split(room), *beside]
             sent, *received = messages
-            sent.copy_(narrow)
+            if room > 1:
+                sent.copy_(momentary(piece, dtype).copy_(piece))  # the message overwrites what it is made of
             handles = []
             for permutation, place in zip(partners, received, strict=False):
                 handles.append((yield start(Permute(sent, permutation, place))))
             rows.append((handles, sent, piece))
         for handles, sent, piece in rows:
-            result = torch.empty_like(piece)
-            for number, handle in enumerate(handles):
-                # What was sent was only read, so it still is what the partner received.
-                add_difference((yield wait(handle)), sent, 1 / (len(handles) + 1), result, fresh=number == 0)
+            first, *others = handles
+            theirs = yield wait(first)
+            # The message and its answer lie where the difference will.
+            result = torch.empty_like(piece) if others else momentary(piece)
+            # What was sent was only read, so it still is what the partner received.
+            add_difference(theirs, sent, 1 / (len(handles) + 1), result, fresh=True)
+            for handle in others:
+                add_difference((yield wait(handle)), sent, 1 / (len(handles) + 1), result, fresh=False)
             piece.copy_(result)
         return delta
 
