@@ -133,8 +133,10 @@ bench-efficiency: $(READY) ## papers' runs in slow motion, 8 hosts: GossipGraD a
 	  --sides compute 'ChunkSparse()' --rounds 2 --steps 2 --warmup 3 --save-to benchmarks/results/efficiency/alexnet.json
 
 bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, beside DDP (hours, resumable)
-	$(RUN) -m gossamer.bench.time_to_quality --workload examples/02_convnet.py --target 0.905 --save-to benchmarks/results
-	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --save-to benchmarks/results
+	$(RUN) -m gossamer.bench.time_to_quality --workload examples/02_convnet.py --target 0.905 --save-to benchmarks/results \
+	  --sides ddp compute 'in_parts(8, Gossip())' ddp-powersgd
+	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
+	  --save-to benchmarks/results --sides ddp compute 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' ddp-powersgd
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (about a minute)
 	$(RUN) -m gossamer.bench.kernels --save-to benchmarks/results

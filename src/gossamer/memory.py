@@ -24,7 +24,7 @@ _PORTION = 2**16
 def momentary(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised tensor like ``like``, of type ``dtype`` if that is given, until this thread asks for the next one.
 
-    On the host it is always the same memory (see :class:`Memory` for why), unless it is a lot.
+    On the host it is the same memory (see :class:`Memory` for why) as long as that suffices, unless it is a lot.
     """
     dtype = like.dtype if dtype is None else dtype
     nbytes = like.numel() * dtype.itemsize
@@ -32,7 +32,7 @@ def momentary(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty_like(like, dtype=dtype)
     kept: Tensor | None = getattr(_of_thread, "memory", None)
     if kept is None or kept.numel() < nbytes:
-        kept = _of_thread.memory = torch.empty(nbytes, dtype=torch.uint8)
+        kept = _of_thread.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     return kept[:nbytes].view(dtype).view(like.shape)
 
 

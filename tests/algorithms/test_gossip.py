@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gossamer
+import gossamer.algorithms.gossip as gossip_module
 from gossamer import DecentralizedSGD, Gossip, GossipPGA, after, by_size
 from gossamer.codecs import Cast
 from gossamer.comm.topology import (
@@ -35,6 +36,18 @@ def test_the_delta_is_half_the_difference_of_what_was_sent(wire: str, world: int
         partners = dissemination(step, world)
         theirs = rounded[[partners.source(rank) for rank in range(world)]]
         assert torch.equal(stacked(outcomes, step), (theirs - rounded) / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("topology", [Dissemination(), Ring()], ids=repr)
+def test_messages_in_pieces_come_to_the_same(dtype: torch.dtype, topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = noise(4, 331, dtype)
+    whole = exchange(Gossip(topology=topology), [tensors] * 3)
+    monkeypatch.setattr(gossip_module, "PIECE_BYTES", 64)
+    in_pieces = exchange(Gossip(topology=topology), [tensors] * 3)
+    for step in range(3):
+        assert stacked(whole, step).any()
+        assert torch.equal(stacked(in_pieces, step), stacked(whole, step))
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 4])

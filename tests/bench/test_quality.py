@@ -51,7 +51,9 @@ def test_how_much_of_what_is_possible_was_reached_is_told_where_steps_without_co
     lines = table(rows, {0: 0.45})
     assert lines[3] == "| `compute` |  | 200 |  |  | at most 5.00 | 1 |"
     assert lines[4].endswith("| 4.00 | 0.80 |")
-    assert table([rows[0], rows[2]], {0: 0.45})[3].endswith("| 4.00 |  |")
+    without = table([rows[0], rows[2]], {0: 0.45})
+    assert "without communication" not in without[0]
+    assert without[3].endswith("| 4.00 |")
 
 
 def test_a_longer_run_takes_the_place_of_a_shorter_one(tmp_path):
@@ -103,6 +105,9 @@ def test_a_study_is_trained_told_and_not_trained_again(tmp_path, workload, capsy
     assert (tmp_path / "out" / "quality.jsonl").read_text().splitlines() == [json.dumps(row) for row in rows]
 
 
-def test_a_study_says_what_is_wrong(tmp_path, capsys):
+def test_a_study_says_what_is_wrong(tmp_path, workload, capsys):
+    words = ["--workload", str(workload), "--target", "1", "--save-to", str(tmp_path), "--sides", "compute", "ddp"]
+    assert main(words) == 1
+    assert "name another side first" in capsys.readouterr().err
     assert main(["--workload", "nowhere.py", "--target", "1", "--save-to", str(tmp_path)]) == 1
     assert "nowhere.py" in capsys.readouterr().err

@@ -47,6 +47,11 @@ def test_sides_are_understood(text: str, side: object) -> None:
         ("with_optimizer(GossipAdamW(), Gossip())", "takes an algorithm first"),
         ("with_optimizer(Gossip(), OneBitAdam())", "that does not communicate"),
         ("with_optimizer(Gossip(), Gossip())", "that does not communicate"),
+        ("ScatterReduce(gather_below=True)", "got True"),
+        ("Hierarchical(Gossip(), ranks_per_node=True)", "got True"),
+        ("PowerSGD(rank=True)", "got True"),
+        ("after(True, Gossip())", "got True"),
+        ("Gossip(bucket_bytes=True)", "got True"),
     ],
 )
 def test_what_is_wrong_with_a_side_is_told_without_a_list(text: str, told: str) -> None:
@@ -98,6 +103,12 @@ def test_an_algorithm_goes_with_another_optimizer_than_the_workloads(text: str) 
     assert isinstance(joined.optimizer, GossipAdamW)
     assert (joined.optimizer.param_groups[0]["lr"], joined.optimizer.param_groups[0]["eps"]) == (0.25, 0.5)
     joined.close()
+
+
+def test_an_optimizer_that_does_not_take_what_it_is_given_is_told() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match=r"GossipAdamW: .*speed"):
+        join(parse_side("with_optimizer(Gossip(), GossipAdamW(speed=1))"), model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_optimizers_that_communicate_are_known_as_such() -> None:

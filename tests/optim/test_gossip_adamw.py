@@ -87,6 +87,56 @@ def test_one_pass_and_several_come_to_the_same(dtype: torch.dtype) -> None:
     assert torch.allclose(parameters[0], parameters[1], rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-12)
 
 
+def test_tensors_count_their_own_updates() -> None:
+    """Among them one that had no gradient at first, and one without elements."""
+    torch.manual_seed(0)
+    starts = [torch.randn(7), torch.randn(3, 2), torch.randn(0), torch.randn(5)]
+    together = [nn.Parameter(start.clone()) for start in starts]
+    alone = [nn.Parameter(start.clone()) for start in starts]
+    optimizer = GossipAdamW(together, 0.1, averaged_over=4)
+    others = [GossipAdamW([parameter], 0.1, averaged_over=4) for parameter in alone]
+    for step in range(6):
+        for one, other in zip(together, alone, strict=True):
+            one.grad = None if one.numel() == 5 and step < 3 else torch.randn_like(one)
+            other.grad = None if one.grad is None else one.grad.clone()
+        for each in (optimizer, *others):
+            each.step()
+    for one, other, start in zip(together, alone, starts, strict=True):
+        assert torch.equal(one, other)
+        assert not one.numel() or not torch.equal(one, start)
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_what_is_remembered_follows_a_model_that_changes_its_precision(saved: torch.dtype) -> None:
+    model = model_of(dtype=torch.float64)
+    optimizer = GossipAdamW(model.parameters(), 0.02)
+    give_gradients(model, 0)
+    optimizer.step()
+    before = {p: {k: v.clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)} for p in model.parameters()}
+    model.float()
+    for parameter, state in before.items():
+        optimizer.state[parameter].update({name: tensor.to(saved) for name, tensor in state.items()})
+    give_gradients(model, 1)
+    optimizer.step()
+    for parameter, state in before.items():
+        kept = optimizer.state[parameter]["exp_avg"]
+        assert kept.dtype == torch.float32
+        assert parameter.grad is not None
+        assert torch.allclose(kept, 0.9 * state["exp_avg"].float() + 0.1 * parameter.grad, rtol=1e-2, atol=1e-3)
+        assert parameter.isfinite().all()
+
+
+def test_what_is_remembered_of_another_shape_is_refused() -> None:
+    model = model_of()
+    optimizer = GossipAdamW(model.parameters(), 0.02)
+    give_gradients(model, 0)
+    optimizer.step()
+    optimizer.state[model.weight]["exp_avg"] = torch.zeros(2)
+    give_gradients(model, 1)
+    with pytest.raises(RuntimeError, match="size"):
+        optimizer.step()
+
+
 def asked(algorithm: Any, world: int, steps: int, optimizer_of: Any = GossipAdamW) -> list[int]:
     """What the optimizer was told in each step."""
 

@@ -121,7 +121,7 @@ class Gossip(Meeting):
         for handles, sent, piece in rows:
             first, *others = handles
             theirs = yield wait(first)
-            # The message and its answer lie where the difference will.
+            # Not where the difference will lie: there may be the message and its answer.
             result = torch.empty_like(piece) if others else momentary(piece)
             # What was sent was only read, so it still is what the partner received.
             add_difference(theirs, sent, 1 / (len(handles) + 1), result, fresh=True)

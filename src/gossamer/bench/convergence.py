@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.rows import append_row, markdown, read_rows
-from gossamer.bench.sides import OPTIMIZERS, in_place_of, join, parse_optimizer, parse_side
+from gossamer.bench.sides import OPTIMIZERS, WithOptimizer, in_place_of, join, parse_optimizer, parse_side
 from gossamer.bench.workload import Workload
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError
@@ -113,9 +114,12 @@ def train(workload: Workload, run: Training, batches: Batches | None = None) -> 
         optimizer = workload.build_optimizer(model)
         for group in optimizer.param_groups:
             group["lr"] = run.lr or group["lr"]
+        side = parse_side(run.side)
         if run.optimizer is not None:
+            if isinstance(side, WithOptimizer | partial):
+                raise ConfigurationError(f"{run.side} names an optimizer, and so does --optimizer {run.optimizer}: one of them")
             optimizer = in_place_of(optimizer, parse_optimizer(run.optimizer), model)
-        joined = join(parse_side(run.side), model, optimizer)
+        joined = join(side, model, optimizer)
         assert isinstance(joined.optimizer, Optimizer)
         rate = LambdaLR(joined.optimizer, lambda step: 1 - step / run.steps if run.decay else 1.0)
         source = batches(rank, run.workers, run.seed)
@@ -158,7 +162,7 @@ def run_all(workload: Workload, runs: Iterable[Training], log: Path, train: Trai
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: mean quality of every side, and its paired difference to the first side with a 95 % interval.
 
-    Sides with an optimizer of their own are compared among themselves.
+    Optimizers that communicate are compared among themselves.
     """
     head = (
         "workload", "workers", "batches cut by", "steps", "side", "learning rate", "seeds", "quality",

@@ -21,7 +21,7 @@ from gossamer.bench.matrix import ALWAYS
 from gossamer.bench.network import parse_network
 from gossamer.bench.plots import Measured, over_workers
 from gossamer.bench.rows import markdown, read_rows
-from gossamer.bench.sides import algorithm_of, overlaps_forward, parse_side
+from gossamer.bench.sides import WithOptimizer, algorithm_of, overlaps_forward, parse_side
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, StepTime, step_time
 
@@ -39,14 +39,15 @@ class Point:
 def predict(row: Record, compute_seconds: float) -> StepTime | None:
     """What a step of the row's side would take, when computing alone takes ``compute_seconds``.
 
-    None for what does not run on the clocked runner: PyTorch's own, and optimizers that communicate.
+    None for what does not run on the clocked runner, PyTorch's own and optimizers that communicate, and of a side with
+    an optimizer of its own, which may remember more or less of each weight than the workload's.
 
     Raises:
         ConfigurationError: the row's workload is no emulated model.
     """
     side = parse_side(row["side"])
     algorithm = algorithm_of(side)
-    if algorithm is None:
+    if algorithm is None or isinstance(side, WithOptimizer):
         return None
     model = find_workload(row["workload"]).build_model()
     if not isinstance(model, Emulated):

@@ -144,8 +144,14 @@ def _written(name: str) -> str:
 
 
 def in_place_of(optimizer: Optimizer, maker: partial[Optimizer], model: nn.Module) -> Optimizer:
-    """Another optimizer of the same model, with the learning rate of the one before unless it has one."""
-    return maker(model.parameters(), **{"lr": optimizer.param_groups[0]["lr"]} | maker.keywords)
+    """Another optimizer of the same model, with the learning rate of the one before unless it has one.
+
+    Raises ConfigurationError if it does not take what it is given.
+    """
+    try:
+        return maker(model.parameters(), **{"lr": optimizer.param_groups[0]["lr"]} | maker.keywords)
+    except TypeError as error:
+        raise ConfigurationError(f"{maker.func.__name__}: {error}") from error
 
 
 def join(side: Side, model: nn.Module, optimizer: Optimizer) -> Joined:

@@ -74,13 +74,21 @@ class GossipAdamW(Wide):
         counts = self.count()
         kept = self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
         rows = list(zip(parameters, gradients, *kept, counts, strict=True))
-        whole = [row[0].device.type == "cpu" and all(map(Tensor.is_contiguous, row[:4])) for row in rows]
+        whole = [_alike_and_whole(row[:4]) for row in rows]
         _in_one_pass(group, list(compress(rows, whole)))
         _together(group, [row for row, one_pass in zip(rows, whole, strict=True) if not one_pass])
 
 
 Row = tuple[Tensor, Tensor, Tensor, Tensor, int]
 """A weight, its gradient, the means of gradients and of squares, and the number of this update."""
+
+
+def _alike_and_whole(tensors: Sequence[Tensor]) -> bool:
+    """Whether they are as many numbers of one dtype each, without gaps in the host's memory."""
+    first = tensors[0]
+    return first.device.type == "cpu" and all(
+        tensor.is_contiguous() and tensor.dtype == first.dtype and tensor.numel() == first.numel() for tensor in tensors
+    )
 
 
 def _in_one_pass(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
@@ -100,10 +108,10 @@ def _in_one_pass(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
         lr,
         group["eps"],
     )
-    addresses = np.array([[tensor.data_ptr() for tensor in row[:4]] for row in rows])
+    addresses = np.array([[tensor.data_ptr() for tensor in row[:4]] for row in rows], np.int64)
     counts = np.array([row[4] for row in rows], np.float64)
     corrections = np.stack([1 / (1 - beta**counts) for beta in group["betas"]], axis=1).astype(kind)
-    adamw(addresses, np.array([row[0].numel() for row in rows]), corrections, *map(kind, numbers))
+    adamw(addresses, np.array([row[0].numel() for row in rows], np.int64), corrections, *map(kind, numbers))
 
 
 def _together(group: Mapping[str, Any], rows: Sequence[Row]) -> None:

@@ -69,7 +69,7 @@ class OneBitAdam(Communicating):
             check_number("betas", beta, below=1.0)
         if warmup is not None and not is_whole(warmup, 1):
             raise ConfigurationError(f"warmup must be a number of steps, at least 1, or None to find its end; got {warmup!r}")
-        if interval < 1:
+        if not is_whole(interval, 1):
             raise ConfigurationError(f"interval must be a number of steps, at least 1; got {interval!r}")
         self._algorithm = ScatterReduce(codec=self.default_codec() if codec is None else codec, bucket_bytes=bucket_bytes)
         self._warmup, self._interval, self._tolerance, self._floor = warmup, interval, tolerance, floor

@@ -48,11 +48,20 @@ class Wide(Optimizer):
         return parameter.grad
 
     def remembered(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that the state holds under ``name`` for the parameters of this update; zeros at first."""
+        """The tensors that the state holds under ``name`` for the parameters of this update; zeros at first.
+
+        They follow a model that was moved to another device or precision.
+        """
+        found = []
         for parameter, each in zip(self._current, like, strict=True):
-            if name not in self.state[parameter]:
-                self.state[parameter][name] = torch.zeros_like(each)
-        return [self.state[parameter][name] for parameter in self._current]
+            state = self.state[parameter]
+            kept = state.get(name)
+            if kept is None:
+                kept = state[name] = torch.zeros_like(each)
+            elif kept.dtype != each.dtype or kept.device != each.device:
+                kept = state[name] = kept.to(each)
+            found.append(kept)
+        return found
 
     def count(self) -> list[int]:
         """How many updates each parameter of this update has had, this one included."""
