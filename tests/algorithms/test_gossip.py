@@ -38,6 +38,15 @@ def test_the_delta_is_half_the_difference_of_what_was_sent(wire: str, world: int
         assert torch.equal(stacked(outcomes, step), (theirs - rounded) / 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_difference_that_is_written_over_its_message_is_right_to_the_last_element(dtype: torch.dtype) -> None:
+    """More than is worked on at a time, half of a float32 and a quarter of a float64 on the wire."""
+    tensors, codec = noise(2, 200_003, dtype), Cast(wire="bf16")
+    rounded = torch.stack([codec.decode(codec.encode(tensor), tensor.numel(), tensor.dtype) for tensor in tensors])
+    found = stacked(exchange(Gossip(), [tensors]), 0)
+    assert torch.equal(found, (rounded.flip(0) - rounded) / 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("topology", [Dissemination(), Ring()], ids=repr)
 def test_messages_in_pieces_come_to_the_same(dtype: torch.dtype, topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,24 +110,27 @@ class Gossip(Meeting):
         size = max(1, PIECE_BYTES // dtype.itemsize)
         rows = []
         for piece, *beside in zip(*(each.split(size) for each in (delta, *places)), strict=True):
-            messages: list[Tensor] = [*piece.view(dtype).tensor_split(room), *beside]
-            sent, *received = messages
+            sent, *within = piece.view(dtype).tensor_split(room)
             if room > 1:
                 sent.copy_(momentary(piece, dtype).copy_(piece))  # the message overwrites what it is made of
             handles = []
-            for permutation, place in zip(partners, received, strict=False):
+            for permutation, place in zip(partners, [*reversed(within), *beside], strict=False):
                 handles.append((yield start(Permute(sent, permutation, place))))
             rows.append((handles, sent, piece))
-        for handles, sent, piece in rows:
-            first, *others = handles
+        for (first, *others), sent, piece in rows:
+            share = 1 / (len(others) + 2)
             theirs = yield wait(first)
-            # Not where the difference will lie: there may be the message and its answer.
-            result = torch.empty_like(piece) if others else momentary(piece)
             # What was sent was only read, so it still is what the partner received.
-            add_difference(theirs, sent, 1 / (len(handles) + 1), result, fresh=True)
-            for handle in others:
-                add_difference((yield wait(handle)), sent, 1 / (len(handles) + 1), result, fresh=False)
-            piece.copy_(result)
+            if others:
+                result = torch.empty_like(piece)
+                add_difference(theirs, sent, share, result, fresh=True)
+                for handle in others:
+                    add_difference((yield wait(handle)), sent, share, result, fresh=False)
+                piece.copy_(result)
+            else:
+                # The answer lies at the end of the piece: from the front on, nothing is overwritten that is still to be read.
+                mine = sent if room == 1 else momentary(sent).copy_(sent)
+                add_difference(theirs, mine, share, piece, fresh=True)
         return delta
 
 
