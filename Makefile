@@ -137,6 +137,7 @@ bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, besi
 	  --sides ddp compute 'in_parts(8, Gossip())' ddp-powersgd
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
 	  --save-to benchmarks/results --sides ddp compute 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' ddp-powersgd
+	$(RUN) -m gossamer.bench.readme
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (about a minute)
 	$(RUN) -m gossamer.bench.kernels --save-to benchmarks/results

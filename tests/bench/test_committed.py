@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.bench import convergence, exchanges, matrix, shuffle_time, speed
-from gossamer.bench.readme import insert
+from gossamer.bench import convergence, exchanges, matrix, shuffle_time, speed, time_to_quality
+from gossamer.bench.readme import TABLES, insert
 from gossamer.bench.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,18 @@ def test_tables_with_a_machine(program, stem, rows):
     assert saved.keys() == {"machine", rows}, "nothing that it does not write"
 
 
-@pytest.mark.parametrize("table", ["docs/assets/demo.md", "benchmarks/results/speed.md"])
+@pytest.mark.parametrize("stem", ["convnet", "gpt"])
+def test_times_to_quality(stem, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    rows = [row for row in read_rows(RESULTS / "quality.jsonl") if row["workload"].endswith(f"{stem}.py")]
+    first = {row["seed"]: row for row in rows if row["side"] == "ddp"}
+    targets = {seed: 0.905 if stem == "convnet" else time_to_quality.target_after(row, 300.0) for seed, row in first.items()}
+    found = (RESULTS / f"{stem}-quality.md").read_text().splitlines()
+    # Sides stand there in the order in which they were asked for.
+    assert sorted(found) == sorted(time_to_quality.page(rows, targets))
+
+
+@pytest.mark.parametrize("table", TABLES)
 def test_the_readme_has_them_too(table):
     readme = (ROOT / "README.md").read_text()
     assert insert(readme, Path(table).stem, (ROOT / table).read_text()) == readme

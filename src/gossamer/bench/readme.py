@@ -6,6 +6,14 @@ from pathlib import Path
 
 from gossamer.errors import ConfigurationError
 
+TABLES = (
+    "docs/assets/demo.md",
+    "benchmarks/results/speed.md",
+    "benchmarks/results/convnet-quality.md",
+    "benchmarks/results/gpt-quality.md",
+)
+"""What the README shows, between markers with their names."""
+
 
 def insert(text: str, name: str, content: str) -> str:
     """Replace what stands between ``<!-- name -->`` and ``<!-- /name -->``. Raises if the markers are missing."""
@@ -19,9 +27,7 @@ def main() -> None:
     """Insert every table found in the assets directory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
-    parser.add_argument(
-        "--tables", type=Path, nargs="+", default=[Path("docs/assets/demo.md"), Path("benchmarks/results/speed.md")]
-    )
+    parser.add_argument("--tables", type=Path, nargs="+", default=list(map(Path, TABLES)))
     options = parser.parse_args()
     text = options.readme.read_text()
     for table in options.tables:

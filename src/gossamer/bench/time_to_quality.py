@@ -224,13 +224,18 @@ class _Told:
             self._show(f"{self._name}: step {step}, {record['seconds']:.0f} s{self._quality}")
 
 
+def page(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
+    """What was trained, and the table, as lines."""
+    first, stated = rows[0], sorted(targets.values())
+    target = f"{stated[0]:.4g}" if stated[0] == stated[-1] else f"{stated[0]:.4g} to {stated[-1]:.4g}, by seed"
+    name = find_workload(first["workload"]).name
+    about = f"{name}, {first['hosts']} hosts, {first['network']}: {first['measure']} {target}"
+    return [about, "", *table(rows, targets)]
+
+
 def conclude(study: Study, options: argparse.Namespace) -> list[str]:
     """Save the table and the picture; the table's lines."""
-    name = find_workload(options.workload).name
-    stated = sorted(study.targets.values())
-    measure = study.rows[0]["measure"]
-    target = f"{stated[0]:.4g}" if stated[0] == stated[-1] else f"{stated[0]:.4g} to {stated[-1]:.4g}, by seed"
-    lines = [f"{name}, {options.hosts} hosts, {options.network}: {measure} {target}", "", *table(study.rows, study.targets)]
+    lines, name, measure = page(study.rows, study.targets), find_workload(options.workload).name, study.rows[0]["measure"]
     stem = f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-').lower()}-quality"
     options.save_to.mkdir(parents=True, exist_ok=True)
     (options.save_to / f"{stem}.md").write_text("\n".join(lines) + "\n")
@@ -240,7 +245,9 @@ def conclude(study: Study, options: argparse.Namespace) -> list[str]:
             continue
         curves.setdefault(row["side"], []).append(smoothed(points(row)))
     title = f"{name}: {measure} over wall-clock training time"
-    quality_over_time(options.save_to / f"{stem}.png", curves, title=title, measure=measure, target=statistics.median(stated))
+    quality_over_time(
+        options.save_to / f"{stem}.png", curves, title=title, measure=measure, target=statistics.median(study.targets.values())
+    )
     return lines
 
 
