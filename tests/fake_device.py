@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gossamer import memory
 from gossamer.comm.device import Device
 
 Clock = dict[str, int]
@@ -118,9 +119,11 @@ class FakeDevice(Device):
     def judged(self) -> Iterator["Judge"]:
         """Judge what this thread does, and all that is done inside of a stream."""
         self.judge = Judge(self)
+        # A device hands out new memory for a moment, and not a thread's own: it knows which stream has done with it.
+        before, memory._MOMENTARY = memory._MOMENTARY, -1
         with self.judge:
             yield self.judge
-        self.judge = None
+        self.judge, memory._MOMENTARY = None, before
 
 
 class Judge(TorchDispatchMode):
