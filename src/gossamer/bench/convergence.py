@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.rows import append_row, markdown, read_rows
-from gossamer.bench.sides import OPTIMIZERS, WithOptimizer, in_place_of, join, parse_optimizer, parse_side
+from gossamer.bench.sides import OPTIMIZERS, in_place_of, join, optimizer_of, parse_optimizer, parse_side
 from gossamer.bench.workload import Workload
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError
@@ -116,7 +115,7 @@ def train(workload: Workload, run: Training, batches: Batches | None = None) -> 
             group["lr"] = run.lr or group["lr"]
         side = parse_side(run.side)
         if run.optimizer is not None:
-            if isinstance(side, WithOptimizer | partial):
+            if optimizer_of(side) is not None:
                 raise ConfigurationError(f"{run.side} names an optimizer, and so does --optimizer {run.optimizer}: one of them")
             optimizer = in_place_of(optimizer, parse_optimizer(run.optimizer), model)
         joined = join(side, model, optimizer)

@@ -58,12 +58,12 @@ class Clock:
 
     @contextmanager
     def pause(self) -> Iterator[float]:
-        """Inside, the clock stands still, at the seconds given. Collective."""
+        """Inside, the clock stands still, at the seconds given: the first rank's, so that all decide alike. Collective."""
         if self._replica is not None:
             self._replica.catch_up()
         dist.barrier()
         stopped = time.perf_counter()
-        yield stopped - self._begin - self._paused
+        yield of_all(stopped - self._begin - self._paused)[0]
         dist.barrier()
         self._paused += time.perf_counter() - stopped
 
@@ -95,9 +95,8 @@ def _train(workload: Workload, made: Joined, batches: Batches, goal: Goal, quali
             told = clock.seconds
             _say({"at": step, "seconds": told})
         if step % goal.eval_every == 0:
-            with clock.pause() as own_seconds:
+            with clock.pause() as seconds:
                 measure, value = quality()
-                seconds = of_all(own_seconds)[0]  # all ranks end at the same step
             points.append((seconds, value))
             _say({"step": step, "seconds": seconds, "measure": measure, "quality": value})
             if seconds >= goal.seconds or (goal.until is not None and crossing(points, goal.until, measure) is not None):

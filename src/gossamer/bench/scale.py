@@ -21,7 +21,7 @@ from gossamer.bench.matrix import ALWAYS
 from gossamer.bench.network import parse_network
 from gossamer.bench.plots import Measured, over_workers
 from gossamer.bench.rows import markdown, read_rows
-from gossamer.bench.sides import WithOptimizer, algorithm_of, overlaps_forward, parse_side
+from gossamer.bench.sides import algorithm_of, optimizer_of, overlaps_forward, parse_side
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, StepTime, step_time
 
@@ -47,7 +47,7 @@ def predict(row: Record, compute_seconds: float) -> StepTime | None:
     """
     side = parse_side(row["side"])
     algorithm = algorithm_of(side)
-    if algorithm is None or isinstance(side, WithOptimizer):
+    if algorithm is None or optimizer_of(side) is not None:
         return None
     model = find_workload(row["workload"]).build_model()
     if not isinstance(model, Emulated):

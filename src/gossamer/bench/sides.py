@@ -69,6 +69,13 @@ def algorithm_of(side: Side) -> Algorithm | None:
     return side if isinstance(side, Algorithm) else None
 
 
+def optimizer_of(side: Side) -> partial[Optimizer] | None:
+    """A maker of the optimizer that a side has in place of the workload's."""
+    if isinstance(side, WithOptimizer):
+        return side.optimizer
+    return side if isinstance(side, partial) else None
+
+
 def overlaps_forward(side: Side) -> bool:
     """Whether the exchange of a side goes on during the next forward pass because it was asked to."""
     return isinstance(side.way if isinstance(side, WithOptimizer) else side, OverlapForward)
@@ -161,8 +168,8 @@ def join(side: Side, model: nn.Module, optimizer: Optimizer) -> Joined:
     """
     if isinstance(side, str):
         return PEERS[side].join(model, optimizer)
-    maker = side.optimizer if isinstance(side, WithOptimizer) else side
-    if isinstance(maker, partial):
+    maker = optimizer_of(side)
+    if maker is not None:
         optimizer = in_place_of(optimizer, maker, model)
     replica = replicate(model, optimizer, algorithm_of(side), overlap_forward=overlaps_forward(side))
     return Joined(model, optimizer, close=replica.close, replica=replica)

@@ -25,20 +25,19 @@ from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.crossing import Points, crossing, smoothed
 from gossamer.bench.in_lab import Record, lab_json
 from gossamer.bench.matrix import Case
+from gossamer.bench.memory import BASELINE
 from gossamer.bench.plots import quality_over_time, require_matplotlib
 from gossamer.bench.rows import markdown, read_rows, write_rows
 from gossamer.bench.sides import parse_side
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabError
 
-COMPUTE = "compute"
-"""The side that does not communicate: it shows what is possible, and reaches nothing together."""
-
 COMPUTE_SECONDS = 30.0
+"""For how long the side that does not communicate is timed: it shows what is possible, and reaches nothing together."""
 
 SIDES = (
     "ddp",
-    COMPUTE,
+    BASELINE,
     "ddp-fp16",
     "ddp-powersgd",
     "post-localsgd",
@@ -112,10 +111,10 @@ def table(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
     times = {side: _times([row for row in rows if row["side"] == side], targets) for side in sides}
     paces = {side: {row["seed"]: _pace(row) for row in rows if row["side"] == side} for side in sides}
     first = sides[0]
+    possible = {seed: paces[first][seed] / pace for seed, pace in paces.get(BASELINE, {}).items() if seed in paces[first]}
     for side in sides:
         own, reached = paces[side], times[side]
         faster = {seed: times[first][seed] / taken for seed, taken in reached.items() if seed in times[first]}
-        possible = {seed: paces[first][seed] / pace for seed, pace in paces.get(COMPUTE, {}).items() if seed in paces[first]}
         cells = [
             f"`{side}`",
             f"{len(reached)} of {len(own)}",
@@ -126,8 +125,8 @@ def table(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
             _spread([each / possible[seed] for seed, each in faster.items() if seed in possible], "{:.2f}"),
         ]
         most = ["", cells[2], "", "", f"at most {_spread(list(possible.values()), '{:.2f}')}", "1"]
-        lines.append([cells[0], *(most if side == COMPUTE else cells[1:])])
-    shown = len(head) if COMPUTE in sides else len(head) - 1
+        lines.append([cells[0], *(most if side == BASELINE else cells[1:])])
+    shown = len(head) if BASELINE in sides else len(head) - 1
     return markdown(head[:shown], [line[:shown] for line in lines])
 
 
@@ -183,7 +182,7 @@ class Study:
         """The run of a side, trained unless there is one that is long enough."""
         key, until = self._key(side, seed), self.targets.get(seed, self._options.target)
         limit = self._options.seconds if until is not None else self._options.target_after
-        if side == COMPUTE:
+        if side == BASELINE:
             limit, until = min(limit, COMPUTE_SECONDS), None
         run = self._runs.find(key)
         if run is not None and (run["evaluations"][-1][1] >= limit or (until is not None and _reached(run, until))):
@@ -241,7 +240,7 @@ def conclude(study: Study, options: argparse.Namespace) -> list[str]:
     (options.save_to / f"{stem}.md").write_text("\n".join(lines) + "\n")
     curves: dict[str, list[Points]] = {}
     for row in study.rows:
-        if row["side"] == COMPUTE:
+        if row["side"] == BASELINE:
             continue
         curves.setdefault(row["side"], []).append(smoothed(points(row)))
     title = f"{name}: {measure} over wall-clock training time"
@@ -277,8 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         find_workload(options.workload)
         for side in options.sides:
             parse_side(side)
-        if options.sides[0] == COMPUTE:
-            raise ConfigurationError(f"{COMPUTE} reaches nothing that others could be measured by: name another side first")
+        if options.sides[0] == BASELINE:
+            raise ConfigurationError(f"{BASELINE} reaches nothing that others could be measured by: name another side first")
         study.train_all()
     except (GossamerError, LabError) as error:
         Console(stderr=True).print(f"time to quality: {error}", style="red", markup=False, highlight=False, soft_wrap=True)

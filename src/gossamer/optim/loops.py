@@ -26,29 +26,6 @@ _memory: Any = intrinsic(_turned_to_memory)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")  # a test for a divisor of 0 would keep it from being vectorised
-def _adamw(
-    weight: Array,
-    gradient: Array,
-    mean: Array,
-    square: Array,
-    lag: Any,
-    forget: Any,
-    share: Any,
-    rest: Any,
-    keep: Any,
-    rate: Any,
-    eps: Any,
-    first: Any,
-    second: Any,
-) -> None:
-    for i in range(weight.size):
-        mean[i] += lag * (gradient[i] - mean[i])
-        step = mean[i] * first
-        square[i] = forget * square[i] + share * gradient[i] * gradient[i] + rest * step * step
-        weight[i] = keep * weight[i] - rate * step / (np.sqrt(square[i] * second) + eps)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
 def adamw(
     addresses: Array,
     sizes: Array,
@@ -74,4 +51,8 @@ def adamw(
         mean = carray(_memory(addresses[k, 2]), sizes[k], corrections.dtype)
         square = carray(_memory(addresses[k, 3]), sizes[k], corrections.dtype)
         first, second = corrections[k]
-        _adamw(weight, gradient, mean, square, lag, forget, share, rest, keep, rate, eps, first, second)
+        for i in range(sizes[k]):
+            mean[i] += lag * (gradient[i] - mean[i])
+            step = mean[i] * first
+            square[i] = forget * square[i] + share * gradient[i] * gradient[i] + rest * step * step
+            weight[i] = keep * weight[i] - rate * step / (np.sqrt(square[i] * second) + eps)
