@@ -1,5 +1,11 @@
 """Memory: what is measured of it, and what becomes of that."""
 
+import json
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from gossamer.bench.in_lab import lab_json
@@ -51,3 +57,39 @@ def test_buckets_of_ddp_are_seen_and_its_absence_too(workload):
     assert figures["compute"] == {"memory": 0, "memory_noise": 0}
     assert 0.8 < figures["ddp"]["memory"] < 2.0  # its buckets, and what the gradient is before it is in one
     assert 0.8 < figures["Gossip()"]["memory"] < 1.5  # the copy in which the weights travel
+
+
+def test_all_sides_meet_at_one_port_whoever_uses_the_next_ones(workload):
+    port, taken = _port_with_busy_neighbours(4)
+    ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "gossamer.bench.memory", "--workload", str(workload)]
+    command += ["--repeats", "1", "--sides", "ddp"]
+    processes = [
+        subprocess.Popen(command, env=os.environ | ranks | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        found = read(json.loads(process.communicate(timeout=100)[0]) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+        for each in taken:
+            each.close()
+    assert [peaks.keys() for peaks in found] == [{"compute", "ddp"}] * 2
+
+
+def _port_with_busy_neighbours(count: int) -> tuple[int, list[socket.socket]]:
+    """A free port, and listeners at the ``count`` ports after it."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+            taken: list[socket.socket] = []
+            try:
+                for next_one in range(port + 1, port + 1 + count):
+                    taken.append(socket.create_server(("", next_one)))
+            except (OSError, OverflowError):
+                for each in taken:
+                    each.close()
+            else:
+                return port, taken

@@ -17,7 +17,8 @@ import os
 import statistics
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.trained import make_side
@@ -38,7 +40,7 @@ FIGURES = ("memory", "memory_noise")
 STEPS = 4
 REPEATS = 2
 
-_PATIENCE = timedelta(minutes=5)
+_PATIENCE = timedelta(minutes=2)
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
 
@@ -105,24 +107,63 @@ def _keep_nothing() -> None:
 def in_turn(workload: Workload, sides: Iterable[str], steps: int = STEPS, repeats: int = REPEATS) -> dict[str, list[Peak]]:
     """Every side's peaks on this rank, of ``repeats`` trainings, each in a forked process; without sides that fail.
 
+    All of them meet at one store, at ``MASTER_PORT``: of no other port is it known that nobody uses it.
+
     To be called before this process uses torch for anything: what has threads cannot be forked.
     """
     turns = [side for _ in range(repeats) for side in sides]
     found: dict[str, list[Peak]] = {}
-    for index, side in enumerate(turns):
-        peak = _forked(workload, side, steps, int(os.environ["MASTER_PORT"]) + 1 + index)
-        if peak is not None:
-            found.setdefault(side, []).append(peak)
+    with _store_served():
+        for index, side in enumerate(turns):
+            peak = _forked(workload, side, steps, str(index))
+            if peak is not None:
+                found.setdefault(side, []).append(peak)
     return {side: peaks for side, peaks in found.items() if len(peaks) == repeats}
 
 
-def _forked(workload: Workload, side: str, steps: int, port: int) -> Peak | None:
-    """The peak of a process of its own, in a process group that meets at ``port``; None if it failed, and said why."""
+@contextmanager
+def _store_served() -> Iterator[None]:
+    """On rank 0, a process with the store that all ranks' processes meet at; unless torchrun's agent has one there."""
+    if os.environ["RANK"] != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        yield
+        return
+    end, held = os.pipe()
+    server = os.fork()
+    if server == 0:
+        os.close(held)
+        os._exit(_serve(end))
+    os.close(end)
+    try:
+        yield
+    finally:
+        os.close(held)
+        os.waitpid(server, 0)
+
+
+def _serve(end: int) -> int:
+    """Serve the store until the other end of the pipe ``end`` closes, which it does when its process dies too."""
+    try:
+        store = _store(is_master=True)
+        os.read(end, 1)
+        del store
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _store(is_master: bool = False) -> TCPStore:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=is_master, timeout=_PATIENCE, wait_for_workers=False)
+
+
+def _forked(workload: Workload, side: str, steps: int, name: str) -> Peak | None:
+    """The peak of a process of its own, in a process group of this name; None if it failed, and said why."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        os._exit(_child(workload, side, steps, port, writer))
+        os._exit(_child(workload, side, steps, name, writer))
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         said = pipe.read()
@@ -130,10 +171,11 @@ def _forked(workload: Workload, side: str, steps: int, port: int) -> Peak | None
     return None if failed else Peak(**json.loads(said))
 
 
-def _child(workload: Workload, side: str, steps: int, port: int, writer: int) -> int:
+def _child(workload: Workload, side: str, steps: int, name: str, writer: int) -> int:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        os.environ["MASTER_PORT"] = str(port)
-        dist.init_process_group("gloo", timeout=_PATIENCE)
+        store = PrefixStore(name, _store())
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_PATIENCE)
         peak = measure(workload, side, steps)
         os.write(writer, json.dumps({"nbytes": peak.nbytes, "gradients": peak.gradients}).encode())
     except BaseException:
