@@ -1,8 +1,12 @@
 """Runs of a convergence table: what they are known by, and what they train with."""
 
+import re
+import sys
+
 import pytest
 import torch
 
+from gossamer.bench import convergence
 from gossamer.bench.convergence import Training, cut, run_all, table, train
 from gossamer.bench.sides import parse_optimizer
 from gossamer.bench.workload import Workload
@@ -74,6 +78,19 @@ def test_rows_are_known_by_all_that_differs(tmp_path):
     lines = table(rows)[2:]
     assert len(lines) == 5
     assert "| 0.5 | 1 | 0.500 nats of validation loss | -0.500 |" in lines[1]
+
+
+def test_what_cannot_be_trained_is_refused_before_anything_is(tmp_path, monkeypatch):
+    command = ["convergence", "--workload", "AlexNet(0.01)", "--steps", "1", "--save-to", str(tmp_path)]
+    command += ["--optimizer", "GossipAdamW()", "--sides", "AllReduce()"]
+    for last, complaint in (
+        ("with_optimizer(Gossip(), GossipAdamW())", "so does --optimizer GossipAdamW()"),
+        ("Nothing()", "Nothing"),
+    ):
+        monkeypatch.setattr(sys, "argv", [*command, last])
+        with pytest.raises(SystemExit, match=re.escape(complaint)):
+            convergence.main()
+    assert not list(tmp_path.iterdir())
 
 
 def test_optimizers_that_communicate_are_compared_among_themselves(tmp_path):

@@ -13,7 +13,7 @@ from gossamer.bench.paired import Sent, _add_bounds, take_turns
 from gossamer.bench.peers import PEERS, Joined
 from gossamer.bench.ratios import ENOUGH, compare
 from gossamer.bench.sides import parse_side
-from gossamer.bench.trained import LONGEST, Trained, exchanged, pace
+from gossamer.bench.trained import LONGEST, Pace, Trained, exchanged, pace
 from hand_clock import set_clock
 
 
@@ -52,7 +52,7 @@ def test_every_side_has_its_turn_in_every_round_and_their_order_alternates(alone
         return Trained(lambda: None, Joined(torch.nn.Linear(1, 1), None, turn=lambda: Turn(name)), "joined", None, 1)
 
     rounds = 2 * len(names)
-    results = take_turns({name: side(name) for name in names}, rounds, 1)
+    results = take_turns({name: side(name) for name in names}, rounds, Pace(1, 1))
     assert {name: len(found) for name, found in results.items()} == dict.fromkeys(names, rounds)
     turns = [order[start : start + len(names)] for start in range(0, len(order), len(names))]
     assert all(sorted(turn) == sorted(names) for turn in turns)
@@ -63,14 +63,14 @@ def test_every_side_has_its_turn_in_every_round_and_their_order_alternates(alone
 
 def test_only_timed_steps_count_and_a_round_tells_seconds_per_step(alone, monkeypatch):
     clock, events = set_clock(monkeypatch, paired), []
-    rounds = take_turns({"slow": a_side("slow", events, took=lambda: clock.sleep(0.02))}, 3, 4)["slow"]
+    rounds = take_turns({"slow": a_side("slow", events, took=lambda: clock.sleep(0.02))}, 3, Pace(1, 4))["slow"]
     assert len(events) == 3 * (1 + 4)
     assert [each.seconds for each in rounds] == pytest.approx([0.02] * 3)
 
 
 def test_hears_of_every_round_before_it_begins(alone):
     events: list[object] = []
-    take_turns({"one": a_side("one", events)}, 2, 1, told=events.append)
+    take_turns({"one": a_side("one", events)}, 2, Pace(1, 1), told=events.append)
     assert events == [0, "one", "one", 1, "one", "one"]
 
 

@@ -95,6 +95,15 @@ class Training:
         return {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default}
 
 
+def check(run: Training) -> None:
+    """Raises ConfigurationError for a side or an optimizer that nobody knows, and where both name an optimizer."""
+    named_by_side = optimizer_of(parse_side(run.side))
+    if run.optimizer is not None:
+        parse_optimizer(run.optimizer)
+        if named_by_side is not None:
+            raise ConfigurationError(f"{run.side} names an optimizer, and so does --optimizer {run.optimizer}: one of them")
+
+
 Train = Callable[[Workload, Training], dict[str, float]]
 """The quality that a run ends with."""
 
@@ -102,6 +111,7 @@ Train = Callable[[Workload, Training], dict[str, float]]
 def train(workload: Workload, run: Training, batches: Batches | None = None) -> dict[str, float]:
     """The quality of the averaged model after the steps of all workers in loopback, on the workload's own batches; and how far
     the workers' models are from it (``distance``: see :meth:`gossamer.Replica.consensus_distance`)."""
+    check(run)
     batches, quality = batches or workload.training_batches, workload.quality
     if batches is None or quality is None:
         raise ConfigurationError(f"the workload {workload.name} defines no training_batches() and quality()")
@@ -113,12 +123,9 @@ def train(workload: Workload, run: Training, batches: Batches | None = None) -> 
         optimizer = workload.build_optimizer(model)
         for group in optimizer.param_groups:
             group["lr"] = run.lr or group["lr"]
-        side = parse_side(run.side)
         if run.optimizer is not None:
-            if optimizer_of(side) is not None:
-                raise ConfigurationError(f"{run.side} names an optimizer, and so does --optimizer {run.optimizer}: one of them")
             optimizer = in_place_of(optimizer, parse_optimizer(run.optimizer), model)
-        joined = join(side, model, optimizer)
+        joined = join(parse_side(run.side), model, optimizer)
         assert isinstance(joined.optimizer, Optimizer)
         rate = LambdaLR(joined.optimizer, lambda step: 1 - step / run.steps if run.decay else 1.0)
         source = batches(rank, run.workers, run.seed)
@@ -245,6 +252,8 @@ def _train_and_write(options: argparse.Namespace) -> None:
         for seed in range(options.seeds)
         for side in sides
     ]
+    for run in runs:  # before the first is trained
+        check(run)
     rows = run_all(workload, runs, log)
     (options.save_to / "convergence.md").write_text("\n".join(table(rows)) + "\n")
     console.log(f"wrote {options.save_to / 'convergence.md'}")

@@ -15,16 +15,16 @@ from typing import Any
 
 from gossamer.bench.catalogue import find_workload, is_emulated
 from gossamer.bench.in_lab import Record, lab_json
-from gossamer.bench.memory import BASELINE, FIGURES, beyond, read
+from gossamer.bench.memory import FIGURES, beyond, read
 from gossamer.bench.network import parse_network
-from gossamer.bench.peers import PEERS, missing
+from gossamer.bench.peers import BASELINE, PEERS, missing
 from gossamer.bench.plots import Bars, Panel, times_by_side, times_over_hosts
 from gossamer.bench.ratios import SPREAD
 from gossamer.bench.rows import markdown, read_rows, write_rows
 from gossamer.bench.sides import parse_side
 from gossamer.lab import LabSpec
 
-ALWAYS = ("ddp", "compute")
+ALWAYS = ("ddp", BASELINE)
 """Sides of every case: the reference of the ratios, and what no communication at all would take."""
 
 NOISY = 0.05
@@ -193,8 +193,8 @@ def _cells(row: Record) -> list[str]:
         f"{row['ratio_to_compute']:.3f}" if "ratio_to_compute" in row else "",
         "" if bound is None else _milliseconds(bound),
         "" if bound is None else f"{row['step_seconds'] / bound:.3f}",
-        _megabytes(_payload(row)),
-        _megabytes(row["interface_bytes"]),
+        megabytes(_payload(row)),
+        megabytes(row["interface_bytes"]),
         _milliseconds(row["wire_seconds"]) if gossamers else "",
         _milliseconds(row["exposed_seconds"]) if gossamers else "",
         _milliseconds(row["cpu_seconds"]),
@@ -217,7 +217,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
 
 
-def _megabytes(nbytes: float | None) -> str:
+def megabytes(nbytes: float | None) -> str:
+    """For a table; nothing for what nobody knows."""
     return "" if nbytes is None else f"{nbytes / 1e6:.2f}"
 
 

@@ -30,10 +30,10 @@ from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gossamer.bench.catalogue import find_workload
+from gossamer.bench.peers import BASELINE
 from gossamer.bench.trained import make_side
 from gossamer.bench.workload import Workload
 
-BASELINE = "compute"
 FIGURES = ("memory", "memory_noise")
 """What a row tells of a side: see :func:`beyond`."""
 

@@ -29,6 +29,7 @@ from gossamer.bench.catalogue import find_workload
 from gossamer.bench.conditions import conditions, load
 from gossamer.bench.counters import Counters
 from gossamer.bench.line import plain_tcp
+from gossamer.bench.peers import BASELINE
 from gossamer.bench.ranks import of_all
 from gossamer.bench.ratios import compare
 from gossamer.bench.trained import MODEL_SEED, Pace, Trained, make_side, pace
@@ -47,14 +48,14 @@ class Round:
 
 
 def take_turns(
-    sides: dict[str, Trained], rounds: int, steps: int, told: Callable[[int], None] = lambda index: None
+    sides: dict[str, Trained], rounds: int, common: Pace, told: Callable[[int], None] = lambda index: None
 ) -> dict[str, list[Round]]:
     """Every side's rounds: seconds per step, and what else the steps cost. ``told`` is called before every round.
 
-    At least ``steps`` of each are timed; see :func:`gossamer.bench.trained.pace`.
+    ``common``: how many steps are timed; see :func:`gossamer.bench.trained.pace`.
     """
     results: dict[str, list[Round]] = {name: [] for name in sides}
-    names, common = list(sides), pace(sides.values(), steps)
+    names = list(sides)
     for index in range(rounds):
         told(index)
         turn = index // 2 % len(names)
@@ -127,10 +128,11 @@ def run(
     ready = measure_ready(workload, rank)
     for side in made.values():
         warm_up(side, warmup)
-    results, sent = _measure(made, rounds, steps, told)
+    common = pace(made.values(), steps)
+    results, sent = _measure(made, rounds, common, told)
     lines = [statistics.median(both) for both in map(operator.add, lines_before, plain_tcp())]
-    figures = _figures(made, results, sent, steps)
-    if lines and "compute" in figures:
+    figures = _figures(made, results, sent, common)
+    if lines and BASELINE in figures:
         _add_bounds(figures, of_all(sent), lines, ready, made)
     for side in made.values():
         side.joined.close()
@@ -159,13 +161,13 @@ class Sent:
 
 
 def _measure(
-    made: dict[str, Trained], rounds: int, steps: int, told: Callable[[int, int], None]
+    made: dict[str, Trained], rounds: int, common: Pace, told: Callable[[int, int], None]
 ) -> tuple[dict[str, list[Round]], dict[str, Sent]]:
     """Every side's rounds, and what it sends per step."""
     before = _sent(made)
-    results = take_turns(made, rounds, steps, lambda index: told(index, rounds))
+    results = take_turns(made, rounds, common, lambda index: told(index, rounds))
     # Over all rounds, because what a round's last step sends is still under way at its end.
-    after, sent, common = _sent(made), dict[str, Sent](), pace(made.values(), steps)
+    after, sent = _sent(made), dict[str, Sent]()
     for name, side in made.items():
         taken, then, now = rounds * common.of(side).taken, before[name], after[name]
         counted = [each.payload_bytes for each in (then, now) if each.payload_bytes is not None]
@@ -175,11 +177,11 @@ def _measure(
 
 
 def _figures(
-    made: dict[str, Trained], results: dict[str, list[Round]], sent: dict[str, Sent], steps: int
+    made: dict[str, Trained], results: dict[str, list[Round]], sent: dict[str, Sent], common: Pace
 ) -> dict[str, Figures]:
     """Of every side: how it was timed, medians and ratios, means of what was counted, and what it sends."""
     seconds = {name: [each.seconds for each in rounds] for name, rounds in results.items()}
-    first, common = next(iter(seconds.values())), pace(made.values(), steps)
+    first = next(iter(seconds.values()))
     return {
         name: asdict(common.of(side))
         | compare(seconds[name], first)
@@ -192,9 +194,9 @@ def _figures(
 
 def _beside_compute(seconds: dict[str, list[float]], name: str) -> Figures:
     """The step time of ``compute`` in the same run, and the median ratio to it; nothing in a run without it."""
-    if "compute" not in seconds:
+    if BASELINE not in seconds:
         return {}
-    alone = seconds["compute"]
+    alone = seconds[BASELINE]
     ratios = [own / other for own, other in zip(seconds[name], alone, strict=True)]
     return {"compute_seconds": statistics.median(alone), "ratio_to_compute": statistics.median(ratios)}
 
@@ -233,7 +235,7 @@ def _add_bounds(
     None for a side of which nobody knows what it has to send: what has left the interface is no less than that, so it would
     be no bound.
     """
-    step = figures["compute"]["step_seconds"]
+    step = figures[BASELINE]["step_seconds"]
     for name, figure in figures.items():
         payloads = [each[name].payload_bytes for each in sent]
         known = [payload for payload in payloads if payload is not None]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gossamer.bench.peers import BASELINE
 from gossamer.errors import ConfigurationError
 
 COLOURS = ("#8a8f98", "#0b7a75", "#d1603d", "#5b5ea6")
@@ -120,8 +121,8 @@ def times_over_hosts(path: Path, panels: Sequence[Panel], *, title: str) -> None
 def looks_of(sides: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Colour, marker and line of each side: computing alone is black and dashed, the others all differ (up to 90 of them)."""
     colours = require_matplotlib().get_cmap("tab10").colors
-    looks: dict[str, dict[str, Any]] = {"compute": {"color": "black", "marker": "o", "linestyle": "--"}}
-    for index, side in enumerate(side for side in dict.fromkeys(sides) if side != "compute"):
+    looks: dict[str, dict[str, Any]] = {BASELINE: {"color": "black", "marker": "o", "linestyle": "--"}}
+    for index, side in enumerate(side for side in dict.fromkeys(sides) if side != BASELINE):
         looks[side] = {"color": colours[index % 10], "marker": _MARKERS[index % len(_MARKERS)], "linestyle": "-"}
     return looks
 
@@ -137,7 +138,7 @@ class Bars:
 
     def colour(self, side: str) -> str:
         """Black, grey or green: computing alone, without gossamer, with it."""
-        return "#222222" if side == "compute" else COLOURS[side in self.ours]
+        return "#222222" if side == BASELINE else COLOURS[side in self.ours]
 
 
 def times_by_side(path: Path, panels: Sequence[Bars], *, title: str) -> None:

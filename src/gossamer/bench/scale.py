@@ -17,8 +17,9 @@ from rich.console import Console
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.emulated import Emulated
 from gossamer.bench.in_lab import Record
-from gossamer.bench.matrix import ALWAYS
+from gossamer.bench.matrix import ALWAYS, megabytes
 from gossamer.bench.network import parse_network
+from gossamer.bench.peers import BASELINE
 from gossamer.bench.plots import Measured, over_workers
 from gossamer.bench.rows import markdown, read_rows
 from gossamer.bench.sides import algorithm_of, optimizer_of, overlaps_forward, parse_side
@@ -72,7 +73,7 @@ def predict(row: Record, compute_seconds: float) -> StepTime | None:
 def points(rows: Sequence[Record]) -> list[Point]:
     """Every row that was measured, in the order of sides and workers, with its prediction."""
     there = [row for row in rows if "missing" not in row]
-    alone = {_case(row): row["step_seconds"] for row in there if row["side"] == "compute"}
+    alone = {_case(row): row["step_seconds"] for row in there if row["side"] == BASELINE}
     lacking = sorted({str(_case(row)) for row in there} - set(map(str, alone)))
     if lacking:
         raise ConfigurationError(f"no side `compute` was measured for {lacking[0]}: measure it with gossamer bench")
@@ -99,18 +100,18 @@ def _cells(point: Point) -> list[str]:
     row, predicted = point.row, point.predicted
     cells = [row["name"], row["network"], f"`{row['side']}`", str(row["hosts"]), f"{1e3 * row['step_seconds']:.0f}"]
     if predicted is None:
-        cells += ["", "", "" if row["payload_bytes"] is None else f"{row['payload_bytes'] / 1e6:.2f}", "", "", ""]
+        cells += ["", "", megabytes(row["payload_bytes"]), "", "", ""]
     else:
         cells += [
             f"{1e3 * predicted.step_seconds:.0f}",
             f"{row['step_seconds'] / predicted.step_seconds:.3f}",
-            f"{row['payload_bytes'] / 1e6:.2f}",
-            f"{predicted.bytes_per_step / 1e6:.2f}",
+            megabytes(row["payload_bytes"]),
+            megabytes(predicted.bytes_per_step),
             f"{row['messages']:.1f}",
             f"{predicted.messages_per_step:.1f}",
         ]
-    memory = f"{row['memory']:.2f}" if "memory" in row and row["side"] != "compute" else ""
-    return [*cells, f"{row['interface_bytes'] / 1e6:.2f}", f"{1e3 * row['cpu_seconds']:.0f}", memory]
+    memory = f"{row['memory']:.2f}" if "memory" in row and row["side"] != BASELINE else ""
+    return [*cells, megabytes(row["interface_bytes"]), f"{1e3 * row['cpu_seconds']:.0f}", memory]
 
 
 def curves(found: Sequence[Point]) -> dict[str, dict[str, Measured]]:

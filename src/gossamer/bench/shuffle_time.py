@@ -29,6 +29,7 @@ from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.matrix import Turns
 from gossamer.bench.paired import take_turns, warm_up
+from gossamer.bench.peers import BASELINE
 from gossamer.bench.ratios import compare, interval, spread
 from gossamer.bench.rows import markdown
 from gossamer.bench.shuffle import Shard, endless, staying
@@ -40,7 +41,7 @@ from gossamer.lab import LabSpec
 WORKLOADS = ("examples/02_convnet.py", "Convnet(0.1)")
 """The same twice: computed, by workers that share this machine's cores, and emulated, so that the network decides."""
 
-SIDES = ("compute", "Gossip(wire='bf16')")
+SIDES = (BASELINE, "Gossip(wire='bf16')")
 """What else travels: nothing at all, or the weights."""
 
 STORED = ("float32", "uint8")
@@ -79,9 +80,9 @@ def measure(workload: Workload, samples: Workload, side: str, stored: str, turns
         for trained in made.values():
             warm_up(trained, turns.warmup)
         before = shuffle.waited_seconds
-        paced = pace(made.values(), steps).of(made["travelling"])
-        results = take_turns(made, rounds, steps)
-        waited = (shuffle.waited_seconds - before) / (rounds * paced.taken)
+        common = pace(made.values(), steps)
+        results = take_turns(made, rounds, common)
+        waited = (shuffle.waited_seconds - before) / (rounds * common.of(made["travelling"]).taken)
         for trained in made.values():
             trained.joined.close()
     seconds = {name: [each.seconds for each in results[name]] for name in made}
@@ -154,7 +155,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             row["workload"],
             str(row["world"]),
             row["rate"],
-            "none" if row["side"] == "compute" else f"`{row['side']}`",
+            "none" if row["side"] == BASELINE else f"`{row['side']}`",
             row["stored"],
             f"{row['batch_bytes'] / 1e3:.0f}",
             str(row["rounds"]),

@@ -25,7 +25,7 @@ from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.crossing import Points, crossing, smoothed
 from gossamer.bench.in_lab import Record, lab_json
 from gossamer.bench.matrix import Case
-from gossamer.bench.memory import BASELINE
+from gossamer.bench.peers import BASELINE
 from gossamer.bench.plots import quality_over_time, require_matplotlib
 from gossamer.bench.rows import markdown, read_rows, write_rows
 from gossamer.bench.sides import parse_side

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 
 from gossamer.bench.peers import builtin, gone, hivemind, horovod, torchft, wrapped
-from gossamer.bench.peers.base import LOCAL_STEPS, Joined, Peer
+from gossamer.bench.peers.base import BASELINE, LOCAL_STEPS, Joined, Peer
 
 PEERS: dict[str, Peer] = builtin.PEERS | wrapped.PEERS | horovod.PEERS | torchft.PEERS | hivemind.PEERS | gone.PEERS
 
-__all__ = ["LOCAL_STEPS", "PEERS", "Joined", "Peer", "missing"]
+__all__ = ["BASELINE", "LOCAL_STEPS", "PEERS", "Joined", "Peer", "missing"]
 
 
 def missing(sides: Iterable[str], load: bool = False) -> dict[str, str]:

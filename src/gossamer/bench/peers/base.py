@@ -15,6 +15,9 @@ from gossamer.bench.bound import When
 from gossamer.errors import GossamerError
 from gossamer.replica import Replica
 
+BASELINE = "compute"
+"""The side that trains without any communication, as others are measured beside it."""
+
 LOCAL_STEPS = 8
 """Steps between two averages, for those that do not average in every step."""
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gossamer.bench.peers.base import LOCAL_STEPS, Joined, Peer
+from gossamer.bench.peers.base import BASELINE, LOCAL_STEPS, Joined, Peer
 
 
 def _compute(model: nn.Module, optimizer: Optimizer) -> Joined:
@@ -52,7 +52,7 @@ def _post_local_sgd(model: nn.Module, optimizer: Optimizer) -> Joined:
 
 
 PEERS = {
-    "compute": Peer("no communication", _compute, 0.0),
+    BASELINE: Peer("no communication", _compute, 0.0),
     "ddp": Peer("PyTorch DistributedDataParallel", _ddp, 1.0),
     "ddp-again": Peer("the same beside itself: the noise", _ddp, 1.0),
     "ddp-fp16": Peer("DDP with its fp16 hook", _fp16, 0.5),
