@@ -100,11 +100,14 @@ def test_the_default_is_exact_all_reduce() -> None:
     assert gossamer.replicate(model, AdamW(model.parameters())).algorithm == AllReduce()
 
 
-def test_launched_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.parametrize("launcher", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_launched_without_a_process_group(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make()
-    with pytest.raises(ConfigurationError, match="init_process_group"):
+    monkeypatch.setenv(launcher, "2")
+    with pytest.raises(ConfigurationError, match=rf"one of 2 \({launcher}\).*init_process_group"):
         gossamer.replicate(model, AdamW(model.parameters()))
+    monkeypatch.setenv(launcher, "1")
+    gossamer.replicate(model, AdamW(model.parameters())).close()
 
 
 # -- what stays as it was -------------------------------------------------------------------------------------------

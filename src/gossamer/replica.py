@@ -21,7 +21,7 @@ from gossamer.sync.consensus import at_average, become_average, distance
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.history import history
-from gossamer.sync.join import Event, Join
+from gossamer.sync.join import Event, Join, state_from_rank
 from gossamer.sync.lagging import catch_up
 from gossamer.sync.module_buffers import (
     Buffers,
@@ -81,6 +81,8 @@ class Replica:
         self._join = Join(runner, mirror)
         self._handles = self._hook()
         self._closed = self._at_average = False
+        self._scale: float | None = None
+        """That of the loss in the last backward pass."""
 
     # -- what the user calls ------------------------------------------------------------------------------------
 
@@ -99,11 +101,14 @@ class Replica:
 
         A rank that leaves the block early goes on answering the others (with zero gradients, which count in the mean
         over all ranks, or with its weights as they are) until all have left. The model then is that of the ranks that
-        trained to the end. Costs one small message per exchange. An optimizer that communicates by itself (``OneBitAdam``)
-        goes on taking its steps there, without gradients.
+        trained to the end, and so is, where gradients are exchanged, what the optimizer remembers (not the state of a
+        scheduler). Costs one small message per exchange. An optimizer that communicates by itself (``OneBitAdam``)
+        goes on taking its steps there, without gradients. Not with a ``scaler=``.
         """
         if self.algorithm.may_lag:
             raise UsageError("join() is not needed where exchanges may lag: a rank may have as many batches as it likes")
+        if self._scaler is not None and self._scaler.is_enabled():
+            raise UsageError("join() cannot be used with scaler=: a rank without batches would not know by what others scale")
         if isinstance(self._overlap, ForwardOverlap):
             raise UsageError("join() cannot be used with overlap_forward: a rank without batches has no forward pass")
         with alarming(self._runner), self._join.active(self._conclude_join):
@@ -278,10 +283,33 @@ class Replica:
         self._backward.reached()
 
     def _begin_backward(self) -> None:
+        if self.algorithm.takes_momentum:
+            self._refuse_two_passes()
         self._overlap.begin_backward()
         self._join.announce(Event.BACKWARD)
         if self._gradients is not None:
+            self._follow_scale(self._gradients)
             self._gradients.begin()
+
+    def _follow_scale(self, gradients: GradientSync) -> None:
+        """What is owed is owed in the units of the gradients: those change with the scale of the loss."""
+        if self._scaler is None or not self._scaler.is_enabled() or not gradients.exchange.remembers:
+            return
+        scale = float(self._scaler.get_scale())
+        if self._scale is not None and scale != self._scale and self._scale > 0:
+            gradients.exchange.rescale(scale / self._scale)
+        self._scale = scale
+
+    def _refuse_two_passes(self) -> None:
+        """What a pass leaves as gradients has the momentum in it; another that adds to them would have it multiplied again."""
+        if self._backward.synchronised_passes <= max(self._seen):
+            return
+        # One may be of the pass that begins.
+        if sum(p.grad is not None and bool(p.grad.count_nonzero()) for p in self._trainable.values()) > 1:
+            raise UsageError(
+                f"rank {self._runner.rank}: a second backward pass without an optimizer's step between them (step {self.step}) "
+                "with momentum_correction, which gives gradients that have the momentum in them; accumulate inside no_sync()"
+            )
 
     def _end_backward(self) -> None:
         if self._gradients is not None:
@@ -390,9 +418,14 @@ class Replica:
         self._land(index)
         self._weights[index].launch(self.step)
 
-    def _conclude_join(self, last: int) -> None:
-        if not self._weights:
-            same_from_rank(self._runner, [*self._parameters.values(), *named_buffers(self._model).values()], last)
+    def _conclude_join(self, last: int, uneven: bool) -> None:
+        if self._weights:
+            return
+        same_from_rank(self._runner, [*self._parameters.values(), *named_buffers(self._model).values()], last)
+        if uneven and not self._links:  # those that communicate took their steps on all ranks
+            for optimizer in self._optimizers:
+                with changing(optimizer):
+                    optimizer.load_state_dict(state_from_rank(self._runner, optimizer.state_dict(), last))
 
     def _require_open(self) -> None:
         if self._closed:

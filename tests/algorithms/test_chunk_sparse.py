@@ -13,7 +13,7 @@ from gossamer import AllReduce, ChunkSparse, PowerSGD, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.chunks import evenly, largest, pack, put
 from gossamer.codecs import Cast, ErrorFeedback, Quantize
-from gossamer.errors import ConfigurationError
+from gossamer.errors import ConfigurationError, UsageError
 
 FP32 = Cast(wire="fp32")
 
@@ -225,3 +225,68 @@ def test_power_sgd_wants_matrices() -> None:
         gossamer.replicate(vector, torch.optim.SGD(vector.parameters(), lr=1.0), PowerSGD())
     with pytest.raises(ConfigurationError, match="rank must be a positive number"):
         PowerSGD(rank=0)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("residual", ["fp32", "fp16"])
+def test_what_is_not_finite_and_not_sent_stays_one_workers_affair(momentum: float, bad: float, residual: Any) -> None:
+    """Otherwise that worker would forget the choice of the next chunks, and send others than the rest."""
+
+    def body(rank: int) -> Tensor:
+        model = nn.Linear(32, 32, bias=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        algorithm = ChunkSparse(density=0.1, chunk=32, momentum_correction=momentum > 0, residual=residual)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        generator = torch.Generator().manual_seed(rank)
+        for number in range(12):
+            optimizer.zero_grad()
+            gradient = torch.randn(32, 32, generator=generator)
+            gradient[:4] += 100  # these are the chunks that are chosen
+            if rank == 1 and number == 4:
+                gradient[31, 5] = bad
+                if residual == "fp16":
+                    gradient[30, 5] = 1e6  # finite, and too large for the residual
+            ((model.weight * gradient).sum() + model.bias.sum()).backward()
+            optimizer.step()
+        assert replica.metrics()["residual_norm"] > 0
+        return torch.cat([model.weight.detach().flatten(), model.bias.detach()])
+
+    found = loopback(body, 3)
+    assert found[0].isfinite().all()
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_momentum_correction_refuses_gradients_that_have_it_already() -> None:
+    done = []
+
+    def body(rank: int) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        replica = gossamer.replicate(model, optimizer, ChunkSparse(chunk=4, momentum_correction=True))
+        for _ in range(2):
+            optimizer.zero_grad()
+            with replica.no_sync():
+                model(torch.ones(1, 4)).sum().backward()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        for set_to_none in (True, False):  # steps that were skipped, after an overflow
+            optimizer.zero_grad(set_to_none)
+            model(torch.ones(1, 4)).sum().backward()
+        done.append(rank)
+        model(torch.ones(1, 4)).sum().backward()
+
+    with pytest.raises(UsageError, match="without an optimizer's step"):
+        loopback(body, 2)
+    assert sorted(done) == [0, 1]
+
+
+def test_momentum_that_a_loaded_state_brings_back_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = optimizer.state_dict()
+    gossamer.replicate(model, optimizer, ChunkSparse(chunk=4, momentum_correction=True))
+    optimizer.load_state_dict(before)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ConfigurationError, match=r"before gossamer\.replicate"):
+        optimizer.step()

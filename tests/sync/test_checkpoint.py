@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from gossamer import AllReduce, ChunkSparse, Gossip, Hierarchical, PowerSGD, Sca
 from gossamer.algorithms import Algorithm
 from gossamer.codecs import Quantize
 from gossamer.errors import ConfigurationError
+from gossamer.sync.checkpoint import _entries
 
 
 def training(algorithm: Algorithm) -> tuple[nn.Module, torch.optim.Optimizer, gossamer.Replica]:
@@ -122,7 +124,7 @@ def test_leaders_of_before_still_send_what_they_owe(before: int, now: int) -> No
 def test_an_exchange_of_weights_begins_anew() -> None:
     state = saved(Gossip(), 3)
     with pytest.warns(UserWarning, match="begins anew"):
-        assert all(not entry for entry in reloaded(Gossip(), state, 2))
+        assert all(entry.keys() == {"(steps)"} for entry in reloaded(Gossip(), state, 2))
 
 
 def test_the_same_number_of_ranks_needs_no_warning() -> None:
@@ -137,3 +139,82 @@ def test_missing_entries_are_named() -> None:
     del state["rank1"]
     with pytest.raises(ConfigurationError, match=r"saved by 3 ranks, this run has 2; it holds no entry for rank 1: merge"):
         reloaded(ScatterReduce(), state, 2)
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 4), (3, 2)])
+def test_momentum_of_means_stays_the_same_on_all_ranks(before: int, now: int) -> None:
+    """That of vectors, whose mean is exact, is used by each rank as it is."""
+    algorithm = ChunkSparse(density=0.3, chunk=16, momentum_correction=True)
+
+    def run(rank: int, state: dict[str, Any] | None) -> tuple[dict[str, Any], list[float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        if state is not None:
+            replica.load_state_dict(state)
+        for number in range(3):
+            step(model, optimizer, 10 * number + rank)
+        return copy.deepcopy(replica.state_dict()), torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+    merged: dict[str, Any] = {}
+    for state, _ in loopback(lambda rank: run(rank, None), before):
+        merged |= state
+    with pytest.warns(UserWarning, match="shared out"):
+        found = loopback(lambda rank: run(rank, merged), now)
+    assert all(weights == found[0][1] for _, weights in found)
+    biases = [name for name in merged["rank0"]["momentum"] if name.endswith("bias")]
+    assert biases
+    for name in biases:
+        held = [state[f"rank{rank}"]["momentum"][name] for rank, (state, _) in enumerate(found)]
+        assert all(torch.equal(held[0], other) for other in held)
+
+
+@pytest.mark.parametrize("algorithm", [ChunkSparse(density=0.3, chunk=16), PowerSGD(rank=1)], ids=repr)
+@pytest.mark.parametrize(("before", "now", "per_machine"), [(3, 5, 2), (5, 3, 2), (6, 4, 3)])
+def test_other_leaders_go_on_as_one(algorithm: Algorithm, before: int, now: int, per_machine: int) -> None:
+    """Who speaks for a machine now may have spoken for none, and remembers nothing that the others could share."""
+    made = Hierarchical(algorithm, ranks_per_node=per_machine)
+    state = saved(made, before)
+    with pytest.warns(UserWarning, match="shared out"):
+        reloaded(made, state, now)
+
+
+def test_as_many_ranks_on_other_machines_begin_anew_what_machines_share() -> None:
+    held = {"residual": {"weight": torch.ones(2)}}
+    state = {"world": 2, "machines": repr(((0, 1),)), "rank0": held, "rank0, extras": [{"outer: chosen chunks": {}}]}
+    runner: Any = SimpleNamespace(world=2, rank=0, nodes=((0,), (1,)))
+    with pytest.warns(UserWarning, match="2 ranks is loaded by ranks on other machines"):
+        own, extras = _entries(state, runner, Hierarchical(ChunkSparse()), None, [])
+    assert torch.equal(own["residual"]["weight"], torch.ones(2))
+    assert extras == [{}]
+    runner.nodes = ((0, 1),)
+    assert _entries(state, runner, Hierarchical(ChunkSparse()), None, [])[1] is state["rank0, extras"]
+
+
+def test_a_plan_with_several_dtypes_is_restored() -> None:
+    """The numbers of use have the dtype of their bucket, whichever parameter is defined last."""
+
+    def run(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"in": nn.Linear(8, 8).bfloat16(), "norm": nn.LayerNorm(8)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        replica = gossamer.replicate(model, optimizer, AllReduce(bucket_bytes=16))
+
+        def train() -> None:
+            for number in range(3):
+                optimizer.zero_grad()
+                inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(3 * number + rank)).bfloat16()
+                model["norm"](model["in"](inputs).float()).pow(3).mean().backward()
+                optimizer.step()
+
+        train()
+        state, weights = copy.deepcopy(replica.state_dict()), copy.deepcopy(model.state_dict())
+        replica.close()
+        model.load_state_dict(weights)
+        replica = gossamer.replicate(model, optimizer, AllReduce(bucket_bytes=16))
+        replica.load_state_dict(state)
+        train()
+        replica.close()
+
+    loopback(run, 2)

@@ -13,11 +13,11 @@ from gossamer.sync.join import Event, Join
 def test_events_are_mirrored_in_order() -> None:
     """Rank r announces r + 1 rounds; those that have ended mirror exactly what the others do, and learn who is last."""
 
-    def body(rank: int) -> tuple[list[tuple[str, int, int]], list[int]]:
+    def body(rank: int) -> tuple[list[tuple[str, int, int]], list[tuple[int, bool]]]:
         mirrored: list[tuple[str, int, int]] = []
-        ends: list[int] = []
+        ends: list[tuple[int, bool]] = []
         join = Join(connect(), {event: lambda i, s, e=event: mirrored.append((e.name, i, s)) for event in Event})
-        with join.active(ends.append):
+        with join.active(lambda last, uneven: ends.append((last, uneven))):
             for _ in range(rank + 1):
                 assert join.announce(Event.BUFFERS) == 2, "the last rank of those that train stands for all"
                 join.announce(Event.BACKWARD)
@@ -27,7 +27,7 @@ def test_events_are_mirrored_in_order() -> None:
     found = loopback(body, 3)
     one = [("BUFFERS", 0, 2), ("BACKWARD", 0, 2), ("WEIGHTS", 1, 2)]
     assert [mirrored for mirrored, _ in found] == [one * 2, one, []]
-    assert [ends for _, ends in found] == [[2], [2], [2]]
+    assert [ends for _, ends in found] == [[(2, True)]] * 3
 
 
 def test_outside_nothing_is_announced() -> None:
@@ -42,7 +42,7 @@ def test_outside_nothing_is_announced() -> None:
 def test_ranks_that_do_different_things_are_told() -> None:
     def body(rank: int) -> None:
         join = Join(connect(), {})
-        with join.active(lambda last: None):
+        with join.active(lambda last, uneven: None):
             join.announce(Event.BUFFERS if rank else Event.WEIGHTS, 2)
 
     with pytest.raises(UsageError, match=r"different things.*the step of optimizer"):
@@ -101,3 +101,33 @@ def test_an_error_inside_is_told_to_all() -> None:
 
     with pytest.raises(ArithmeticError):
         loopback(body, 3)
+
+
+def test_optimizers_are_equal_again_and_so_are_the_steps_after_it() -> None:
+    """A rank whose data ended had no gradients for its moments."""
+
+    def body(rank: int) -> tuple[list[float], list[float]]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer)
+        for count in (3 - rank, 2):
+            with replica.join():
+                for _ in range(count):
+                    optimizer.zero_grad()
+                    model(torch.randn(4, 3)).square().mean().backward()
+                    optimizer.step()
+        moments = torch.cat([value.reshape(-1) for state in optimizer.state.values() for value in state.values()])
+        return moments.tolist(), torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+    found = loopback(body, 3)
+    assert found[0][0], "it remembers something"
+    assert found == [found[0]] * 3
+
+
+def test_a_scaler_and_join_are_refused() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    replica = gossamer.replicate(model, optimizer, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(UsageError, match="scaler"), replica.join():
+        pass

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 import gossamer
-from gossamer import AllReduce, Gossip, loopback
-from gossamer.sync.scaling import any_non_finite
+from gossamer import AllReduce, Gossip, ScatterReduce, loopback
+from gossamer.codecs import Quantize
+from gossamer.comm.connect import connect
+from gossamer.sync.scaling import agree_on_overflow, any_non_finite
 
 NUMBERS = torch.tensor([1.0, -2.0, 0.0])
 
@@ -44,3 +46,40 @@ def test_all_ranks_skip_together(algorithm: gossamer.Algorithm, enabled: bool) -
         return scaler.get_scale(), torch.equal(before, model.weight)
 
     assert loopback(body, 3) == [(2.0, True) if enabled else (1.0, False)] * 3
+
+
+def test_overflow_is_agreed_with_a_rank_that_has_no_gradients() -> None:
+    def body(rank: int) -> None:
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.tensor([float("inf")]) if rank else None
+        agree_on_overflow(connect(), torch.amp.GradScaler("cpu"), [parameter])
+
+    loopback(body, 2)
+
+
+@pytest.mark.parametrize("residual", ["fp32", "bf16"])
+def test_what_is_owed_follows_the_scale_of_the_loss(residual: str) -> None:
+    """Bit for bit as with the scale that it has at last: scales are powers of two."""
+
+    def trained(scales: list[float]) -> list[float]:
+        def body(rank: int) -> list[float]:
+            torch.manual_seed(0)
+            model = nn.Linear(16, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=scales[0])
+            algorithm = ScatterReduce(codec=Quantize(bits=2), residual=residual, gather_below=0)
+            gossamer.replicate(model, optimizer, algorithm, scaler=scaler)
+            for number, scale in enumerate(scales):
+                if number:
+                    scaler.update(scale)
+                optimizer.zero_grad()
+                inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(2 * number + rank))
+                scaler.scale(model(inputs).square().mean()).backward()
+                scaler.step(optimizer)
+            return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+        found = loopback(body, 2)
+        assert found[0] == found[1]
+        return list(found[0])
+
+    assert trained([4.0, 4.0, 8.0, 8.0, 2.0, 2.0]) == trained([4.0] * 6)

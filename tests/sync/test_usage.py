@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import gossamer
 from gossamer import AllReduce, ChunkSparse, ScatterReduce, loopback
-from gossamer.algorithms import Algorithm, after
+from gossamer.algorithms import Algorithm, after, by_size
 from gossamer.buckets import make_plan
 from gossamer.codecs import Cast, Quantize
 from gossamer.sync.usage import USAGE, with_usage
@@ -110,3 +110,10 @@ def test_what_was_kept_back_is_owed_on_while_nobody_uses_a_parameter(algorithm: 
     assert by_step[1].abs().max() > 0.01
     torch.testing.assert_close(by_step[2], by_step[1])
     torch.testing.assert_close(by_step[3], by_step[1])
+
+
+def test_they_are_routed_by_how_many_they_are() -> None:
+    """Small alone, but many parameters have many of them: lossy, they would say that a used parameter is not."""
+    algorithm = by_size(40, small=AllReduce(), large=ScatterReduce(exact_vectors=False))
+    assert USAGE in with_usage(tensors(*[5] * 9), algorithm)
+    assert USAGE not in with_usage(tensors(*[5] * 10), algorithm)

@@ -205,3 +205,71 @@ def test_gradient_algorithms_have_no_consensus_distance() -> None:
         return replica.consensus_distance()
 
     assert loopback(body, 2) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("world", [4, 6])
+def test_every_optimizer_meets_all_partners_however_many_backward_passes_there_are(world: int) -> None:
+    """Two optimizers that take turns, as in a GAN: each counts its own steps."""
+
+    def body(rank: int) -> list[float]:
+        models = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+        optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in models]
+        replica = gossamer.replicate(models, optimizers, Gossip(wire="fp32"))
+        with torch.no_grad():
+            for each in models:
+                each.weight.fill_(float(rank))
+        for _ in range(24):
+            for each, optimizer in zip(models, optimizers, strict=True):
+                step(each, optimizer, 0.0)
+        replica.close()
+        return [each.weight.item() for each in models]
+
+    for found in loopback(body, world):
+        assert found == pytest.approx([(world - 1) / 2] * 2, rel=1e-2)
+
+
+def test_passes_that_add_up_to_one_step_send_all_parts() -> None:
+    def body(rank: int) -> list[float]:
+        model = nn.Linear(1, 2, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        replica = gossamer.replicate(model, optimizer, gossamer.in_parts(2, Gossip(wire="fp32")))
+        with torch.no_grad():
+            model.weight.fill_(float(rank))
+        for _ in range(8):
+            optimizer.zero_grad()
+            for _ in range(2):
+                (model.weight * 0).sum().backward()
+            optimizer.step()
+        replica.close()
+        return model.weight.flatten().tolist()
+
+    assert loopback(body, 2) == [[0.5, 0.5]] * 2
+
+
+def test_the_number_of_steps_is_saved_with_the_weights() -> None:
+    """Otherwise a resumed rank would go on with other partners than one that was not interrupted."""
+
+    def body(rank: int) -> list[float]:
+        models = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+        optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in models]
+        replica = gossamer.replicate(models, optimizers, Gossip(wire="fp32"))
+
+        def train(count: int) -> None:
+            for _ in range(count):
+                for each, optimizer in zip(models, optimizers, strict=True):
+                    step(each, optimizer, float(rank))
+
+        train(3)
+        state, weights = replica.state_dict(), [p.detach().clone() for p in models.parameters()]
+        train(5)
+        first = [p.item() for p in models.parameters()]
+        with torch.no_grad():
+            for p, before in zip(models.parameters(), weights, strict=True):
+                p.copy_(before)
+        replica.load_state_dict(state)
+        train(5)
+        assert [p.item() for p in models.parameters()] == first
+        replica.close()
+        return first
+
+    loopback(body, 4)

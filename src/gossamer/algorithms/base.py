@@ -159,8 +159,19 @@ class Algorithm(ABC):
         return exchange
 
     @property
+    def counts_passes(self) -> bool:
+        """Whether an exchange of weights is at the step of the replica, which counts backward passes, because gradients have
+        their time in it; otherwise at that of the optimizer, which counts its own."""
+        return False
+
+    @property
     def asks_for_machines(self) -> bool:
         """Whether it must be known which workers share a machine."""
+        return False
+
+    @property
+    def by_machine(self) -> bool:
+        """Whether some workers speak for others, so that what they remember is not for others to go on with."""
         return False
 
     @property

@@ -110,8 +110,11 @@ class ChunkSparse(Lossy):
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         flat, owed = wide(bucket.flat), state[RESIDUAL]
         kept, result = turn_over(bucket, flat, state, self.residual)  # at first the gradient
+        velocities = None
         if self.momentum:
-            state[MOMENTUM] = velocity = torch.add(flat, state[MOMENTUM], alpha=self.momentum)
+            before = state[MOMENTUM]
+            state[MOMENTUM] = velocity = torch.add(flat, before, alpha=self.momentum)
+            velocities = velocity, before
             kept.copy_(velocity)
         chosen = self._chosen(state, flat.numel())
         came = pack(kept, chosen, self.chunk)
@@ -119,7 +122,7 @@ class ChunkSparse(Lossy):
         if isinstance(self.codec, Cast):
             sent = self._share(packed, self.codec, ctx)
             handle = yield start(AllReduce(sent))
-            self._keep(state, kept, owed, chosen, came, packed)  # while it travels
+            self._keep(state, kept, owed, velocities, chosen, came, packed)  # while it travels
             result.zero_()
             del came, packed  # in the first step they are as large as the gradient, and other buckets are under way too
             summed = yield wait(handle)
@@ -127,14 +130,33 @@ class ChunkSparse(Lossy):
         else:
             mean, lost = torch.empty_like(packed), torch.empty_like(packed)
             yield from scatter_reduce(packed, None, self.codec, ctx, bucket.index, mean, lost)
-            self._keep(state, kept, owed, chosen, came, lost)
+            self._keep(state, kept, owed, velocities, chosen, came, lost)
             result.zero_()
         put(mean, chosen, self.chunk, result)
         return result.to(bucket.flat.dtype)
 
-    def _keep(self, state: State, kept: Tensor, owed: Tensor, chosen: Tensor, came: Tensor, lost: Tensor) -> None:
-        """Keep back what is not sent: everything, and of the chunks that are sent what their encoding has ``lost``."""
+    def _keep(
+        self,
+        state: State,
+        kept: Tensor,
+        owed: Tensor,
+        velocities: tuple[Tensor, Tensor] | None,
+        chosen: Tensor,
+        came: Tensor,
+        lost: Tensor,
+    ) -> None:
+        """Keep back what is not sent: everything, and of the chunks that are sent what their encoding has ``lost``.
+
+        What is not finite and is not sent either is known to this worker alone. It is left out: if it were kept, this worker
+        would forget the step, and with it the choice that it has to share with the others, who would not.
+        """
         norms = accumulate(kept, owed, self.chunk)
+        if kept.device.type not in ("cpu", "meta") or (kept.device.type == "cpu" and not norms.isfinite().all()):
+            torch.where(kept.isfinite(), kept, owed.to(kept.dtype), out=kept)
+            if velocities is not None:
+                velocity, before = velocities
+                torch.where(velocity.isfinite(), velocity, self.momentum * before, out=velocity)
+            norms.nan_to_num_(nan=0.0, posinf=torch.finfo(norms.dtype).max, neginf=0.0)
         put(lost, chosen, self.chunk, kept)
         norms[chosen.to(norms.device)] = chunk_norms(came, lost, self.chunk)
         state.set_extra(NORMS, norms)

@@ -68,8 +68,16 @@ class Combination(Algorithm, register=False):
         return any(part.takes_momentum for part in self.parts)
 
     @property
+    def counts_passes(self) -> bool:
+        return any(part.counts_passes for part in self.parts)
+
+    @property
     def asks_for_machines(self) -> bool:
         return any(part.asks_for_machines for part in self.parts)
+
+    @property
+    def by_machine(self) -> bool:
+        return any(part.by_machine for part in self.parts)
 
     @property
     def traffic_period(self) -> int:

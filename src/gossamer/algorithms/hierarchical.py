@@ -71,6 +71,10 @@ class Hierarchical(Combination, register=False):
         return self.ranks_per_node is None
 
     @property
+    def by_machine(self) -> bool:
+        return True
+
+    @property
     def exchanges_history(self) -> bool:
         return self.outer.exchanges_history
 

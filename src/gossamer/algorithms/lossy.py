@@ -48,8 +48,13 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def narrowed(rest: Tensor, residual: Wire) -> Tensor:
-    """The remainder in the type in which it is kept: itself, if it is that already."""
-    return rest.to(wire_codec(residual).wire_dtype(rest.dtype))
+    """The remainder in the type in which it is kept: itself, if it is that already. What is too large for it is kept as the
+    largest that it has: one worker alone must not come to inf, for which all would have to forget this step."""
+    dtype = wire_codec(residual).wire_dtype(rest.dtype)
+    if dtype == torch.float16 and rest.dtype != dtype:
+        largest = torch.finfo(dtype).max
+        return (rest.clamp(-largest, largest) + 0 * rest).to(dtype)  # what is not finite comes out as NaN
+    return rest.to(dtype)
 
 
 def turn_over(bucket: Bucket, flat: Tensor, state: State, residual: Wire) -> tuple[Tensor, Tensor]:

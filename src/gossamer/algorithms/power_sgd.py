@@ -97,7 +97,7 @@ class PowerSGD(Lossy):
         """Where the last step left Q; at first a random matrix, the same on all workers."""
         before = state.extra(FACTOR, segment.name)
         if before is not None:
-            return before
+            return before.to(like.device)  # a loaded one may lie elsewhere
         if like.device.type == "meta":
             return like.new_empty(like.shape[1], self.rank)
         generator = torch.Generator().manual_seed(sum(map(ord, segment.name)))

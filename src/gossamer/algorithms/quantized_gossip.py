@@ -55,6 +55,7 @@ class QuantizedGossip(Meeting):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         weights, seen = wide(bucket.flat), state.extra(SEEN)
+        seen = None if seen is None else seen.to(weights.device)  # a loaded one may lie elsewhere
         grid = None if seen is None else ModuloGrid(self.bits, seen.abs().amax(0).to(weights.dtype))
         steps = least(weights, grid)
         yield from self._meet(weights, grid, steps, ctx)

@@ -58,6 +58,10 @@ class Switch(Combination, register=False):
         return "weights" if any(part.subject == "weights" for part in self.parts) else "gradients"
 
     @property
+    def counts_passes(self) -> bool:
+        return True
+
+    @property
     def weight_parts(self) -> int:
         return max((part.weight_parts for part in self.parts), default=1)
 

@@ -9,6 +9,9 @@ from gossamer.comm.patience import seconds_of
 from gossamer.comm.runner import Runner, solo_runner
 from gossamer.errors import ConfigurationError
 
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Where launchers write how many processes they started: torchrun, Open MPI, MPICH and Intel MPI, MVAPICH, srun."""
+
 torch_departure.listen()
 
 
@@ -34,10 +37,12 @@ def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | No
     seconds_of(timeout, timedelta(0))
     if inside is not None:
         return inside
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise ConfigurationError(
-            f"this process was launched as one of {world} (WORLD_SIZE), but there is no process group: "
-            "call torch.distributed.init_process_group() before gossamer.replicate()"
-        )
+    for name in _SIZES:
+        size = os.environ.get(name, "1")
+        if size.isdecimal() and int(size) > 1:
+            raise ConfigurationError(
+                f"this process was launched as one of {size} ({name}), but there is no process group: call "
+                "torch.distributed.init_process_group() before gossamer.replicate(). "
+                f"If each of them is to train alone, unset {name}"
+            )
     return solo_runner()

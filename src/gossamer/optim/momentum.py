@@ -51,6 +51,11 @@ def lend_momentum(optimizers: Sequence[Optimizer]) -> float:
 @torch.no_grad()
 def _decay(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """v ← momentum·v + weight_decay·w, w ← w − lr·v: with what the gradients do, SGD with momentum and weight decay."""
+    if any(_LENT not in group or group["momentum"] for group in optimizer.param_groups):
+        raise ConfigurationError(
+            "momentum_correction has taken the momentum out of the optimizer, and a loaded state, or an added param group, has "
+            "brought one back: it would be applied twice. Load the optimizer's state before gossamer.replicate()"
+        )
     overflow = getattr(optimizer, "found_inf", None)  # from a GradScaler, to optimizers that skip the step by themselves
     if overflow is not None and overflow.item() > 0:
         return

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.momentum_all_reduce import MOMENTUM
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError
 from gossamer.sync.agreement import agree
@@ -54,6 +55,7 @@ def collect(
         "format": FORMAT,
         "algorithm": repr(algorithm),
         "world": runner.world,
+        "machines": repr(runner.nodes),
         "step": step,
         "plan": plan,
         rank_key(runner.rank): _copied(own),
@@ -71,14 +73,15 @@ def restore(
     """Put a collected state back; returns the step.
 
     One that was saved by another number of ranks must hold the entries of all of them. Then what the old ranks kept per
-    element (residuals, momenta) is summed onto rank modulo the new number, and scaled so that its mean stays what it was;
-    everything in other shapes comes from rank modulo the old number; what belongs to an exchange of weights is dropped.
+    element (residuals) is summed onto rank modulo the new number, and scaled so that its mean stays what it was; of momenta
+    every rank takes the mean; everything in other shapes comes from rank modulo the old number, unless it is the business
+    of machines, which may be others now; what belongs to an exchange of weights is dropped.
     """
     if state.get("format") != FORMAT:
         raise ConfigurationError(f"this is not a state of gossamer in format {FORMAT}: {sorted(state)}")
     if state["algorithm"] != repr(algorithm):
         raise ConfigurationError(f"the state was saved by {state['algorithm']}, this replica runs {algorithm!r}")
-    own, extras = _entries(state, runner, gradients, weights)
+    own, extras = _entries(state, runner, algorithm, gradients, weights)
     step = "any" if algorithm.may_lag else str(state["step"])
     agree(runner, {"the step of the saved state": step, "the saved plan of buckets": repr(state["plan"])})
     if gradients is not None:
@@ -91,6 +94,8 @@ def restore(
     for sync, kept in zip(_syncs(gradients, weights), extras, strict=True):
         if isinstance(sync, GradientSync):
             sync.exchange.load_state_by_name(of_gradients, kept)
+        elif isinstance(sync, WeightSync):
+            sync.load_state_by_name(of_weights, kept, int(state["step"]))
         else:
             sync.load_state_by_name(of_weights, kept)
     return int(state["step"])
@@ -99,6 +104,7 @@ def restore(
 def _entries(
     state: Mapping[str, Any],
     runner: Runner,
+    algorithm: Algorithm,
     gradients: GradientSync | None,
     weights: Sequence[WeightSync | OptimizerSync],
 ) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
@@ -111,16 +117,24 @@ def _entries(
             f"rank {rank}: this state was saved by {saved} ranks, this run has {now}; it holds no entry for rank "
             f"{', '.join(map(str, missing))}: {hint} (keys: {sorted(state)})"
         )
-    if saved == now:
+    regrouped = algorithm.asks_for_machines and state.get("machines") != repr(runner.nodes)
+    if saved == now and not regrouped:
         return state[rank_key(rank)], state[extras_key(rank)]
     if rank == 0:
+        who = "ranks on other machines" if saved == now else now
         warnings.warn(
-            f"a state of {saved} ranks is loaded by {now}: what was not sent yet is shared out among them, and an exchange "
+            f"a state of {saved} ranks is loaded by {who}: what was not sent yet is shared out among them, and an exchange "
             "of weights begins anew",
             stacklevel=2,
         )
     own = _shared_out([state[rank_key(each)] for each in range(rank, saved, now)], now / saved)
+    if saved != now:  # all ranks, because what follows from means is the same on all
+        momenta = [{k: v for k, v in state[rank_key(each)].items() if k.endswith(MOMENTUM)} for each in range(saved)]
+        own |= _shared_out(momenta, 1 / saved)
     extras = state[extras_key(rank % saved)]
+    if algorithm.by_machine:
+        # Whoever speaks for a machine now may have spoken for none, and has not what the others would go on with.
+        extras = [{} for _ in extras]
     if any(isinstance(sync, WeightSync) for sync in weights):
         own = {key: tensors for key, tensors in own.items() if not key.startswith(_prefix(gradients))}
         extras = [{} if isinstance(s, WeightSync) else kept for s, kept in zip(_syncs(gradients, weights), extras, strict=True)]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, left_alone, wrong_shape
 from gossamer.algorithms.lossy import wide
+from gossamer.algorithms.momentum_all_reduce import MOMENTUM
 from gossamer.buckets import Bucket, Plan, Segment
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import CONTROL, Runner, Ticket
@@ -223,6 +224,19 @@ class Exchange:
         self.commit()
 
     # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def remembers(self) -> bool:
+        """Whether anything is kept per element."""
+        return any(state.flats.kept for state in self.states)
+
+    def rescale(self, factor: float) -> None:
+        """Gradients are so many times as large from now on: what is owed, and momenta, become so too."""
+        for state in self.states:
+            for name in (RESIDUAL, MOMENTUM):
+                for kept in named(name, state.flats.kept):
+                    largest = torch.finfo(kept.dtype).max
+                    kept.copy_((wide(kept) * factor).clamp(-largest, largest))
 
     def all_states(self) -> list[State]:
         """Of the buckets, then of the step."""

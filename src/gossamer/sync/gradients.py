@@ -304,6 +304,10 @@ class GradientSync:
         known: dict[str, Tensor] = {name: slot.parameter for name, slot in self._slots.items()}
         if USAGE in (name for bucket in buckets for name in bucket):
             known = with_usage(known, self._algorithm)
+            # Of the type that it has there: the plan may be of another order of parameters, and so of another neighbour.
+            beside = next((name for bucket in buckets if USAGE in bucket for name in bucket if name != USAGE), None)
+            if beside in known:
+                known[USAGE] = torch.empty(len(self._slots), dtype=known[beside].dtype, device=known[beside].device)
         if sorted(name for bucket in buckets for name in bucket) != sorted(known):
             raise ConfigurationError("the saved plan names other parameters than this model has")
         self.adopt_plan(plan_from_names(buckets, known, self._algorithm))

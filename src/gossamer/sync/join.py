@@ -1,13 +1,15 @@
 """Join: ranks whose data end early keep answering, until the data of all have ended."""
 
+import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 import torch
 
-from gossamer.comm.ops import maximum
-from gossamer.comm.runner import Runner
+from gossamer.comm.ops import broadcast, maximum
+from gossamer.comm.runner import CONTROL, Runner
 from gossamer.errors import UsageError
 
 _NO_EVENT = 2**30
@@ -50,14 +52,17 @@ class Join:
         return most, last
 
     @contextmanager
-    def active(self, conclude: Callable[[int], None]) -> Iterator[None]:
-        """Train inside; then mirror the others to their end. ``conclude(rank)`` gets a rank that trained to the end."""
+    def active(self, conclude: Callable[[int, bool], None]) -> Iterator[None]:
+        """Train inside; then mirror the others to their end. ``conclude(rank, uneven)`` gets a rank that trained to the
+        end, and whether any did not."""
         self._on = True
         try:
             yield
             mirrored = self._shadow()
-            last = torch.tensor([-1 if mirrored else self._runner.rank], dtype=torch.int64)
-            conclude(int(self._runner.run(lambda: maximum(last, self._runner.world), "the choice of the last rank").item()))
+            mine = torch.tensor([-1 if mirrored else self._runner.rank, bool(mirrored)], dtype=torch.int64)
+            found = self._runner.run(lambda: maximum(mine, self._runner.world), "the choice of the last rank")
+            last, uneven = found.tolist()
+            conclude(last, bool(uneven))
         finally:
             self._on = False
 
@@ -74,6 +79,23 @@ class Join:
         finally:
             self.shadowing = False
         return mirrored
+
+
+def state_from_rank(runner: Runner, state: dict[str, Any], source: int) -> dict[str, Any]:
+    """The ``state_dict`` of rank ``source``, on every rank; its tensors are on the host where it is another's."""
+    written = io.BytesIO()
+    if runner.rank == source:
+        torch.save(state, written)
+    told = torch.frombuffer(bytearray(written.getvalue() or b"-"), dtype=torch.uint8)
+    size = torch.tensor([told.numel()])
+    length = runner.run(lambda: broadcast(size, source), f"the size of rank {source}'s optimizer", CONTROL)
+    if runner.rank != source:
+        told = torch.empty(int(length.item()), dtype=torch.uint8)
+    told = runner.run(lambda: broadcast(told, source), f"the state of rank {source}'s optimizer", CONTROL)
+    if runner.rank == source:
+        return state
+    found: dict[str, Any] = torch.load(io.BytesIO(told.numpy().tobytes()), map_location="cpu", weights_only=True)
+    return found
 
 
 def _name(event: int) -> str:

@@ -17,7 +17,7 @@ def agree_on_overflow(runner: Runner, scaler: Any, parameters: Iterable[Paramete
         return
     gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
     overflow = runner.run(lambda: maximum(any_non_finite(gradients), runner.world), "the agreement on overflow")
-    if overflow.item() > 0:
+    if overflow.item() > 0 and gradients:
         torch._foreach_add_(gradients, float("inf"))
 
 

@@ -16,7 +16,7 @@ def with_usage(tensors: Mapping[str, Tensor], routing: Routing) -> dict[str, Ten
 
     Alone they would cost a few messages in every step: with many small steps on a fast network, some percent of them.
     """
-    like = next((tensor for tensor in reversed(list(tensors.values())) if _fits(tensor, routing)), None)
+    like = next((tensor for tensor in reversed(list(tensors.values())) if _fits(tensor, len(tensors), routing)), None)
     if like is None:
         return dict(tensors)
     result: dict[str, Tensor] = {}
@@ -28,6 +28,7 @@ def with_usage(tensors: Mapping[str, Tensor], routing: Routing) -> dict[str, Ten
     return result
 
 
-def _fits(tensor: Tensor, routing: Routing) -> bool:
-    label = routing.route(USAGE, torch.empty(0, device="meta"))
+def _fits(tensor: Tensor, count: int, routing: Routing) -> bool:
+    """Whether ``count`` numbers like this tensor go where it goes, which may depend on how many they are, and exactly."""
+    label = routing.route(USAGE, torch.empty(count, dtype=tensor.dtype, device="meta"))
     return tensor.is_floating_point() and routing.route("", tensor) == label and routing.of(label).exact

@@ -29,6 +29,9 @@ PENDING = "(pending)"
 EXCHANGES = "(exchanges)"
 """The name under which their number is saved, where ranks may lag."""
 
+STEPS = "(steps)"
+"""The name under which the number of the optimizer's steps is saved."""
+
 
 class WeightSync:
     """Exchanges the weights that one optimizer updates (and the floating-point buffers given to it).
@@ -56,6 +59,9 @@ class WeightSync:
         self._lag, self._late = algorithm.may_lag, 0
         self.exchanges = 0
         """How many were begun; the same on all ranks, unless they may lag."""
+        self.steps = 0
+        """Of the optimizer. Who meets whom follows from these, not from backward passes, of which there may be several to a
+        step: with two, every second partner would never be met."""
 
     def _lay_out(self) -> None:
         self.exchange.adopt(make_plan(self._pieces(), self._algorithm, at_once=True))
@@ -100,12 +106,17 @@ class WeightSync:
 
     @torch.no_grad()
     def launch(self, step: int) -> None:
-        """Send the weights as they are now, if the algorithm wants to at this step, and nothing is under way."""
+        """Send the weights as they are now, if the algorithm wants to at this step, and nothing is under way.
+
+        ``step``: of the replica.
+        """
         self.land()
+        self.steps += 1
+        own = step if self._algorithm.counts_passes else self.steps
         if self.exchange.launched:
             self._late += 1
-        elif self._algorithm.due(step):
-            self._begin(self._algorithm.step_of(self.exchanges) if self._lag else step)
+        elif self._algorithm.due(own):
+            self._begin(self._algorithm.step_of(self.exchanges) if self._lag else own)
 
     @torch.no_grad()
     def exchange_again(self) -> None:
@@ -195,18 +206,24 @@ class WeightSync:
         for index, delta in self._deltas.items():
             bucket = self.exchange.buckets[index]
             kept.setdefault(PENDING, {}).update(zip(bucket.layout.names, bucket.split(delta), strict=True))
+        first = next(iter(self._tensors), None)
+        if first is not None:
+            kept[STEPS] = {first: torch.tensor(self.steps)}
         if self._lag:
             kept[EXCHANGES] = {next(iter(self._tensors)): torch.tensor(self.exchanges)}
         return kept
 
-    def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Put back what :meth:`state_by_name` returned."""
+    def load_state_by_name(
+        self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]], step: int
+    ) -> None:
+        """Put back what :meth:`state_by_name` returned; ``step``: of the replica, for states that tell no other."""
         self.arrive()
         self._deltas = {}
+        self.steps = int(kept.get(STEPS, {}).get(next(iter(self._tensors), ""), step))
         self.exchanges = max((int(number) for number in kept.get(EXCHANGES, {}).values()), default=0)
         if self._history is not None and self._history():  # otherwise it comes with the first step
             self._follow_history()
-        own = {key: tensors for key, tensors in kept.items() if key not in (PENDING, EXCHANGES)}
+        own = {key: tensors for key, tensors in kept.items() if key not in (PENDING, EXCHANGES, STEPS)}
         self.exchange.load_state_by_name(own, extras)
         deltas = {bucket.index: bucket.gather(kept.get(PENDING, {})) for bucket in self.exchange.buckets}
         self._deltas = {index: delta for index, delta in deltas.items() if delta is not None}
