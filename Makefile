@@ -62,7 +62,7 @@ bench-speed: $(READY) ## measure the step time of exact all-reduce and gossip be
 	$(RUN) -m gossamer.bench.speed --networks 200mbit --save-to benchmarks/results
 	$(RUN) -m gossamer.bench.speed --networks 1gbit unshaped --rounds 40 --save-to benchmarks/results
 
-bench-convergence: $(READY) ## train every relaxation with 8, 16 or 64 workers in one process (hours, resumable)
+bench-convergence: $(READY) ## train every relaxation with 1 to 64 workers in one process (hours, resumable)
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --family momenta
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 16 --cut 2 --family weights
@@ -73,11 +73,30 @@ bench-convergence: $(READY) ## train every relaxation with 8, 16 or 64 workers i
 	  --sides 'Gossip()' 'Hierarchical(Gossip(), ranks_per_node=4)'
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 16 --cut 2 --sides 'in_parts(8, Gossip())'
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 64 --cut 8 \
-	  --sides 'AllReduce()' 'Gossip()' 'GossipGraD()' 'GossipPGA(period=4)' 'QuantizedGossip(bits=4)'
+	  --sides 'AllReduce()' 'Gossip()' 'GossipGraD()' 'GossipPGA(period=4)' 'QuantizedGossip()'
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 64 --cut 8 --lr 0.04 \
 	  --sides 'AllReduce()' 'Gossip()' 'GossipPGA(period=4)'
+	# What was tried once.
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --seeds 6 --sides 'AllReduce()' 'PowerSGD()'
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --seeds 1 --sides 'ChunkSparse(density=0.25)' \
+	  'ChunkSparse(momentum_correction=True)' 'ChunkSparse(warmup=35, ramp=35)' \
+	  'ChunkSparse(momentum_correction=True, warmup=35, ramp=35)' 'after(117, ChunkSparse())' 'after(117, PowerSGD())' \
+	  'PowerSGD(rank=4)' 'PowerSGD(rank=8)'
+	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --seeds 1 --sides 'after(133, ChunkSparse())' 'after(133, PowerSGD())'
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 16 --cut 2 --seeds 2 --sides 'in_parts(16, Gossip())'
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 64 --cut 8 --seeds 1 --sides 'GossipPGA(every=8)'
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 64 --cut 8 --lr 0.04 --seeds 1 \
+	  --sides 'Hierarchical(Gossip(), ranks_per_node=8)' 'Hierarchical(Gossip(), ranks_per_node=4)' 'QuantizedGossip()'
+	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --workers 16 --optimizer 'GossipAdamW()' --seeds 1 --sides 'QuantizedGossip()'
+	$(CONVERGE) --workload examples/01_gpt.py --steps 200 --workers 1 --seeds 1 --sides 'AllReduce()'
+	$(CONVERGE) --workload examples/01_gpt.py --steps 200 --workers 4 --seeds 1 \
+	  --sides 'AllReduce()' 'Gossip()' 'DecentralizedSGD(topology=Complete())'
+	$(CONVERGE) --workload examples/01_gpt.py --steps 200 --workers 4 --seeds 1 --optimizer 'GossipAdamW()' --sides 'Gossip()'
+	$(CONVERGE) --workload examples/01_gpt.py --steps 200 --workers 16 --seeds 1 --sides 'AllReduce()' 'GossipGraD()'
+	$(CONVERGE) --workload examples/01_gpt.py --steps 200 --workers 16 --seeds 1 --lr 0.003 --sides 'AllReduce()' 'Gossip()' 'GossipGraD()'
+	$(CONVERGE) --workload examples/01_gpt.py --steps 200 --workers 16 --seeds 1 --lr 0.006 --sides 'Gossip()' 'GossipGraD()'
 
-bench-shuffle: $(READY) ## gossip on shards sorted by label, without and with samples that travel (an hour, resumable)
+bench-shuffle: $(READY) ## gossip on shards sorted by label, without and with samples that travel (more than an hour, resumable)
 	$(RUN) -m gossamer.bench.shuffle --save-to benchmarks/results
 
 bench-shuffle-time: $(READY) ## what samples that travel add to the step, 4 emulated hosts at 200 Mbit/s (about 10 minutes)

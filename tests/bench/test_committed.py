@@ -1,6 +1,8 @@
 """Every committed table says what its program makes of the committed measurements."""
 
 import json
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,18 @@ def test_all_of_them_are_checked():
 @pytest.mark.parametrize("name", ["convergence", "shuffle"])
 def test_tables_of_quality(name):
     assert (RESULTS / f"{name}.md").read_text() == lines(convergence.table(read_rows(RESULTS / f"{name}.jsonl")))
+
+
+def test_every_row_of_convergence_is_one_that_make_asks_for(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = subprocess.run(["make", "-n", "bench-convergence"], capture_output=True, text=True, check=True).stdout
+    words = [shlex.split(line, comments=True) for line in commands.replace("\\\n", " ").splitlines()]
+    module = "gossamer.bench.convergence"
+    lines = [convergence.make_parser().parse_args(line[line.index(module) + 1 :]) for line in words if module in line]
+    keys = [run.key() for line in lines for run in convergence.asked_for(line)[1]]
+    for row in read_rows(RESULTS / "convergence.jsonl"):
+        key = {name: row[name] for name in row if name in convergence.Training.__dataclass_fields__}
+        assert key in keys, f"no command of make bench-convergence trains {key}"
 
 
 def test_shuffle_time():

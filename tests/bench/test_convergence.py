@@ -86,6 +86,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is(tmp_path, monkeypa
     for last, complaint in (
         ("with_optimizer(Gossip(), GossipAdamW())", "so does --optimizer GossipAdamW()"),
         ("Nothing()", "Nothing"),
+        ("ddp", "ddp is no algorithm"),
     ):
         monkeypatch.setattr(sys, "argv", [*command, last])
         with pytest.raises(SystemExit, match=re.escape(complaint)):

@@ -113,7 +113,7 @@ def found(compute, gossip):
     ratios = {side: {"reference_seconds": 1.1, "compute_seconds": compute, "ratio_to_compute": own[0] / compute}
               for side, own in seconds.items()}  # fmt: skip
     told = {"workload": "Convnet", "rounds": 2, "steps_per_round": 5, "warmup": 4, "tcp_bits_per_second": 1e8, "missing": {}}
-    return told | {"sides": ratios, "seconds": seconds, "conditions": {"torch": "2", "load_before": 0.1}}
+    return told | {"sides": ratios, "seconds": seconds, "latency": 0.0, "conditions": {"torch": "2", "load_before": 0.1}}
 
 
 def test_every_row_has_compute_and_ddp_of_its_own_run():
@@ -130,6 +130,13 @@ def test_every_row_has_compute_and_ddp_of_its_own_run():
     assert by_side["ddp"]["round_seconds"] == [1.0, 1.2]
     assert by_side["QSGD()"]["reference_seconds"] == 1.1
     assert all(row["load_before"] == 0.1 and row["warmup"] == 4 for row in results.rows)
+
+
+def test_rows_of_others_say_that_gossamers_runner_does_not_delay_them():
+    delayed = [row for row in rows_of(CASE, found(0.5, 0.75) | {"latency": 0.002}) if row["side"] in ("ddp", "Gossip()")]
+    whole = [a_row(row["side"], runner_latency=row["runner_latency"]) for row in delayed]
+    assert [" (not delayed) |" in line for line in table(whole)[2:]] == [True, False]
+    assert not any("not delayed" in line for line in table([a_row("ddp")]))
 
 
 def test_the_table_shows_bounds_where_there_are_some_and_says_what_is_noisy():

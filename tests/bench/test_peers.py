@@ -13,7 +13,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from gossamer.algorithms import registry
-from gossamer.bench import memory, paired, peers, quality_run
+from gossamer.bench import memory, paired, peers, quality_run, ranks
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.matrix import Case, Results, Turns, absent, draw, table
@@ -78,6 +78,28 @@ def test_names_and_shares_are_in_order():
 
 def test_a_rank_finds_its_own_address(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert own_address() == "127.0.0.1"
+
+
+def test_a_name_that_means_the_host_itself_is_not_told_to_others(monkeypatch):
+    ends = {"127.0.1.1": "127.0.0.1", "203.0.113.1": "192.0.2.7"}
+    monkeypatch.setattr(ranks, "_own_end", lambda family, to: ends[to[0]])
+    monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert own_address() == "192.0.2.7"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert own_address() == "127.0.0.1", "there is one host"
+
+
+def test_a_host_without_a_way_to_the_world_is_its_loopback(monkeypatch):
+    def own_end(family, to):
+        if to[0] != "127.0.1.1":
+            raise OSError("Network is unreachable")
+        return "127.0.0.1"
+
+    monkeypatch.setattr(ranks, "_own_end", own_end)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert own_address() == "127.0.0.1"
 
 

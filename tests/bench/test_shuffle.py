@@ -1,11 +1,13 @@
 """Shards sorted by label, and batches of them that stay or travel."""
 
+import sys
 from itertools import islice
 
 import pytest
 import torch
 
 import gossamer
+from gossamer.bench import shuffle
 from gossamer.bench.convergence import Training, run_all, table
 from gossamer.bench.shuffle import ARMS, MIXED, SHUFFLED, shard, staying, train_on, travelling
 from gossamer.bench.workload import Workload
@@ -13,6 +15,23 @@ from gossamer.errors import ConfigurationError
 
 LABELS = torch.arange(80) % 4
 INPUTS = torch.arange(80.0).reshape(80, 1)
+
+
+def test_other_settings_are_other_rows(tmp_path, monkeypatch):
+    """What was trained with one algorithm is not taken for what another is asked for."""
+    trained = []
+    monkeypatch.setattr(shuffle, "find_workload", lambda name: a_workload())
+
+    def train_on(workload, run, algorithm, batch):
+        trained.append((run.side, algorithm, batch))
+        return {"loss": 1.0}
+
+    monkeypatch.setattr(shuffle, "train_on", train_on)
+    for arguments in ([], ["--algorithm", "GossipGraD()"], ["--algorithm", "GossipGraD()"], ["--batch", "8"]):
+        monkeypatch.setattr(sys, "argv", ["shuffle", "--seeds", "1", "--save-to", str(tmp_path), *arguments])
+        shuffle.main()
+    settings = [("Gossip()", 64), ("GossipGraD()", 64), ("Gossip()", 8)]
+    assert trained == [(arm, *each) for each in settings for arm in ARMS]
 
 
 def test_shards_are_sorted_and_hold_everything_once():

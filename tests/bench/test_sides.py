@@ -7,6 +7,7 @@ import torch
 
 from gossamer import AllReduce, Gossip, Hierarchical, PushSum, ScatterReduce, after
 from gossamer.bench.sides import OPTIMIZERS, PLAIN, OverlapForward, algorithm_of, join, overlaps_forward, parse_side
+from gossamer.bench.trained import _period
 from gossamer.codecs import Quantize
 from gossamer.comm.digraph import OutNeighbours
 from gossamer.errors import ConfigurationError
@@ -115,3 +116,21 @@ def test_optimizers_that_communicate_are_known_as_such() -> None:
     assert {*OPTIMIZERS} == {"OneBitAdam", "QAdam"}
     assert algorithm_of(parse_side("QAdam()")) is None
     assert algorithm_of("ddp") is None
+
+
+@pytest.mark.parametrize(
+    ("side", "period"),
+    [
+        ("Gossip()", 1),
+        ("Gossip(every=2)", 2),
+        ("Gossip(lag=3)", 4),
+        ("Gossip(every=2, lag=3)", 8),
+        ("in_parts(8, Gossip())", 8),
+        ("with_optimizer(Gossip(lag=1), GossipAdamW())", 2),
+        ("OneBitAdam(warmup=2)", 1),
+        ("post-localsgd", 8),
+    ],
+)
+def test_a_side_is_timed_over_whole_periods_of_its_exchanges(side, period):
+    """One that may lag is waited for only when it is late: over fewer steps nobody would ever wait for it."""
+    assert _period(parse_side(side)) == period

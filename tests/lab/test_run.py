@@ -185,6 +185,19 @@ def test_hosts_share_the_processors_in_fine_slices(lab: Callable[..., Run]) -> N
     assert [run.stdout(rank) for rank in range(2)] == [["100000"]] * 2
 
 
+def test_a_slowed_host_that_fails_first_is_named(lab: Lab) -> None:
+    """Whoever stops and continues it ends with it, before the others are told to end."""
+    source = """
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            raise ValueError("the slowed one")
+        time.sleep(60)
+    """
+    run = lab(LabSpec(hosts=2, shaping="none", slow={1: 2}, timeout=40), source)
+    assert (run.result.exit_code, run.result.failed_rank) == (1, 1)
+    assert "ValueError: the slowed one" in run.result.traceback
+
+
 def test_what_leaves_a_slowed_hosts_group_while_it_is_stopped_goes_on(lab: Lab) -> None:
     """A daemon whose order to stop came just before: the order to go on is for the group, and it is no longer in there."""
     source = """

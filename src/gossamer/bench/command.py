@@ -32,7 +32,7 @@ from gossamer.bench.matrix import (
 )  # fmt: skip
 from gossamer.bench.plots import require_matplotlib
 from gossamer.bench.ranks import of_all
-from gossamer.bench.ratios import SPREAD
+from gossamer.bench.ratios import SPREAD, require_scipy
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabError
 
@@ -89,7 +89,8 @@ def bench(
     """
     first = os.environ.get("RANK", "0") == "0"
     try:
-        require_matplotlib()  # and what else comes with it; before an hour of measuring, not after
+        require_matplotlib()  # before an hour of measuring, not after
+        require_scipy()
         plan = Plan(side or SIDES, Turns(rounds, steps, warmup), at_once, memory, again)
         path = save_to / "results.jsonl"
         if is_here():
@@ -97,8 +98,8 @@ def bench(
         else:
             _run(LAB, cases(workloads, network or ["200mbit"], hosts or [4]), plan, Results(path))
     except (GossamerError, LabError) as error:
-        if first:
-            typer.echo(f"gossamer bench: {error}", err=True)
+        who = "" if first else f" (rank {os.environ['RANK']})"  # the others may know nothing of it
+        typer.echo(f"gossamer bench{who}: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -136,11 +137,13 @@ class Place:
     """Rows of sides that need not be tried, because they cannot run."""
     measure: Callable[[Case, Sequence[str], Turns, Callable[[Record], None]], list[Record]]
     memory: Callable[[Case, Sequence[str]], dict[str, Record]]
+    separate: bool
+    """Whether each is measured in processes of its own, and one that fails leaves the next unharmed."""
 
 
-LAB = Place(absent, measure, measure_memory)
+LAB = Place(absent, measure, measure_memory, separate=True)
 # Here every rank has its own installation; they find out together when they measure.
-CLUSTER = Place(lambda case, sides: [], measure_here, measure_memory_here)
+CLUSTER = Place(lambda case, sides: [], measure_here, measure_memory_here, separate=False)
 
 
 def _on_cluster(
@@ -157,6 +160,7 @@ def _on_cluster(
 
 
 def _run(place: Place, chosen: Sequence[Case], plan: Plan, results: Results, quiet: bool = False) -> None:
+    failed: list[str] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
         _say(progress, busy_machine())
@@ -171,13 +175,22 @@ def _run(place: Place, chosen: Sequence[Case], plan: Plan, results: Results, qui
                     if "round" in record:
                         progress.update(bar, completed=record["round"])
 
-                rows = place.measure(case, portion, plan.turns, note)
-                if plan.memory:
-                    progress.update(bar, description=f"{case}: memory of {len(portion)} sides", total=None)
-                    rows = _with_memory(place, case, rows, {} if plan.again else results.memory(case))
-                results.add(rows)
+                try:
+                    rows = place.measure(case, portion, plan.turns, note)
+                    results.add(rows)
+                    if plan.memory:
+                        progress.update(bar, description=f"{case}: memory of {len(portion)} sides", total=None)
+                        results.add(_with_memory(place, case, rows, {} if plan.again else results.memory(case)))
+                except GossamerError as error:
+                    if not place.separate:
+                        raise
+                    failed.append(f"{case}, {', '.join(portion)}: {error}")
+                    _say(progress, failed[-1:])
+                else:
+                    _log(progress, case, rows)
                 progress.remove_task(bar)
-                _log(progress, case, rows)
+    if failed:
+        raise GossamerError("what was measured is kept; this failed:\n" + "\n".join(failed))
 
 
 def _log(progress: Progress, case: Case, rows: Sequence[Record]) -> None:

@@ -42,7 +42,7 @@ WEIGHTS = (
     "Gossip()",
     "GossipGraD()",
     "QuantizedGossip(bits=8)",
-    "QuantizedGossip(bits=4)",
+    "QuantizedGossip()",
     "DecentralizedSGD()",
     "LowPrecisionDecentralized()",
     "LowPrecisionDecentralized(codec=Quantize(bits=4))",
@@ -97,7 +97,10 @@ class Training:
 
 def check(run: Training) -> None:
     """Raises ConfigurationError for a side or an optimizer that nobody knows, and where both name an optimizer."""
-    named_by_side = optimizer_of(parse_side(run.side))
+    side = parse_side(run.side)
+    if isinstance(side, str):
+        raise ConfigurationError(f"{run.side} is no algorithm of gossamer: all workers are trained in one process")
+    named_by_side = optimizer_of(side)
     if run.optimizer is not None:
         parse_optimizer(run.optimizer)
         if named_by_side is not None:
@@ -212,8 +215,8 @@ def interval(differences: Sequence[float]) -> str:
     return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
 
 
-def main() -> None:
-    """Train what is not there yet, and write the table."""
+def make_parser() -> argparse.ArgumentParser:
+    """What can be asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", required=True, help="a Python file, or an emulated model such as 'ResNet50(2.0)'")
     parser.add_argument("--family", choices=tuple(SIDES), default="gradients")
@@ -226,16 +229,11 @@ def main() -> None:
     parser.add_argument("--decay", action="store_true", help="let the learning rate fall linearly to zero")
     parser.add_argument("--optimizer", help="one of gossamer.optim, such as 'GossipAdamW()', instead of the workload's")
     parser.add_argument("--save-to", type=Path, default=Path("out/convergence"))
-    options = parser.parse_args()
-    try:
-        _train_and_write(options)
-    except ConfigurationError as error:
-        raise SystemExit(f"convergence: {error}") from None
+    return parser
 
 
-def _train_and_write(options: argparse.Namespace) -> None:
-    log = options.save_to / "convergence.jsonl"
-    sides = options.sides or SIDES[options.family]
+def asked_for(options: argparse.Namespace) -> tuple[Workload, list[Training]]:
+    """The workload and the runs that a command line of :func:`make_parser` asks for. Raises as :func:`check` does."""
     workload = find_workload(options.workload)
     runs = [
         Training(
@@ -250,10 +248,25 @@ def _train_and_write(options: argparse.Namespace) -> None:
             options.decay,
         )
         for seed in range(options.seeds)
-        for side in sides
+        for side in options.sides or SIDES[options.family]
     ]
     for run in runs:  # before the first is trained
         check(run)
+    return workload, runs
+
+
+def main() -> None:
+    """Train what is not there yet, and write the table."""
+    options = make_parser().parse_args()
+    try:
+        _train_and_write(options)
+    except ConfigurationError as error:
+        raise SystemExit(f"convergence: {error}") from None
+
+
+def _train_and_write(options: argparse.Namespace) -> None:
+    log = options.save_to / "convergence.jsonl"
+    workload, runs = asked_for(options)
     rows = run_all(workload, runs, log)
     (options.save_to / "convergence.md").write_text("\n".join(table(rows)) + "\n")
     console.log(f"wrote {options.save_to / 'convergence.md'}")

@@ -64,7 +64,9 @@ def make_run(method: str, options: argparse.Namespace, title: str = "") -> Run:
 
 def run_demo(options: argparse.Namespace, console: Console) -> Report:
     """Train everything in turn."""
-    spec = LabSpec(hosts=options.hosts, rate=options.rate, shaping=options.shaping, timeout=600 + 4 * options.seconds)
+    spec = LabSpec(
+        hosts=options.hosts, rate=options.rate, shaping=options.shaping, timeout=600 + 4 * (options.steps or options.seconds)
+    )
     compute, *runs = [make_run(method, options) for method in ("none", *options.methods)]
     notes, network = busy_machine(), describe(spec)
     with Display(console, f"byte-level GPT on {network}", [compute, *runs]) as display:
@@ -73,9 +75,11 @@ def run_demo(options: argparse.Namespace, console: Console) -> Report:
         if first.shaping == "runner":
             notes += stand_in(runs, options)
             display.show([compute, *runs])
-        for run in runs:
-            train(run, spec, display.refresh)
-    save_logs([compute, *runs], LOGS)
+        try:
+            for run in runs:
+                train(run, spec, display.refresh)
+        finally:
+            save_logs([compute, *runs], LOGS)
     size = f"{compute.header['parameters'] / 1e6:.2f} million parameters"
     return Report(f"byte-level GPT ({size}), {network}", compute, runs, notes)
 

@@ -16,7 +16,8 @@ from rich.console import Console
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.primitives import PATTERNS
 from gossamer.bench.rows import markdown
-from gossamer.lab import LabSpec
+from gossamer.errors import GossamerError
+from gossamer.lab import LabError, LabSpec
 
 NETWORKS = ((4, "200mbit"), (4, "1gbit"), (8, "200mbit"))
 """Hosts and the rate of their links. With more hosts at more than that two cores decide, not the network."""
@@ -58,18 +59,27 @@ def main() -> None:
     parser.add_argument("--patterns", nargs="+", choices=tuple(PATTERNS), default=list(PATTERNS))
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    rows = []
-    for hosts, rate in NETWORKS:
-        console.log(f"{hosts} hosts, {rate}")
-        command = ["-m", "gossamer.bench.primitives", "--repeats", str(options.repeats)]
-        command += ["--mbytes", *options.mbytes, "--patterns", *options.patterns]
-        rows += lab_json(LabSpec(hosts=hosts, rate=rate), command)
-    options.save_to.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    try:
+        for hosts, rate in NETWORKS:
+            console.log(f"{hosts} hosts, {rate}")
+            command = ["-m", "gossamer.bench.primitives", "--repeats", str(options.repeats)]
+            command += ["--mbytes", *options.mbytes, "--patterns", *options.patterns]
+            rows += lab_json(LabSpec(hosts=hosts, rate=rate), command)
+    except (GossamerError, LabError) as error:
+        raise SystemExit(f"exchanges: {error}") from None
+    finally:
+        if rows:  # what was measured before something failed, or somebody had enough, too
+            _save(rows, options.save_to)
+
+
+def _save(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     machine = f"Emulated hosts; {platform.system()} {platform.machine()}, torch {torch.__version__}"
     saved = {"machine": machine, "exchanges": rows}
-    (options.save_to / "exchanges.json").write_text(json.dumps(saved, indent=1))
-    (options.save_to / "exchanges.md").write_text(page(saved))
-    console.log(f"wrote {options.save_to / 'exchanges.md'} and exchanges.json")
+    (folder / "exchanges.json").write_text(json.dumps(saved, indent=1))
+    (folder / "exchanges.md").write_text(page(saved))
+    console.log(f"wrote {folder / 'exchanges.md'} and exchanges.json")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.bench.catalogue import find_workload, is_emulated
-from gossamer.bench.in_lab import Record, lab_json
+from gossamer.bench.in_lab import Record, lab_json, lab_result
 from gossamer.bench.memory import FIGURES, beyond, read
 from gossamer.bench.network import parse_network
 from gossamer.bench.peers import BASELINE, PEERS, missing
@@ -145,14 +145,19 @@ def measure(case: Case, sides: Sequence[str], turns: Turns, on_record: Callable[
     command = ["-m", "gossamer.bench.paired", "--workload", case.workload, "--sides", *sides]
     numbers = {"--rounds": turns.rounds, "--steps": turns.steps, "--warmup": turns.warmup}
     command += [str(part) for pair in numbers.items() for part in pair]
-    return rows_of(case, lab_json(case.spec(), command, on_record)[-1])
+    return rows_of(case, lab_result(case.spec(), command, "sides", on_record))
 
 
 def rows_of(case: Case, found: Record) -> list[Record]:
-    """What :func:`gossamer.bench.paired.run` found, as a row for every side."""
+    """What :func:`gossamer.bench.paired.run` found, as a row for every side.
+
+    ``runner_latency``: the seconds that gossamer's runner adds to its own messages, where the network adds none by itself.
+    """
     kept = ("rounds", "steps_per_round", "warmup", "tcp_bits_per_second")
     shared = {"when": round(time.time()), "name": found["workload"]} | {name: found[name] for name in kept}
     shared |= found["conditions"]
+    if found["latency"]:
+        shared["runner_latency"] = found["latency"]
     rows = []
     for side, figures in found["sides"].items():
         own = {"side": side, "round_seconds": [round(each, 6) for each in found["seconds"][side]]}
@@ -179,7 +184,8 @@ def table(rows: Sequence[Record]) -> list[str]:
 
 
 def _cells(row: Record) -> list[str]:
-    case = [row["name"], row["network"], str(row["hosts"]), f"`{row['side']}`"]
+    undelayed = " (not delayed)" if row.get("runner_latency") and row["side"] in PEERS else ""
+    case = [row["name"], row["network"] + undelayed, str(row["hosts"]), f"`{row['side']}`"]
     if "missing" in row:
         reason = row["missing"].replace("|", "\\|")
         return [*case, "", "", f"not run: {reason}", *[""] * (len(HEAD) - 7)]

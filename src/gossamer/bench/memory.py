@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import json
 import os
+import signal
 import statistics
 import sys
 import traceback
@@ -33,6 +34,7 @@ from gossamer.bench.catalogue import find_workload
 from gossamer.bench.peers import BASELINE
 from gossamer.bench.trained import make_side
 from gossamer.bench.workload import Workload
+from gossamer.errors import GossamerError
 
 FIGURES = ("memory", "memory_noise")
 """What a row tells of a side: see :func:`beyond`."""
@@ -128,22 +130,31 @@ def _store_served() -> Iterator[None]:
         yield
         return
     end, held = os.pipe()
+    there, told = os.pipe()
     server = os.fork()
     if server == 0:
         os.close(held)
-        os._exit(_serve(end))
+        os.close(there)
+        os._exit(_serve(end, told))
     os.close(end)
+    os.close(told)
     try:
+        with os.fdopen(there, "rb") as answer:
+            if not answer.read():
+                raise GossamerError(f"the store that all ranks meet at cannot be served at port {os.environ['MASTER_PORT']}")
         yield
     finally:
-        os.close(held)
+        os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
+        os.close(held)
 
 
-def _serve(end: int) -> int:
-    """Serve the store until the other end of the pipe ``end`` closes, which it does when its process dies too."""
+def _serve(end: int, told: int) -> int:
+    """Serve the store, and say so, until the other end of the pipe ``end`` closes: its process has died."""
     try:
         store = _store(is_master=True)
+        os.write(told, b"there")
+        os.close(told)
         os.read(end, 1)
         del store
     except BaseException:
@@ -164,10 +175,12 @@ def _forked(workload: Workload, side: str, steps: int, name: str) -> Peak | None
     if child == 0:
         os.close(reader)
         os._exit(_child(workload, side, steps, name, writer))
+    failed = os.waitpid(child, 0)[1]
     os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
+    os.set_blocking(reader, False)  # processes that a peer has left behind may hold the other end
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
         said = pipe.read()
-    failed = os.waitpid(child, 0)[1] or not said
+    failed = failed or not said
     return None if failed else Peak(**json.loads(said))
 
 

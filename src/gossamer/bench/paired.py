@@ -34,7 +34,7 @@ from gossamer.bench.ranks import of_all
 from gossamer.bench.ratios import compare
 from gossamer.bench.trained import MODEL_SEED, Pace, Trained, make_side, pace
 from gossamer.bench.workload import Workload
-from gossamer.errors import ConfigurationError
+from gossamer.errors import ConfigurationError, GossamerError
 
 Figures = dict[str, Any]
 
@@ -134,8 +134,7 @@ def run(
     figures = _figures(made, results, sent, common)
     if lines and BASELINE in figures:
         _add_bounds(figures, of_all(sent), lines, ready, made)
-    for side in made.values():
-        side.joined.close()
+    _close(made)
     return {
         "workload": workload.name,
         "rounds": rounds,
@@ -150,6 +149,15 @@ def run(
         "latency": float(os.environ.get("GOSSAMER_LAB_LATENCY_S", "0")),
         "conditions": conditions(sides, load_before, {"model": MODEL_SEED, "batches": list(range(dist.get_world_size()))}),
     }
+
+
+def _close(made: dict[str, Trained]) -> None:
+    """End what the sides have started. All is measured then: one that does not end well is told, and takes nothing along."""
+    for name, side in made.items():
+        try:
+            side.joined.close()
+        except GossamerError as error:
+            sys.stderr.write(f"rank {dist.get_rank()}, {name}: {error}\n")
 
 
 @dataclass(frozen=True, slots=True)

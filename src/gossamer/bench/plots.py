@@ -40,7 +40,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigurationError("pictures need matplotlib: pip install 'gossamer[bench]'") from None
+        raise ConfigurationError("pictures need matplotlib: pip install '.[bench]' where gossamer's sources are") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot
 

@@ -2,7 +2,9 @@
 
 import os
 import socket
-from typing import TypeVar
+from contextlib import suppress
+from ipaddress import ip_address
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -17,8 +19,25 @@ def of_all(value: T) -> list[T]:
 
 
 def own_address(family: int = socket.AF_UNSPEC) -> str:
-    """The address of this host as the others see it: that from which it reaches rank 0."""
-    family, kind, _, _, rank0 = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, family, socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(rank0)  # sends nothing: that is how datagrams are
+    """The address of this host as the others see it: that from which it reaches rank 0.
+
+    Where the name of rank 0's host means, on that host, the host itself (127.0.1.1 in many an ``/etc/hosts``): that from
+    which it reaches the world.
+    """
+    family, _, _, _, rank0 = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, family, socket.SOCK_DGRAM)[0]
+    found = _own_end(family, rank0)
+    local, world = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if local < world and ip_address(found).is_loopback and "GOSSAMER_LAB" not in os.environ:
+        with suppress(OSError):
+            return _own_end(family, (_FAR[family], 1))
+    return found
+
+
+_FAR = {socket.AF_INET: "203.0.113.1", socket.AF_INET6: "2001:db8::1"}
+"""Addresses for documentation (RFC 5737, RFC 3849), which nobody has."""
+
+
+def _own_end(family: int, to: Any) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(to)  # sends nothing: that is how datagrams are
         return str(probe.getsockname()[0])

@@ -2,7 +2,10 @@
 
 import statistics
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
+
+from gossamer.errors import ConfigurationError
 
 ENOUGH = 6
 """Rounds from which a ratio has an interval: of fewer, the bootstrap's is the range from the lowest to the highest."""
@@ -31,6 +34,12 @@ def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, f
 def spread(rows: Sequence[dict[str, Any]]) -> str:
     """``SPREAD`` in the words that rows of so many rounds need."""
     return SPREAD if any(row["rounds"] < ENOUGH for row in rows) else SPREAD.partition(";")[0]
+
+
+def require_scipy() -> None:
+    """ConfigurationError if what intervals are made with is not installed."""
+    if find_spec("scipy") is None:
+        raise ConfigurationError("intervals need scipy: pip install '.[bench]' where gossamer's sources are")
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

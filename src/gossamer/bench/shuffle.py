@@ -25,6 +25,9 @@ SORTED = "sorted by label"
 TRAVELLING = "sorted by label, RingShuffle"
 MIXED = "sorted by label, RingShuffle, mix=True"
 DEALT = "sorted by label, RingShuffle, deal=True"
+ALGORITHM, BATCH = "Gossip()", 64
+"""What rows that name neither were trained with."""
+
 ARMS = (SHUFFLED, SORTED, TRAVELLING, MIXED, DEALT)
 
 Shard = tuple[Tensor, Tensor]
@@ -79,9 +82,9 @@ def main() -> None:
     """Train what is not there yet, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="examples/02_convnet.py", help="a Python file that defines training_samples()")
-    parser.add_argument("--algorithm", default="Gossip()")
+    parser.add_argument("--algorithm", default=ALGORITHM)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=64, help="samples per worker and step")
+    parser.add_argument("--batch", type=int, default=BATCH, help="samples per worker and step")
     parser.add_argument("--steps", type=int, default=936, help="the default is a whole turn of all samples, 8 local epochs")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--save-to", type=Path, default=Path("out/shuffle"))
@@ -93,12 +96,16 @@ def main() -> None:
 
 
 def _train_and_write(options: argparse.Namespace) -> None:
+    other = (options.algorithm, options.batch) != (ALGORITHM, BATCH)
+    settings = f" ({options.algorithm}, batches of {options.batch})" if other else ""
+    arms = {arm + settings: arm for arm in ARMS}  # by what rows are known by
+
     def train_arm(workload: Workload, run: Training) -> dict[str, float]:
-        return train_on(workload, run, options.algorithm, options.batch)
+        return train_on(workload, replace(run, side=arms[run.side]), options.algorithm, options.batch)
 
     log = options.save_to / "shuffle.jsonl"
     workload = find_workload(options.workload)
-    runs = [Training(workload.name, arm, options.workers, options.steps, seed) for seed in range(options.seeds) for arm in ARMS]
+    runs = [Training(workload.name, arm, options.workers, options.steps, seed) for seed in range(options.seeds) for arm in arms]
     rows = run_all(workload, runs, log, train_arm)
     (options.save_to / "shuffle.md").write_text("\n".join(table(rows)) + "\n")
     console.log(f"wrote {options.save_to / 'shuffle.md'}")

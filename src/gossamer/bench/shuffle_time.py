@@ -26,17 +26,19 @@ from torch import Tensor
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.conditions import conditions, load
-from gossamer.bench.in_lab import lab_json
+from gossamer.bench.in_lab import lab_result
 from gossamer.bench.matrix import Turns
 from gossamer.bench.paired import take_turns, warm_up
 from gossamer.bench.peers import BASELINE
-from gossamer.bench.ratios import compare, interval, spread
+from gossamer.bench.ratios import compare, interval, require_scipy, spread
 from gossamer.bench.rows import markdown
 from gossamer.bench.shuffle import Shard, endless, staying
+from gossamer.bench.sides import parse_side
 from gossamer.bench.trained import MODEL_SEED, make_side, pace
 from gossamer.bench.workload import Workload
 from gossamer.data import RingShuffle
-from gossamer.lab import LabSpec
+from gossamer.errors import GossamerError
+from gossamer.lab import LabError, LabSpec
 
 WORKLOADS = ("examples/02_convnet.py", "Convnet(0.1)")
 """The same twice: computed, by workers that share this machine's cores, and emulated, so that the network decides."""
@@ -190,17 +192,16 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def in_lab(options: argparse.Namespace) -> list[dict[str, Any]]:
+def in_lab(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every case in a lab of its own."""
-    rows = []
     for workload, side, stored in itertools.product(options.workloads, options.sides, options.stored):
         console.log(f"{workload}, {side}, samples kept as {stored}: {options.rounds} rounds")
         case = {"--workloads": workload, "--sides": side, "--stored": stored, "--samples-of": options.samples_of}
         case |= {f"--{name}": str(getattr(options, name)) for name in ("batches", "rounds", "steps", "warmup")}
         command = ["-m", "gossamer.bench.shuffle_time", "--in-place", *itertools.chain(*case.items())]
-        rows.append(lab_json(LabSpec(hosts=options.hosts, rate=options.rate), command)[-1])
-        console.log(f"exposed, % of the step: {exposed(rows[-1])[1].told(100, 1)}")
-    return rows
+        row = lab_result(LabSpec(hosts=options.hosts, rate=options.rate), command, "waited_seconds")
+        console.log(f"exposed, % of the step: {exposed(row)[1].told(100, 1)}")
+        yield row
 
 
 def in_place(options: argparse.Namespace) -> None:
@@ -228,9 +229,19 @@ def main() -> None:
     if options.table_only:
         rows = json.loads(saved.read_text())
     else:
-        rows = in_lab(options)
-        options.save_to.mkdir(parents=True, exist_ok=True)
-        saved.write_text(json.dumps(rows, indent=1) + "\n")
+        rows = []
+        try:
+            require_scipy()
+            for name in {*options.workloads, options.samples_of}:
+                find_workload(name)
+            for side in options.sides:
+                parse_side(side)
+            for row in in_lab(options):
+                rows.append(row)
+                options.save_to.mkdir(parents=True, exist_ok=True)
+                saved.write_text(json.dumps(rows, indent=1) + "\n")
+        except (GossamerError, LabError, ValueError) as error:
+            raise SystemExit(f"shuffle time: {error}") from None
     (options.save_to / "shuffle-time.md").write_text("\n".join(table(rows)) + "\n")
     console.log(f"wrote {options.save_to / 'shuffle-time.md'}")
 

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gossamer.bench.in_lab import lab_json
-from gossamer.bench.ratios import spread
+from gossamer.bench.catalogue import find_workload
+from gossamer.bench.in_lab import lab_result
+from gossamer.bench.ratios import require_scipy, spread
 from gossamer.bench.rows import markdown
-from gossamer.lab import LabSpec
+from gossamer.errors import GossamerError
+from gossamer.lab import LabError, LabSpec
 
 NETWORKS = ("200mbit", "1gbit", "unshaped")
 STEPS = 6
@@ -58,21 +60,29 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    steps = []
-    for rate in options.networks:
-        spec = LabSpec(hosts=options.hosts, rate=rate)
+    try:
+        require_scipy()
         for workload in options.workloads:
-            console.log(f"{workload.stem} on {rate}: {options.rounds} rounds")
+            find_workload(workload)
+        _measure_and_save(options, [LabSpec(hosts=options.hosts, rate=rate) for rate in options.networks])
+    except (GossamerError, LabError, ValueError) as error:
+        raise SystemExit(f"speed: {error}") from None
+
+
+def _measure_and_save(options: argparse.Namespace, specs: Sequence[LabSpec]) -> None:
+    for spec in specs:
+        for workload in options.workloads:
+            console.log(f"{workload.stem} on {spec.rate}: {options.rounds} rounds")
             command = ["-m", "gossamer.bench.paired", "--workload", str(workload), "--rounds", str(options.rounds)]
-            steps.append(lab_json(spec, [*command, "--steps", str(STEPS)])[-1])
-    save(options.save_to, steps, options.hosts)
+            save(options.save_to, [lab_result(spec, [*command, "--steps", str(STEPS)], "sides")])
 
 
-def save(folder: Path, steps: Sequence[dict[str, Any]], hosts: int) -> None:
+def save(folder: Path, steps: Sequence[dict[str, Any]]) -> None:
     """Write the raw figures and the table. Rows of an earlier run that this one did not measure again are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     before = json.loads((folder / "speed.json").read_text()) if (folder / "speed.json").exists() else {}
-    steps = merged(before.get("steps", []), steps, ("workload", "rate"))
+    steps = merged(before.get("steps", []), steps, ("workload", "rate", "world"))
+    hosts = " and ".join(map(str, sorted({row["world"] for row in steps})))
     machine = f"{hosts} emulated hosts; {platform.system()} {platform.machine()}, torch {torch.__version__}"
     saved = {"machine": machine, "steps": steps}
     (folder / "speed.json").write_text(json.dumps(saved, indent=1))

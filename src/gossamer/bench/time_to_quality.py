@@ -29,6 +29,7 @@ from gossamer.bench.peers import BASELINE
 from gossamer.bench.plots import quality_over_time, require_matplotlib
 from gossamer.bench.rows import markdown, read_rows, write_rows
 from gossamer.bench.sides import parse_side
+from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabError
 
@@ -267,17 +268,25 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def fetch_data(workload: Workload, hosts: int) -> None:
+    """Have the workload load its data here, once: what it may have to download cannot be reached from emulated hosts."""
+    if workload.training_batches is None or workload.quality is None:
+        raise ConfigurationError(f"the workload {workload.name} defines no training_batches() and quality()")
+    next(iter(workload.training_batches(0, hosts, 0)))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train what is lacking, and show the table; the exit code."""
     options, console = parse_options(arguments), Console()
     try:
         study = Study(options, Runs(options.save_to / "quality.jsonl"), console)
         require_matplotlib()
-        find_workload(options.workload)
+        workload = find_workload(options.workload)
         for side in options.sides:
             parse_side(side)
         if options.sides[0] == BASELINE:
             raise ConfigurationError(f"{BASELINE} reaches nothing that others could be measured by: name another side first")
+        fetch_data(workload, options.hosts)
         study.train_all()
     except (GossamerError, LabError) as error:
         Console(stderr=True).print(f"time to quality: {error}", style="red", markup=False, highlight=False, soft_wrap=True)

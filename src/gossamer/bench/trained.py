@@ -107,4 +107,7 @@ def _period(side: Side) -> int:
     if isinstance(side, str):
         return PEERS[side].period
     algorithm = algorithm_of(side)
-    return algorithm.traffic_period if algorithm is not None else 1
+    if algorithm is None:
+        return 1
+    # One that may lag is waited for only so many steps later: over fewer, it would be waited for in others' turns.
+    return algorithm.traffic_period * (1 + algorithm.may_lag)

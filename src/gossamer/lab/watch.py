@@ -107,6 +107,8 @@ class Watch:
                 return
             if pid == 0:
                 return
+            if pid in self._pacers:  # its host's ranks have ended
+                self._pacers.remove(pid)
             for rank in self._ranks:
                 if rank.pid == pid:
                     rank.ended(status, time.monotonic())
