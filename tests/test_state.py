@@ -221,17 +221,17 @@ def test_weight_states_of_any_dtype_are_put_back() -> None:
 @pytest.mark.parametrize("where", ["exchange", "finish"])
 def test_an_aborted_exchange_of_weights_is_forgotten(where: str) -> None:
     runner, parameters = solo_runner(), dict(Oddities().named_parameters())
-    sync = WeightSync(runner, RememberingWeights(bucket_bytes=200, fails_at=1, where=where), parameters, Statistics(runner))
+    sync = WeightSync(runner, RememberingWeights(bucket_bytes=200, fails_at=2, where=where), parameters, Statistics(runner))
 
     def step(number: int) -> list[Tensor]:
         sync.launch(number)
         sync.land()
         return [state["smooth"].clone() for state in sync.exchange.states]
 
-    before = step(0)
+    before = step(1)
     with pytest.raises(ConnectionError, match=where):
-        step(1)
+        step(2)
     assert all(same_bits(state["smooth"], kept) for state, kept in zip(sync.exchange.states, before, strict=True))
     sync.land()
-    assert all(not same_bits(after, kept) for after, kept in zip(step(2), before, strict=True) if kept.any())
+    assert all(not same_bits(after, kept) for after, kept in zip(step(3), before, strict=True) if kept.any())
     assert sync.exchange.step_states[""]["steps"] == 2

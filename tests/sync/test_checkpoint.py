@@ -124,7 +124,7 @@ def test_leaders_of_before_still_send_what_they_owe(before: int, now: int) -> No
 def test_an_exchange_of_weights_begins_anew() -> None:
     state = saved(Gossip(), 3)
     with pytest.warns(UserWarning, match="begins anew"):
-        assert all(entry.keys() == {"(steps)"} for entry in reloaded(Gossip(), state, 2))
+        assert all(not entry for entry in reloaded(Gossip(), state, 2))
 
 
 def test_the_same_number_of_ranks_needs_no_warning() -> None:

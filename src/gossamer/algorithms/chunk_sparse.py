@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.chunks import evenly, largest, pack, put
-from gossamer.algorithms.lossy import EXACT, Lossy, check_codec, narrowed, turn_over, wide
+from gossamer.algorithms.lossy import EXACT, Lossy, Memories, check_codec, leave_out, narrowed, turn_over, wide
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM, MomentumAllReduce
 from gossamer.algorithms.parts import scatter_reduce
 from gossamer.buckets import Bucket
@@ -110,11 +110,10 @@ class ChunkSparse(Lossy):
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         flat, owed = wide(bucket.flat), state[RESIDUAL]
         kept, result = turn_over(bucket, flat, state, self.residual)  # at first the gradient
-        velocities = None
+        memories = [(kept, owed)]
         if self.momentum:
-            before = state[MOMENTUM]
-            state[MOMENTUM] = velocity = torch.add(flat, before, alpha=self.momentum)
-            velocities = velocity, before
+            memories.append((torch.add(flat, state[MOMENTUM], alpha=self.momentum), state[MOMENTUM]))
+            state[MOMENTUM] = velocity = memories[1][0]
             kept.copy_(velocity)
         chosen = self._chosen(state, flat.numel())
         came = pack(kept, chosen, self.chunk)
@@ -122,7 +121,7 @@ class ChunkSparse(Lossy):
         if isinstance(self.codec, Cast):
             sent = self._share(packed, self.codec, ctx)
             handle = yield start(AllReduce(sent))
-            self._keep(state, kept, owed, velocities, chosen, came, packed)  # while it travels
+            self._keep(state, memories, chosen, came, packed)  # while it travels
             result.zero_()
             del came, packed  # in the first step they are as large as the gradient, and other buckets are under way too
             summed = yield wait(handle)
@@ -130,33 +129,15 @@ class ChunkSparse(Lossy):
         else:
             mean, lost = torch.empty_like(packed), torch.empty_like(packed)
             yield from scatter_reduce(packed, None, self.codec, ctx, bucket.index, mean, lost)
-            self._keep(state, kept, owed, velocities, chosen, came, lost)
+            self._keep(state, memories, chosen, came, lost)
             result.zero_()
         put(mean, chosen, self.chunk, result)
         return result.to(bucket.flat.dtype)
 
-    def _keep(
-        self,
-        state: State,
-        kept: Tensor,
-        owed: Tensor,
-        velocities: tuple[Tensor, Tensor] | None,
-        chosen: Tensor,
-        came: Tensor,
-        lost: Tensor,
-    ) -> None:
-        """Keep back what is not sent: everything, and of the chunks that are sent what their encoding has ``lost``.
-
-        What is not finite and is not sent either is known to this worker alone. It is left out: if it were kept, this worker
-        would forget the step, and with it the choice that it has to share with the others, who would not.
-        """
-        norms = accumulate(kept, owed, self.chunk)
-        if kept.device.type not in ("cpu", "meta") or (kept.device.type == "cpu" and not norms.isfinite().all()):
-            torch.where(kept.isfinite(), kept, owed.to(kept.dtype), out=kept)
-            if velocities is not None:
-                velocity, before = velocities
-                torch.where(velocity.isfinite(), velocity, self.momentum * before, out=velocity)
-            norms.nan_to_num_(nan=0.0, posinf=torch.finfo(norms.dtype).max, neginf=0.0)
+    def _keep(self, state: State, memories: Memories, chosen: Tensor, came: Tensor, lost: Tensor) -> None:
+        """Keep back what is not sent: everything, and of the chunks that are sent what their encoding has ``lost``."""
+        kept, owed = memories[0]
+        norms = leave_out(accumulate(kept, owed, self.chunk), memories)
         put(lost, chosen, self.chunk, kept)
         norms[chosen.to(norms.device)] = chunk_norms(came, lost, self.chunk)
         state.set_extra(NORMS, norms)

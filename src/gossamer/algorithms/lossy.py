@@ -1,5 +1,6 @@
 """Lossy: what relaxations that lose something have in common."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,3 +68,20 @@ def turn_over(bucket: Bucket, flat: Tensor, state: State, residual: Wire) -> tup
     if flat is not bucket.flat:
         return flat, state.fresh(RESIDUAL, flat) if stays else torch.empty_like(flat)
     return (bucket.give(), state.fresh(RESIDUAL, flat)) if stays else (flat, bucket.fresh())
+
+
+Memories = Sequence[tuple[Tensor, Tensor]]
+"""What is to be remembered, each with what was remembered before."""
+
+
+def leave_out(norms: Tensor, memories: Memories) -> Tensor:
+    """Write over what is not finite in ``memories`` what was there before; ``norms`` tell, on a host, if anything is not.
+
+    For what a worker keeps to itself, and no result tells the others. If it were remembered, this worker would forget the
+    step, and with it what it has decided together with the others, who would not. Returns ``norms`` without NaN and inf.
+    """
+    if norms.device.type == "meta" or (norms.device.type == "cpu" and norms.isfinite().all()):
+        return norms
+    for now, before in memories:
+        torch.where(now.isfinite(), now, before.to(now.dtype), out=now)
+    return norms.nan_to_num_(nan=0.0, posinf=torch.finfo(norms.dtype).max, neginf=0.0)

@@ -57,6 +57,7 @@ def collect(
         "world": runner.world,
         "machines": repr(runner.nodes),
         "step": step,
+        "steps": [sync.steps for sync in weights if isinstance(sync, WeightSync)],
         "plan": plan,
         rank_key(runner.rank): _copied(own),
         extras_key(runner.rank): [_copied(sync.exchange.extras_by_name()) for sync in syncs],
@@ -91,11 +92,12 @@ def restore(
     prefix = _prefix(gradients)
     of_weights = {key.removeprefix(prefix): tensors for key, tensors in own.items() if key.startswith(prefix)}
     of_gradients = {key: tensors for key, tensors in own.items() if not key.startswith(WEIGHTS)}
+    of_optimizers = [sync for sync in weights if isinstance(sync, WeightSync)]
+    for each, steps in zip(of_optimizers, state.get("steps", [state["step"]] * len(of_optimizers)), strict=True):
+        each.steps = int(steps)
     for sync, kept in zip(_syncs(gradients, weights), extras, strict=True):
         if isinstance(sync, GradientSync):
             sync.exchange.load_state_by_name(of_gradients, kept)
-        elif isinstance(sync, WeightSync):
-            sync.load_state_by_name(of_weights, kept, int(state["step"]))
         else:
             sync.load_state_by_name(of_weights, kept)
     return int(state["step"])

@@ -29,9 +29,6 @@ PENDING = "(pending)"
 EXCHANGES = "(exchanges)"
 """The name under which their number is saved, where ranks may lag."""
 
-STEPS = "(steps)"
-"""The name under which the number of the optimizer's steps is saved."""
-
 
 class WeightSync:
     """Exchanges the weights that one optimizer updates (and the floating-point buffers given to it).
@@ -206,24 +203,18 @@ class WeightSync:
         for index, delta in self._deltas.items():
             bucket = self.exchange.buckets[index]
             kept.setdefault(PENDING, {}).update(zip(bucket.layout.names, bucket.split(delta), strict=True))
-        first = next(iter(self._tensors), None)
-        if first is not None:
-            kept[STEPS] = {first: torch.tensor(self.steps)}
         if self._lag:
             kept[EXCHANGES] = {next(iter(self._tensors)): torch.tensor(self.exchanges)}
         return kept
 
-    def load_state_by_name(
-        self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]], step: int
-    ) -> None:
-        """Put back what :meth:`state_by_name` returned; ``step``: of the replica, for states that tell no other."""
+    def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Put back what :meth:`state_by_name` returned."""
         self.arrive()
         self._deltas = {}
-        self.steps = int(kept.get(STEPS, {}).get(next(iter(self._tensors), ""), step))
         self.exchanges = max((int(number) for number in kept.get(EXCHANGES, {}).values()), default=0)
         if self._history is not None and self._history():  # otherwise it comes with the first step
             self._follow_history()
-        own = {key: tensors for key, tensors in kept.items() if key not in (PENDING, EXCHANGES, STEPS)}
+        own = {key: tensors for key, tensors in kept.items() if key not in (PENDING, EXCHANGES)}
         self.exchange.load_state_by_name(own, extras)
         deltas = {bucket.index: bucket.gather(kept.get(PENDING, {})) for bucket in self.exchange.buckets}
         self._deltas = {index: delta for index, delta in deltas.items() if delta is not None}
