@@ -20,6 +20,14 @@ ALGORITHMS = {name.lower(): algorithm for name, algorithm in registry().items()}
 _totals: dict[torch.device, torch.Tensor] = {}
 
 
+def positive(text: str) -> int:
+    """A number of steps, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
 def option_parser(description: str | None, steps: int | None, eval_every: int) -> argparse.ArgumentParser:
     """The options of every example."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -27,7 +35,7 @@ def option_parser(description: str | None, steps: int | None, eval_every: int) -
     parser.add_argument("--wire", choices=["fp32", "fp16", "bf16"], help="precision on the wire; the method's own by default")
     parser.add_argument("--steps", type=int, default=steps, help="stop after so many steps")
     parser.add_argument("--seconds", type=float, help="stop at the first evaluation after so many seconds of training")
-    parser.add_argument("--eval-every", type=int, default=eval_every, metavar="STEPS")
+    parser.add_argument("--eval-every", type=positive, default=eval_every, metavar="STEPS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])

@@ -26,3 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(Path(__file__).parent).parts[0] in ALONE:
             item.add_marker("alone")
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> None:
+    """Skips a test where emulated hosts are not possible, saying why."""
+    from gossamer.lab import LabError, LabSpec, run_lab
+
+    try:
+        run_lab(LabSpec(hosts=1, rate="1gbit", shaping="namespaces"), ["-c", "pass"])
+    except LabError as error:
+        pytest.skip(str(error))

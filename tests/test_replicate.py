@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gossamer
 from gossamer import AllReduce, ConfigurationError, DisagreementError, Gossip, UsageError, loopback
+from gossamer.comm.torch_runner import _instance_name
 
 
 def make(seed: int = 0) -> nn.Module:
@@ -447,3 +449,15 @@ def test_the_state_can_be_saved_without_pickling() -> None:
         replica.load_state_dict(torch.load(file, weights_only=True))
 
     loopback(body, 2)
+
+
+def test_a_mesh_without_this_process() -> None:
+    model = make()
+    mesh = SimpleNamespace(ndim=1, get_group=lambda: [][0], get_coordinate=lambda: None)
+    with pytest.raises(ConfigurationError, match="this process is not in"):
+        gossamer.replicate(model, AdamW(model.parameters()), mesh=mesh)
+
+
+def test_groups_have_names_of_their_own() -> None:
+    names = [_instance_name(ranks) for ranks in ((0, 1, 8, 9), (0, 4, 7, 9), (0, 1, 8, 9))]
+    assert len(set(names)) == 3

@@ -1,10 +1,11 @@
 """Replica: the handle on a replicated model; it drives the flows from the hooks of the training loop."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -34,6 +35,7 @@ from gossamer.sync.module_buffers import (
 )
 from gossamer.sync.optimizers import OptimizerSync
 from gossamer.sync.overlap import ForwardOverlap, NoOverlap
+from gossamer.sync.scaling import scale_of
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.weights import WeightSync
 
@@ -81,8 +83,10 @@ class Replica:
         self._join = Join(runner, mirror)
         self._handles = self._hook()
         self._closed = self._at_average = False
-        self._scale: float | None = None
-        """That of the loss in the last backward pass."""
+        self._scale: Tensor | None = None
+        """That of the loss in the last backward pass, and so of what is owed; where the scaler has it."""
+        self._apart = 0
+        """How many passes inside ``no_sync()`` there were before the last one outside."""
 
     # -- what the user calls ------------------------------------------------------------------------------------
 
@@ -103,12 +107,15 @@ class Replica:
         over all ranks, or with its weights as they are) until all have left. The model then is that of the ranks that
         trained to the end, and so is, where gradients are exchanged, what the optimizer remembers (not the state of a
         scheduler). Costs one small message per exchange. An optimizer that communicates by itself (``OneBitAdam``)
-        goes on taking its steps there, without gradients. Not with a ``scaler=``.
+        goes on taking its steps there, without gradients. Where some have left early, the others' optimizers are sent to them,
+        as pickled. Not with a ``scaler=``, nor where gradients and weights both move (``Hierarchical(Gossip())``, ``after``).
         """
         if self.algorithm.may_lag:
             raise UsageError("join() is not needed where exchanges may lag: a rank may have as many batches as it likes")
         if self._scaler is not None and self._scaler.is_enabled():
             raise UsageError("join() cannot be used with scaler=: a rank without batches would not know by what others scale")
+        if self._gradients is not None and self._weights:
+            raise UsageError(f"join() cannot be used with {self.algorithm!r}, which moves both gradients and weights")
         if isinstance(self._overlap, ForwardOverlap):
             raise UsageError("join() cannot be used with overlap_forward: a rank without batches has no forward pass")
         with alarming(self._runner), self._join.active(self._conclude_join):
@@ -185,7 +192,8 @@ class Replica:
         self._require_open()
         self._overlap.conclude()
         self.catch_up()
-        return checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
+        state = checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
+        return state if self._scale is None else state | {"scale": float(self._scale)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`state_dict` returned, after the model and the optimizer were loaded. Collective.
@@ -200,6 +208,7 @@ class Replica:
             self._overlap.conclude()
             self._overlap.drop()
             self.step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
+            self._scale = torch.tensor(state["scale"]) if "scale" in state else None
             self._overlap.restart()
 
     def close(self, average: bool = False) -> None:
@@ -283,8 +292,8 @@ class Replica:
         self._backward.reached()
 
     def _begin_backward(self) -> None:
-        if self.algorithm.takes_momentum:
-            self._refuse_two_passes()
+        if self.algorithm.takes_momentum and self._gradients is not None:
+            self._refuse_two_passes(self._gradients)
         self._overlap.begin_backward()
         self._join.announce(Event.BACKWARD)
         if self._gradients is not None:
@@ -293,23 +302,25 @@ class Replica:
 
     def _follow_scale(self, gradients: GradientSync) -> None:
         """What is owed is owed in the units of the gradients: those change with the scale of the loss."""
-        if self._scaler is None or not self._scaler.is_enabled() or not gradients.exchange.remembers:
+        if self._scaler is None or not self._scaler.is_enabled() or self._gradients is None:
             return
-        scale = float(self._scaler.get_scale())
-        if self._scale is not None and scale != self._scale and self._scale > 0:
-            gradients.exchange.rescale(scale / self._scale)
-        self._scale = scale
+        before, self._scale = self._scale, scale_of(self._scaler)
+        if before is not None and gradients.exchange.remembers:
+            gradients.exchange.rescale(self._scale / before.to(self._scale.device))
 
-    def _refuse_two_passes(self) -> None:
-        """What a pass leaves as gradients has the momentum in it; another that adds to them would have it multiplied again."""
-        if self._backward.synchronised_passes <= max(self._seen):
-            return
-        # One may be of the pass that begins.
-        if sum(p.grad is not None and bool(p.grad.count_nonzero()) for p in self._trainable.values()) > 1:
-            raise UsageError(
-                f"rank {self._runner.rank}: a second backward pass without an optimizer's step between them (step {self.step}) "
-                "with momentum_correction, which gives gradients that have the momentum in them; accumulate inside no_sync()"
-            )
+    def _refuse_two_passes(self, gradients: GradientSync) -> None:
+        """What a pass leaves as gradients has the momentum in it; another that adds to them would have it multiplied again.
+
+        Steps may be skipped, and passes inside ``no_sync()`` may lie between: then gradients were cleared, or nobody can tell.
+        """
+        apart = self._backward.passes - self._backward.synchronised_passes
+        apart, self._apart = apart - self._apart, apart
+        if apart or self._backward.synchronised_passes <= max(self._seen) or gradients.hold_results() < 2:
+            return  # one may be of the pass that begins
+        raise UsageError(
+            f"rank {self._runner.rank}: a second backward pass without an optimizer's step between (step {self.step}), with "
+            "momentum_correction, which gives gradients that have the momentum in them; accumulate inside no_sync()"
+        )
 
     def _end_backward(self) -> None:
         if self._gradients is not None:
@@ -345,9 +356,17 @@ class Replica:
                 if self.algorithm.lands_late:
                     self._land(index)
                 self._join.announce(Event.WEIGHTS, index)
-                self._weights[index].launch(self.step)
+                with self._changing_late(index):
+                    self._weights[index].launch(self.step)
 
         return after_step
+
+    def _changing_late(self, index: int) -> AbstractContextManager[None]:
+        """What may lag may be there by now, and is added before the next exchange begins."""
+        if not self.algorithm.may_lag:
+            return nullcontext()
+        self._follow(index)
+        return changing(self._optimizers[index])
 
     def _tell_how_many(self, optimizer: Optimizer) -> None:
         """Of how many gradients the mean update is made, if the optimizer asks for it."""

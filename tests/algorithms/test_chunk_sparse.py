@@ -273,6 +273,10 @@ def test_momentum_correction_refuses_gradients_that_have_it_already() -> None:
         for set_to_none in (True, False):  # steps that were skipped, after an overflow
             optimizer.zero_grad(set_to_none)
             model(torch.ones(1, 4)).sum().backward()
+        optimizer.zero_grad()
+        with replica.no_sync():  # and one after which gradients are accumulated
+            model(torch.ones(1, 4)).sum().backward()
+        model(torch.ones(1, 4)).sum().backward()
         done.append(rank)
         model(torch.ones(1, 4)).sum().backward()
 
@@ -290,3 +294,16 @@ def test_momentum_that_a_loaded_state_brings_back_is_refused() -> None:
     model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(ConfigurationError, match=r"before gossamer\.replicate"):
         optimizer.step()
+
+
+def test_an_old_velocity_does_not_come_back_with_the_momentum() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    replica = gossamer.replicate(model, optimizer, ChunkSparse(chunk=4, momentum_correction=True))
+    replica.close()
+    weights_before = model.weight.detach().clone()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    assert torch.equal(model.weight, weights_before)

@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from gossamer.bench import convergence
+from gossamer.bench import convergence, demo
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.emulated import MODELS
 from gossamer.bench.rows import read_rows
@@ -49,3 +49,16 @@ def test_other_programs_say_it_too(tmp_path, monkeypatch):
 def test_the_help_lists_the_emulated_models():
     shown = CliRunner().invoke(app, ["bench", "--help"]).output
     assert all(name in shown for name in MODELS)
+
+
+@pytest.mark.parametrize("command", [["bench", "Convnet(0.05)"], ["demo"]])
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_measured(command, tmp_path, monkeypatch):
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    if command == ["demo"]:
+        assert demo.main(["--save-to", str(taken)]) == 1
+    else:
+        result = CliRunner().invoke(app, [*command, "--save-to", str(taken)])
+        assert result.exit_code == 2
+        assert "File exists" in result.output

@@ -172,7 +172,7 @@ def test_ninety_sides_look_different():
     assert len({tuple(look.values()) for look in looks.values()}) == 91
 
 
-def test_the_command_measures_and_goes_on_where_it_was(tmp_path):
+def test_the_command_measures_and_goes_on_where_it_was(tmp_path, namespaces):
     runner = CliRunner()
     words = ["bench", "Convnet(0.05)", "--network", "1gbit", "--hosts", "2", "--rounds", "2", "--steps", "1", "--warmup", "1"]
     words += ["--no-memory", "--save-to", str(tmp_path)]

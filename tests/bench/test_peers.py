@@ -225,7 +225,7 @@ def test_peers_are_imported_when_they_are_joined_and_not_before():
 
 
 @pytest.mark.parametrize("name", [name for name in OTHERS if not PEERS[name].gone])
-def test_a_peer_that_is_here_trains(name):
+def test_a_peer_that_is_here_trains(name, namespaces):
     if reason := PEERS[name].missing(load=True):
         pytest.skip(reason)
     command = ["-m", "gossamer.bench.paired", "--workload", "Convnet(0.02)", "--sides", "ddp", name]

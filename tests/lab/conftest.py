@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import gossamer.lab
-from gossamer.lab import LabError, LabResult, LabSpec, run_lab
+from gossamer.lab import LabResult, LabSpec, run_lab
 
 SOURCES = str(Path(gossamer.lab.__file__).parents[2])
 
@@ -40,15 +40,6 @@ class Run:
 
     def stderr(self, rank: int) -> list[str]:
         return [line for who, stream, line in self.lines if (who, stream) == (rank, "stderr")]
-
-
-@pytest.fixture(scope="session")
-def namespaces() -> None:
-    """Skips a test where emulated hosts are not possible, saying why."""
-    try:
-        run_lab(LabSpec(hosts=1, rate="1gbit", shaping="namespaces"), ["-c", "pass"])
-    except LabError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

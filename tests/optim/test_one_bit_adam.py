@@ -283,3 +283,28 @@ def test_weights_without_a_gradient_are_not_moved_by_rounding(kind: Any, floor: 
 
     moved = max(loopback(body, 3))
     assert (moved < 0.6) == stays, moved  # sixty steps of the learning rate
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_moments_of_16_bit_weights_are_loaded_in_full(dtype: torch.dtype) -> None:
+    """In 16 bits small squares are zero, and their roots are divided by."""
+    weight = nn.Parameter(torch.ones(8, dtype=dtype))
+    optimizer = OneBitAdam([weight], lr=1e-3, warmup=2)
+    for _ in range(3):
+        weight.grad = torch.full_like(weight, 1e-4)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    again = OneBitAdam([weight], lr=1e-3, warmup=2)
+    again.load_state_dict(saved)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert same_bits(again.state[weight][name], optimizer.state[weight][name])
+
+
+def test_a_tensor_whose_first_gradient_comes_too_late_stays() -> None:
+    late, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    optimizer = OneBitAdam([late, other], lr=1e-3, warmup=3)
+    for number in range(6):
+        late.grad, other.grad = torch.full((4,), float(number > 3)), torch.ones(4)
+        optimizer.step()
+    assert torch.equal(late, torch.ones(4))
+    assert (other - 1).abs().max() < 0.1

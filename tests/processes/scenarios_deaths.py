@@ -106,6 +106,8 @@ def never_comes(here: Here) -> None:
 
     def body() -> None:
         model = mlp()
+        if here.argument("before") == "a replica":  # which is closed again: what it could say is said
+            gossamer.replicate(model, SGD(model.parameters(), lr=0.1), AllReduce()).close()
         if here.rank == int(here.argument("victim")):
             here.mark()
             AllReduce(wirre="fp16")

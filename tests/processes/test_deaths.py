@@ -77,9 +77,10 @@ def test_data_that_end_early(algorithm: str, victim: int) -> None:
     survivors(processes, "ends_early", victim, [f"rank {victim} ended", "join()"], ["PeerLeftError"])
 
 
-@pytest.mark.parametrize("victim", [0, slowly(1)])
-def test_a_mistake_before_replicate(victim: int) -> None:
-    processes = launch("scenarios_deaths", ["never_comes"], 3, timeout=60, arguments={"victim": str(victim)})
+@pytest.mark.parametrize(("victim", "before"), [(0, "nothing"), slowly(1, "nothing"), (1, "a replica")])
+def test_a_mistake_before_replicate(victim: int, before: str) -> None:
+    arguments = {"victim": str(victim), "before": before}
+    processes = launch("scenarios_deaths", ["never_comes"], 3, timeout=60, arguments=arguments)
     assert "TypeError" in processes[victim].errors
     assert "wirre" in processes[victim].errors
     survivors(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gossamer import AllReduce, Gossip, GossipGraD, GossipPGA
+from gossamer import AllReduce, Gossip, GossipGraD, GossipPGA, Hierarchical
 from gossamer.algorithms import Algorithm, after, by_size, in_parts
 from gossamer.algorithms.base import Context
 from gossamer.buckets import Bucket, make_plan
@@ -443,3 +443,11 @@ def test_frozen_parameters_do_not_travel() -> None:
 def test_nonsense_is_refused(make) -> None:
     with pytest.raises(ConfigurationError):
         make()
+
+
+def test_what_stays_on_a_machine_is_not_bound_by_the_link_between_machines() -> None:
+    model, link = tensors(1000, 1_000_000), Link(bandwidth=BANDWIDTH, latency=LATENCY)
+    compute = Compute(forward=FORWARD, backward=0.07)
+    found = step_time(model, Hierarchical(AllReduce()), world=16, link=link, compute=compute, ranks_per_node=8)
+    assert found.bound_seconds > 0
+    assert found.step_seconds >= found.bound_seconds

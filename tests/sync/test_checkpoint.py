@@ -14,7 +14,7 @@ from gossamer import AllReduce, ChunkSparse, Gossip, Hierarchical, PowerSGD, Sca
 from gossamer.algorithms import Algorithm
 from gossamer.codecs import Quantize
 from gossamer.errors import ConfigurationError
-from gossamer.sync.checkpoint import _entries
+from gossamer.sync.checkpoint import _entries, _mean_momenta
 
 
 def training(algorithm: Algorithm) -> tuple[nn.Module, torch.optim.Optimizer, gossamer.Replica]:
@@ -218,3 +218,10 @@ def test_a_plan_with_several_dtypes_is_restored() -> None:
         replica.close()
 
     loopback(run, 2)
+
+
+def test_momenta_that_only_speakers_have_keep_their_size() -> None:
+    held = {"outer: momentum": {"bias": torch.full((2,), 3.0)}, "residual": {"weight": torch.ones(1)}}
+    found = _mean_momenta([held, {}, held, {}])
+    assert found.keys() == {"outer: momentum"}
+    assert torch.equal(found["outer: momentum"]["bias"], torch.full((2,), 3.0))

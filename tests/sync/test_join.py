@@ -131,3 +131,16 @@ def test_a_scaler_and_join_are_refused() -> None:
     replica = gossamer.replicate(model, optimizer, scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(UsageError, match="scaler"), replica.join():
         pass
+
+
+def test_workers_of_a_machine_that_would_end_apart_are_refused() -> None:
+    def body(rank: int) -> None:
+        model = nn.Linear(1, 1)
+        replica = gossamer.replicate(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), gossamer.Hierarchical(Gossip(), ranks_per_node=2)
+        )
+        with replica.join():
+            pass
+
+    with pytest.raises(UsageError, match="both gradients and weights"):
+        loopback(body, 4)

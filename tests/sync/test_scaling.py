@@ -82,4 +82,35 @@ def test_what_is_owed_follows_the_scale_of_the_loss(residual: str) -> None:
         assert found[0] == found[1]
         return list(found[0])
 
-    assert trained([4.0, 4.0, 8.0, 8.0, 2.0, 2.0]) == trained([4.0] * 6)
+    assert trained([4.0, 8.0, 8.0, 2.0, 2.0, 16.0]) == trained([4.0] * 6)
+
+
+def test_a_state_is_loaded_with_the_scale_that_it_is_of() -> None:
+    """After a rollback within one process the scale of the last step is not that of what is loaded."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(16, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        replica = gossamer.replicate(model, optimizer, ScatterReduce(codec=Quantize(bits=2), gather_below=0), scaler=scaler)
+
+        def train(scale: float) -> None:
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+            if replica.step:
+                scaler.update(scale)
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.step(optimizer)
+
+        train(1024.0)
+        state = replica.state_dict()
+        assert state["scale"] == 1024.0
+        residual = state[f"rank{rank}"]["residual"]["weight"].clone()
+        train(2.0)
+        replica.load_state_dict(state)
+        scaler.update(1024.0)
+        replica._begin_backward()
+        assert torch.equal(replica.state_dict()[f"rank{rank}"]["residual"]["weight"], residual)
+
+    loopback(body, 2)

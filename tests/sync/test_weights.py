@@ -7,6 +7,7 @@ from torch import nn
 import gossamer
 from gossamer import Gossip, UsageError, loopback
 from gossamer.optim import MasterWeights
+from gossamer.sync.history import keep_squares_valid
 
 
 def make(rank: int, learning_rate: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer, gossamer.Replica]:
@@ -273,3 +274,57 @@ def test_the_number_of_steps_is_saved_with_the_weights() -> None:
         return first
 
     loopback(body, 4)
+
+
+@pytest.mark.parametrize("begins", [0, 3])
+def test_after_a_change_all_partners_are_met_too(begins: int) -> None:
+    def body(rank: int) -> list[float]:
+        models = nn.ModuleList([nn.Linear(1, 2, bias=False) for _ in range(2)])
+        optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in models]
+        then = gossamer.in_parts(2, Gossip(wire="fp32"))
+        replica = gossamer.replicate(models, optimizers, gossamer.after(begins, then))
+        with torch.no_grad():
+            for each in models:
+                each.weight.fill_(float(rank))
+        for _ in range(12):
+            for each, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                (each.weight * 0).sum().backward()
+                optimizer.step()
+        replica.close()
+        return [number for each in models for number in each.weight.flatten().tolist()]
+
+    for found in loopback(body, 4):
+        assert found == pytest.approx([1.5] * 4)
+
+
+def test_what_comes_during_an_update_reaches_a_model_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late enough for the hook before the update, and there for the one after it: added to the exact weights, and not undone
+    because the model is not."""
+
+    def body(rank: int) -> tuple[float, float]:
+        model = nn.Linear(1, 1, bias=False).bfloat16()
+        optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=1.0)
+        replica = gossamer.replicate(model, optimizer, Gossip(wire="fp32", lag=2))
+        sync, there = replica._weights[0], [True]
+        arrived = type(sync.exchange).arrived.fget
+        monkeypatch.setattr(type(sync.exchange), "arrived", property(lambda exchange: there[0] and arrived(exchange)))
+        with torch.no_grad():
+            model.weight.fill_(float(rank))
+        optimizer.register_step_pre_hook(lambda *_: there.__setitem__(0, True))
+        seen = []
+        for _ in range(4):
+            there[0] = False
+            seen.append(step(model, optimizer, 0.0))
+        replica.close()
+        return seen[-1], model.weight.item()
+
+    assert loopback(body, 2) == [(0.5, 0.5)] * 2
+
+
+def test_the_root_of_a_centred_variance_can_be_taken() -> None:
+    """Rounded and averaged apart, the mean of squares may fall below the square of the mean."""
+    tensors = {"square_avg of w": torch.tensor([1.0084, 4.0]), "grad_avg of w": torch.tensor([1.0061, 1.0])}
+    keep_squares_valid(tensors)
+    assert (tensors["square_avg of w"] - tensors["grad_avg of w"] ** 2 >= 0).all()
+    assert tensors["square_avg of w"][1] == 4.0

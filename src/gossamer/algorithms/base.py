@@ -159,10 +159,10 @@ class Algorithm(ABC):
         return exchange
 
     @property
-    def counts_passes(self) -> bool:
-        """Whether an exchange of weights is at the step of the replica, which counts backward passes, because gradients have
-        their time in it; otherwise at that of the optimizer, which counts its own."""
-        return False
+    def changes(self) -> frozenset[int]:
+        """At which steps another part's time begins. Exchanges of weights are numbered by the steps of their optimizer, but
+        these steps are the replica's, whose backward passes may be more."""
+        return frozenset()
 
     @property
     def asks_for_machines(self) -> bool:

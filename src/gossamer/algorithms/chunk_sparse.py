@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.chunks import evenly, largest, pack, put
-from gossamer.algorithms.lossy import EXACT, Lossy, Memories, check_codec, leave_out, narrowed, turn_over, wide
+from gossamer.algorithms.lossy import EXACT, Lossy, Memories, bounded, check_codec, leave_out, narrowed, turn_over, wide
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM, MomentumAllReduce
 from gossamer.algorithms.parts import scatter_reduce
 from gossamer.buckets import Bucket
@@ -140,7 +140,7 @@ class ChunkSparse(Lossy):
         norms = leave_out(accumulate(kept, owed, self.chunk), memories)
         put(lost, chosen, self.chunk, kept)
         norms[chosen.to(norms.device)] = chunk_norms(came, lost, self.chunk)
-        state.set_extra(NORMS, norms)
+        state.set_extra(NORMS, bounded(norms))
         state[RESIDUAL] = narrowed(kept, self.residual)
 
     def _chosen(self, state: State, numel: int) -> Tensor:

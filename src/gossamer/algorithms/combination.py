@@ -68,8 +68,8 @@ class Combination(Algorithm, register=False):
         return any(part.takes_momentum for part in self.parts)
 
     @property
-    def counts_passes(self) -> bool:
-        return any(part.counts_passes for part in self.parts)
+    def changes(self) -> frozenset[int]:
+        return frozenset().union(*(part.changes for part in self.parts))
 
     @property
     def asks_for_machines(self) -> bool:

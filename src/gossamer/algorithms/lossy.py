@@ -78,10 +78,16 @@ def leave_out(norms: Tensor, memories: Memories) -> Tensor:
     """Write over what is not finite in ``memories`` what was there before; ``norms`` tell, on a host, if anything is not.
 
     For what a worker keeps to itself, and no result tells the others. If it were remembered, this worker would forget the
-    step, and with it what it has decided together with the others, who would not. Returns ``norms`` without NaN and inf.
+    step, and with it what it has decided together with the others, who would not. Returns ``norms``.
     """
     if norms.device.type == "meta" or (norms.device.type == "cpu" and norms.isfinite().all()):
         return norms
     for now, before in memories:
         torch.where(now.isfinite(), now, before.to(now.dtype), out=now)
-    return norms.nan_to_num_(nan=0.0, posinf=torch.finfo(norms.dtype).max, neginf=0.0)
+    return norms
+
+
+def bounded(norms: Tensor) -> Tensor:
+    """``norms``, in place, with the largest number for NaN and inf: those chunks are the next ones to be sent."""
+    largest = torch.finfo(norms.dtype).max
+    return norms.nan_to_num_(nan=largest, posinf=largest)

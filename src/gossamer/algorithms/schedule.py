@@ -22,7 +22,9 @@ def after(steps: int, then: Algorithm, *, before: Algorithm | None = None) -> Al
 
     What ``before`` still owes when it ends (a residual) is added to the first gradient that ``then`` communicates, so that
     nothing is lost; if ``then`` moves weights, to the first gradient that each worker keeps to itself, and travels in
-    the weights. One may move gradients and the other weights. What a :class:`DDPHook` remembers is its own and stays there.
+    the weights. One may move gradients and the other weights; where ``then`` moves gradients, replicas stay as far apart as
+    they are when it begins (``close(average=True)`` brings them together). What a :class:`DDPHook` remembers is its own and
+    stays there.
     """
     return Switch(steps=steps, then=then, before=AllReduce() if before is None else before)
 
@@ -58,8 +60,8 @@ class Switch(Combination, register=False):
         return "weights" if any(part.subject == "weights" for part in self.parts) else "gradients"
 
     @property
-    def counts_passes(self) -> bool:
-        return True
+    def changes(self) -> frozenset[int]:
+        return super().changes | {self.steps}
 
     @property
     def weight_parts(self) -> int:

@@ -93,11 +93,13 @@ def bench(
         require_scipy()
         plan = Plan(side or SIDES, Turns(rounds, steps, warmup), at_once, memory, again)
         path = save_to / "results.jsonl"
+        if first:
+            save_to.mkdir(parents=True, exist_ok=True)
         if is_here():
             _on_cluster(workloads, network, hosts, plan, path)
         else:
             _run(LAB, cases(workloads, network or ["200mbit"], hosts or [4]), plan, Results(path))
-    except (GossamerError, LabError) as error:
+    except (GossamerError, LabError, OSError) as error:
         who = "" if first else f" (rank {os.environ['RANK']})"  # the others may know nothing of it
         typer.echo(f"gossamer bench{who}: {error}", err=True)
         raise typer.Exit(2) from None

@@ -105,8 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not SCRIPT.exists():
             raise DemoError(f"the demo trains examples/01_gpt.py of gossamer's repository, which is not at {SCRIPT}")
         require_matplotlib()
+        for folder in (options.save_to, LOGS):
+            folder.mkdir(parents=True, exist_ok=True)
         report = run_demo(options, console)
-    except (GossamerError, LabError, ValueError) as error:
+    except (GossamerError, LabError, ValueError, OSError) as error:
         Console(stderr=True).print(f"demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:

@@ -59,7 +59,7 @@ def say_goodbye(process: int) -> None:
     reason, leavers = uncaught(), list(_leavers)
     for leaver in leavers:
         leaver.depart(reason)
-    if not _came and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _say_that_it_never_came(reason)
     interrupted = reason.startswith(KeyboardInterrupt.__name__)
     end = time.monotonic() + (_LINGER_AFTER_INTERRUPT if interrupted else LINGER)
@@ -93,7 +93,8 @@ def _say_that_it_never_came(reason: str) -> None:
     from gossamer.comm.bulletin import note_exit
     from gossamer.comm.torch_store import QuietStore, default_store
 
-    how = f"its process ended with {reason}" if reason else "its process ended without calling replicate()"
+    how = f"its process ended with {reason}" if reason else "its process ended"
+    how += "" if reason or _came else " without calling replicate()"
     store = QuietStore(default_store(), own_connection=False)
     if note_exit(store, dist.get_rank(), how) and reason and store.hosted:
         time.sleep(LINGER)

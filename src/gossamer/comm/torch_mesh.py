@@ -18,6 +18,7 @@ def place_in(mesh: Any, by_machine: bool) -> tuple[Any, int | None, tuple[int, .
     if not callable(getattr(mesh, "get_group", None)):
         raise ConfigurationError(f"mesh= takes a torch.distributed.device_mesh.DeviceMesh; got {mesh!r}")
     if mesh.ndim == 1:
+        _row(mesh)
         return mesh.get_group(), None, None
     if mesh.ndim == 2 and by_machine:
         row = _row(mesh)

@@ -1,5 +1,6 @@
 """Torch runner: the real thing, over whatever backend the user's process group has."""
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -305,5 +306,5 @@ def _open_store() -> QuietStore:
 def _instance_name(ranks: tuple[int, ...]) -> str:
     """A name for this replica that all of its ranks compute alike: the group, and how many replicas it had before."""
     _instances[ranks] = _instances.get(ranks, 0) + 1
-    spelled = f"{ranks[0]}-{ranks[-1]}-{len(ranks)}-{sum(r * r for r in ranks)}"
+    spelled = f"{ranks[0]}-{ranks[-1]}-{len(ranks)}-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
     return f"{spelled}/{_instances[ranks]}"

@@ -82,13 +82,14 @@ class _Line:
     """The connections of a store's clients, those that were found."""
 
     def __init__(self, found: set[int]) -> None:
-        self._poll, self._descriptors = select.poll(), [os.dup(descriptor) for descriptor in found]
-        for descriptor in self._descriptors:
-            self._poll.register(descriptor, _CLOSED)
+        self._descriptors = [os.dup(descriptor) for descriptor in found]
 
     def is_cut(self) -> bool:
         """Whether the other side has gone."""
-        return bool(self._poll.poll(0))
+        poll = select.poll()  # its own: two threads may ask at once
+        for descriptor in self._descriptors:
+            poll.register(descriptor, _CLOSED)
+        return bool(poll.poll(0))
 
     def __del__(self) -> None:
         for descriptor in self._descriptors:

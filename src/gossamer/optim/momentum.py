@@ -43,6 +43,8 @@ def lend_momentum(optimizers: Sequence[Optimizer]) -> float:
         group[_LENT], group["momentum"] = momentum, 0.0
         group[_DECAY], group["weight_decay"] = group.get(_DECAY, group["weight_decay"]), 0.0
     for optimizer in optimizers:
+        for state in optimizer.state.values():
+            state.pop("momentum_buffer", None)  # or it would come back, as it is now, when the momentum is given back
         if optimizer not in _hooks:
             _hooks[optimizer] = optimizer.register_step_pre_hook(_decay)
     return momentum

@@ -14,7 +14,7 @@ from gossamer.codecs.quantize import Quantize
 from gossamer.codecs.sign import Sign
 from gossamer.errors import ConfigurationError
 from gossamer.optim.communicating import Communicating
-from gossamer.optim.wide import check_number, evaluated
+from gossamer.optim.wide import check_number, evaluated, keep_dtypes
 
 
 class OneBitAdam(Communicating):
@@ -155,8 +155,11 @@ class OneBitAdam(Communicating):
         return variance.sqrt_()
 
     def _frozen_inverse_root(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """1/(√v̂ + ε) of the frozen variance, with its floor."""
+        """1/(√v̂ + ε) of the frozen variance, with its floor; 0 for a tensor that had no gradient until it was frozen: nothing
+        tells how far its weights are to go, so they stay."""
         root = self._root(parameter, group, self.param_groups[0]["frozen_at"])
+        if not root.any():
+            return root
         return root.clamp_(min=self._floor * root.mean()).add_(group["eps"]).reciprocal_()
 
     def _update(self, parameter: Tensor, group: dict[str, Any], inverse_root: Tensor) -> None:
@@ -170,6 +173,7 @@ class OneBitAdam(Communicating):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        keep_dtypes(self, state_dict)
         self._inverse_roots.clear()
 
     def _is_stable(self) -> bool:

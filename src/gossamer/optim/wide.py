@@ -72,12 +72,17 @@ class Wide(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put back what ``state_dict()`` returned. torch casts state to the parameter's dtype; ours stays in float32."""
         super().load_state_dict(state_dict)
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, parameter in zip(saved, own, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+        keep_dtypes(self, state_dict)
+
+
+def keep_dtypes(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """After ``load_state_dict``: the loaded state in the types in which it was saved."""
+    saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for key, parameter in zip(saved, own, strict=True):
+        for name, value in state_dict["state"].get(key, {}).items():
+            if isinstance(value, Tensor):
+                optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:

@@ -53,8 +53,9 @@ class Wire:
         group = self._everyone if group is None else group
         traffic = op.traffic(len(group))
         self.meter.count(op, len(group), group.index(0))
-        self.most_bytes += traffic.bytes
         queue = self._inside if self._node.issuperset(group) else self._queue
+        if queue is self._queue:
+            self.most_bytes += traffic.bytes
         empty = op.tensor.numel() == 0
         due = self._clock.now if empty else queue.due(traffic, self._clock.now)
         return UnderWay(due, result(op, len(group)))

@@ -75,8 +75,9 @@ def restore(
 
     One that was saved by another number of ranks must hold the entries of all of them. Then what the old ranks kept per
     element (residuals) is summed onto rank modulo the new number, and scaled so that its mean stays what it was; of momenta
-    every rank takes the mean; everything in other shapes comes from rank modulo the old number, unless it is the business
-    of machines, which may be others now; what belongs to an exchange of weights is dropped.
+    every rank takes the mean (as many ranks on other machines: none); everything in other shapes comes from rank modulo the
+    old number, unless it is the business of machines, which may be others now; what belongs to an exchange of weights is
+    dropped.
     """
     if state.get("format") != FORMAT:
         raise ConfigurationError(f"this is not a state of gossamer in format {FORMAT}: {sorted(state)}")
@@ -119,7 +120,8 @@ def _entries(
             f"rank {rank}: this state was saved by {saved} ranks, this run has {now}; it holds no entry for rank "
             f"{', '.join(map(str, missing))}: {hint} (keys: {sorted(state)})"
         )
-    regrouped = algorithm.asks_for_machines and state.get("machines") != repr(runner.nodes)
+    here = repr(runner.nodes)
+    regrouped = algorithm.asks_for_machines and state.get("machines", here) != here
     if saved == now and not regrouped:
         return state[rank_key(rank)], state[extras_key(rank)]
     if rank == 0:
@@ -130,9 +132,9 @@ def _entries(
             stacklevel=2,
         )
     own = _shared_out([state[rank_key(each)] for each in range(rank, saved, now)], now / saved)
+    own = {key: tensors for key, tensors in own.items() if not key.endswith(MOMENTUM)}
     if saved != now:  # all ranks, because what follows from means is the same on all
-        momenta = [{k: v for k, v in state[rank_key(each)].items() if k.endswith(MOMENTUM)} for each in range(saved)]
-        own |= _shared_out(momenta, 1 / saved)
+        own |= _mean_momenta([state[rank_key(each)] for each in range(saved)])
     extras = state[extras_key(rank % saved)]
     if algorithm.by_machine:
         # Whoever speaks for a machine now may have spoken for none, and has not what the others would go on with.
@@ -152,6 +154,16 @@ def _shared_out(entries: Sequence[Kept], scale: float) -> Kept:
             for name, tensor in tensors.items():
                 here[name] = here[name] + scale * tensor if name in here else scale * tensor
     return total
+
+
+def _mean_momenta(entries: Sequence[Kept]) -> Kept:
+    """The mean of each momentum over the ranks that have one."""
+    held: dict[str, list[Kept]] = {}
+    for entry in entries:
+        for key, tensors in entry.items():
+            if key.endswith(MOMENTUM):
+                held.setdefault(key, []).append({key: tensors})
+    return {key: tensors for each in held.values() for key, tensors in _shared_out(each, 1 / len(each)).items()}
 
 
 def _prefix(gradients: GradientSync | None) -> str:

@@ -230,13 +230,15 @@ class Exchange:
         """Whether anything is kept per element."""
         return any(state.flats.kept for state in self.states)
 
-    def rescale(self, factor: float) -> None:
-        """Gradients are so many times as large from now on: what is owed, and momenta, become so too."""
+    def rescale(self, factor: Tensor) -> None:
+        """Gradients are ``factor`` (one number) times as large from now on: what is owed, and momenta, become so too."""
+        if factor.device.type == "cpu" and factor == 1:
+            return
         for state in self.states:
             for name in (RESIDUAL, MOMENTUM):
                 for kept in named(name, state.flats.kept):
                     largest = torch.finfo(kept.dtype).max
-                    kept.copy_((wide(kept) * factor).clamp(-largest, largest))
+                    kept.copy_((wide(kept) * factor.to(kept.device)).clamp(-largest, largest))
 
     def all_states(self) -> list[State]:
         """Of the buckets, then of the step."""

@@ -205,6 +205,15 @@ class GradientSync:
         names = self.exchange.plan.layouts[index].names
         return [self.parameters[name] for name in names if name != USAGE]
 
+    def hold_results(self) -> int:
+        """How many gradients are, or are added to, what a pass has left, and are not zero."""
+        held = [
+            slot.view
+            for slot in self._slots.values()
+            if (g := slot.parameter.grad) is not None and g.data_ptr() == slot.view.data_ptr()
+        ]
+        return sum(bool(view.count_nonzero()) for view in held)
+
     def reached(self) -> list[str]:
         """The parameters whose gradients came in the last backward pass."""
         return [slot.name for slot in self._slots.values() if slot.ready]

@@ -57,3 +57,7 @@ def keep_squares_valid(tensors: Mapping[str, Tensor]) -> None:
     squares = [tensor for name, tensor in tensors.items() if name.split(_OF)[0] in _SQUARES]
     if squares:
         torch._foreach_clamp_min_(squares, 0.0)
+    for name, mean in tensors.items():
+        key, _, of = name.partition(_OF)
+        if key == "grad_avg" and (square := tensors.get(f"square_avg{_OF}{of}")) is not None:
+            square.copy_(torch.maximum(square, mean * mean))  # RMSprop(centered=True) takes the root of their difference

@@ -94,7 +94,7 @@ def state_from_rank(runner: Runner, state: dict[str, Any], source: int) -> dict[
     told = runner.run(lambda: broadcast(told, source), f"the state of rank {source}'s optimizer", CONTROL)
     if runner.rank == source:
         return state
-    found: dict[str, Any] = torch.load(io.BytesIO(told.numpy().tobytes()), map_location="cpu", weights_only=True)
+    found: dict[str, Any] = torch.load(io.BytesIO(told.numpy().tobytes()), map_location="cpu", weights_only=False)
     return found
 
 

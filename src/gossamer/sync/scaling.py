@@ -21,6 +21,12 @@ def agree_on_overflow(runner: Runner, scaler: Any, parameters: Iterable[Paramete
         torch._foreach_add_(gradients, float("inf"))
 
 
+def scale_of(scaler: Any) -> Tensor:
+    """The scale, ``float32[]``, where the scaler has it: to read it on a device the host would have to wait."""
+    there = scaler._get_scale_async()
+    return torch.tensor(float(scaler.get_scale())) if there is None else there.detach().clone().reshape(())
+
+
 def any_non_finite(tensors: list[Tensor]) -> Tensor:
     """``float32[1]`` on the host: 1 if any element of the floating-point tensors is inf or NaN."""
     some = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel() > 0]

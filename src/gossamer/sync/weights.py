@@ -57,8 +57,8 @@ class WeightSync:
         self.exchanges = 0
         """How many were begun; the same on all ranks, unless they may lag."""
         self.steps = 0
-        """Of the optimizer. Who meets whom follows from these, not from backward passes, of which there may be several to a
-        step: with two, every second partner would never be met."""
+        """Of the optimizer, as exchanges are numbered. Who meets whom follows from these, not from backward passes, of which
+        there may be several to a step: with two, every second partner would never be met."""
 
     def _lay_out(self) -> None:
         self.exchange.adopt(make_plan(self._pieces(), self._algorithm, at_once=True))
@@ -108,12 +108,17 @@ class WeightSync:
         ``step``: of the replica.
         """
         self.land()
-        self.steps += 1
-        own = step if self._algorithm.counts_passes else self.steps
+        self.steps = self._following(step)
         if self.exchange.launched:
             self._late += 1
-        elif self._algorithm.due(own):
-            self._begin(self._algorithm.step_of(self.exchanges) if self._lag else own)
+        elif self._algorithm.due(self.steps):
+            self._begin(self._algorithm.step_of(self.exchanges) if self._lag else self.steps)
+
+    def _following(self, step: int) -> int:
+        """The optimizer's next step: one more, but on the side of every change of parts on which the replica's ``step`` is."""
+        begun = [change for change in self._algorithm.changes if change <= step]
+        ahead = [change for change in self._algorithm.changes if change > step]
+        return min([max([self.steps + 1, *begun]), *(change - 1 for change in ahead)])
 
     @torch.no_grad()
     def exchange_again(self) -> None:
