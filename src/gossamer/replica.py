@@ -193,7 +193,7 @@ class Replica:
         self._overlap.conclude()
         self.catch_up()
         state = checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
-        return state if self._scale is None else state | {"scale": float(self._scale)}
+        return state | {"scale": 1.0 if self._scale is None else float(self._scale)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`state_dict` returned, after the model and the optimizer were loaded. Collective.
@@ -208,7 +208,7 @@ class Replica:
             self._overlap.conclude()
             self._overlap.drop()
             self.step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
-            self._scale = torch.tensor(state["scale"]) if "scale" in state else None
+            self._load_scale(state.get("scale"))
             self._overlap.restart()
 
     def close(self, average: bool = False) -> None:
@@ -306,7 +306,16 @@ class Replica:
             return
         before, self._scale = self._scale, scale_of(self._scaler)
         if before is not None and gradients.exchange.remembers:
-            gradients.exchange.rescale(self._scale / before.to(self._scale.device))
+            before = before.to(self._scale.device)
+            known = (before > 0) & (self._scale > 0)
+            gradients.exchange.rescale(torch.where(known, self._scale / before, 1.0))
+
+    def _load_scale(self, saved: float | None) -> None:
+        """What was loaded is owed in units of the scale that it was ``saved`` with."""
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+        self._scale = torch.tensor(saved) if saved is not None and scaled else None
+        if saved is not None and not scaled and self._gradients is not None:
+            self._gradients.exchange.rescale(torch.tensor(1 / saved))
 
     def _refuse_two_passes(self, gradients: GradientSync) -> None:
         """What a pass leaves as gradients has the momentum in it; another that adds to them would have it multiplied again.

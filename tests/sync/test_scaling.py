@@ -1,5 +1,7 @@
 """Overflow is agreed by all ranks."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -112,5 +114,36 @@ def test_a_state_is_loaded_with_the_scale_that_it_is_of() -> None:
         scaler.update(1024.0)
         replica._begin_backward()
         assert torch.equal(replica.state_dict()[f"rank{rank}"]["residual"]["weight"], residual)
+
+    loopback(body, 2)
+
+
+@pytest.mark.parametrize(("before", "now"), [(1024.0, None), (None, 1024.0), (1024.0, 8.0)])
+def test_what_is_owed_survives_the_beginning_and_the_end_of_scaling(before: float | None, now: float | None) -> None:
+    def body(rank: int) -> None:
+        def run(scale: float | None, state: dict[str, Any] | None) -> dict[str, Any]:
+            torch.manual_seed(0)
+            model = nn.Linear(16, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+            algorithm = ScatterReduce(codec=Quantize(bits=2), gather_below=0)
+            replica = gossamer.replicate(model, optimizer, algorithm, scaler=scaler)
+            inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+            loss = model(inputs).square().mean()
+            loss = loss if scaler is None else scaler.scale(loss)
+            if state is None:
+                loss.backward()
+            else:
+                replica.load_state_dict(state)
+                replica._begin_backward()
+            found: dict[str, Any] = replica.state_dict()
+            replica.close()
+            return found
+
+        first = run(before, None)
+        then = run(now, first)
+        residuals = [each[f"rank{rank}"]["residual"]["weight"] / each["scale"] for each in (first, then)]
+        assert residuals[0].any()
+        torch.testing.assert_close(*residuals)
 
     loopback(body, 2)

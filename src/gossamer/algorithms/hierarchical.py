@@ -169,9 +169,9 @@ class Hierarchical(Combination, register=False):
     def _with_strays(self, bucket: Bucket, state: State, ctx: Context, most: int) -> Bucket:
         """What a worker owes as the leader that it was, before a state was loaded by other workers, it sends as its own."""
         owed = self.outer.owed(state.scoped(_OUTER), ctx)
+        state.scoped(_OUTER).forget()
         if owed is None:
             return bucket
-        state.scoped(_OUTER).forget()
         return bucket.holding(bucket.flat + (owed * most).to(bucket.flat.dtype))
 
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:

@@ -59,11 +59,11 @@ def say_goodbye(process: int) -> None:
     reason, leavers = uncaught(), list(_leavers)
     for leaver in leavers:
         leaver.depart(reason)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        _say_that_it_never_came(reason)
+    alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+    hosting = not alone and _say_where_replicas_open(reason) and not any(leaver.is_needed() for leaver in leavers)
     interrupted = reason.startswith(KeyboardInterrupt.__name__)
     end = time.monotonic() + (_LINGER_AFTER_INTERRUPT if interrupted else LINGER)
-    while time.monotonic() < end and any(leaver.is_needed() for leaver in leavers):
+    while time.monotonic() < end and (hosting or any(leaver.is_needed() for leaver in leavers)):
         time.sleep(0.02)
     end = time.monotonic() + _PATIENCE_WITH_LANES
     while any(leaver.is_stuck() for leaver in leavers):
@@ -89,12 +89,27 @@ def _let_stuck_threads_sleep() -> None:
         return
 
 
-def _say_that_it_never_came(reason: str) -> None:
-    from gossamer.comm.bulletin import note_exit
-    from gossamer.comm.torch_store import QuietStore, default_store
+def _say_where_replicas_open(reason: str) -> bool:
+    """Tell ranks that wait for this one to open a replica with them, the first or another. Returns whether they may still have
+    to read it from a store in this process, which has failed."""
+    from gossamer.comm.bulletin import StoreLostError, note_exit
+    from gossamer.comm.torch_store import QuietStore, board_store, default_store
 
     how = f"its process ended with {reason}" if reason else "its process ended"
     how += "" if reason or _came else " without calling replicate()"
-    store = QuietStore(default_store(), own_connection=False)
-    if note_exit(store, dist.get_rank(), how) and reason and store.hosted:
-        time.sleep(LINGER)
+    if _file_is_gone(default_store()):
+        return False
+    try:
+        # Not on the default store's own connection once replicas were opened: a thread that opens groups may wait there.
+        store = board_store() if _came else QuietStore(default_store(), own_connection=False)
+        return note_exit(store, dist.get_rank(), how) and bool(reason) and store.hosted
+    except StoreLostError:
+        return False
+
+
+def _file_is_gone(store: Any) -> bool:
+    """Whether a store is a file that was deleted: to write there would wait for its folder to come back."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    path = getattr(store, "path", None)
+    return isinstance(path, str) and not os.path.exists(path)

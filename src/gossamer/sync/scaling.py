@@ -23,7 +23,8 @@ def agree_on_overflow(runner: Runner, scaler: Any, parameters: Iterable[Paramete
 
 def scale_of(scaler: Any) -> Tensor:
     """The scale, ``float32[]``, where the scaler has it: to read it on a device the host would have to wait."""
-    there = scaler._get_scale_async()
+    ask = getattr(scaler, "_get_scale_async", None)
+    there = None if ask is None else ask()
     return torch.tensor(float(scaler.get_scale())) if there is None else there.detach().clone().reshape(())
 
 
