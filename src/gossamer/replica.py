@@ -112,7 +112,7 @@ class Replica:
         """
         if self.algorithm.may_lag:
             raise UsageError("join() is not needed where exchanges may lag: a rank may have as many batches as it likes")
-        if self._scaler is not None and self._scaler.is_enabled():
+        if self._scaled:
             raise UsageError("join() cannot be used with scaler=: a rank without batches would not know by what others scale")
         if self._gradients is not None and self._weights:
             raise UsageError(f"join() cannot be used with {self.algorithm!r}, which moves both gradients and weights")
@@ -300,9 +300,14 @@ class Replica:
             self._follow_scale(self._gradients)
             self._gradients.begin()
 
+    @property
+    def _scaled(self) -> bool:
+        """Whether the loss is scaled."""
+        return self._scaler is not None and bool(self._scaler.is_enabled())
+
     def _follow_scale(self, gradients: GradientSync) -> None:
         """What is owed is owed in the units of the gradients: those change with the scale of the loss."""
-        if self._scaler is None or not self._scaler.is_enabled() or self._gradients is None:
+        if not self._scaled:
             return
         before, self._scale = self._scale, scale_of(self._scaler)
         if before is not None and gradients.exchange.remembers:
@@ -312,9 +317,8 @@ class Replica:
 
     def _load_scale(self, saved: float | None) -> None:
         """What was loaded is owed in units of the scale that it was ``saved`` with."""
-        scaled = self._scaler is not None and self._scaler.is_enabled()
-        self._scale = torch.tensor(saved) if saved is not None and scaled else None
-        if saved is not None and not scaled and self._gradients is not None:
+        self._scale = torch.tensor(saved) if saved is not None and self._scaled else None
+        if saved is not None and not self._scaled and self._gradients is not None:
             self._gradients.exchange.rescale(torch.tensor(1 / saved))
 
     def _refuse_two_passes(self, gradients: GradientSync) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from gossamer.comm.ops import broadcast, maximum
-from gossamer.comm.runner import CONTROL, Runner
+from gossamer.comm.ops import maximum
+from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
+from gossamer.sync.agreement import same_from_rank
 
 _NO_EVENT = 2**30
 
@@ -86,12 +87,10 @@ def state_from_rank(runner: Runner, state: dict[str, Any], source: int) -> dict[
     written = io.BytesIO()
     if runner.rank == source:
         torch.save(state, written)
-    told = torch.frombuffer(bytearray(written.getvalue() or b"-"), dtype=torch.uint8)
-    size = torch.tensor([told.numel()])
-    length = runner.run(lambda: broadcast(size, source), f"the size of rank {source}'s optimizer", CONTROL)
-    if runner.rank != source:
-        told = torch.empty(int(length.item()), dtype=torch.uint8)
-    told = runner.run(lambda: broadcast(told, source), f"the state of rank {source}'s optimizer", CONTROL)
+    size = torch.tensor([written.tell()])
+    same_from_rank(runner, [size], source)
+    told = torch.frombuffer(bytearray(written.getvalue().ljust(int(size))), dtype=torch.uint8)
+    same_from_rank(runner, [told], source)
     if runner.rank == source:
         return state
     found: dict[str, Any] = torch.load(io.BytesIO(told.numpy().tobytes()), map_location="cpu", weights_only=False)

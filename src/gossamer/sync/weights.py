@@ -54,6 +54,7 @@ class WeightSync:
         self._deltas: dict[int, Tensor] = {}
         """What is not added yet, by bucket."""
         self._lag, self._late = algorithm.may_lag, 0
+        self._changes = algorithm.changes  # worked out through all parts, so not in every step
         self.exchanges = 0
         """How many were begun; the same on all ranks, unless they may lag."""
         self.steps = 0
@@ -116,8 +117,8 @@ class WeightSync:
 
     def _following(self, step: int) -> int:
         """The optimizer's next step: one more, but on the side of every change of parts on which the replica's ``step`` is."""
-        begun = [change for change in self._algorithm.changes if change <= step]
-        ahead = [change for change in self._algorithm.changes if change > step]
+        begun = [change for change in self._changes if change <= step]
+        ahead = [change for change in self._changes if change > step]
         return min([max([self.steps + 1, *begun]), *(change - 1 for change in ahead)])
 
     @torch.no_grad()
