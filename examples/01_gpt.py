@@ -130,7 +130,7 @@ def main() -> None:
     elif algorithm is not None:
         replica = gossamer.replicate(net, optimizer, algorithm)
 
-    log = TrainingLog(options, net, replica)
+    log = TrainingLog(options, net, optimizer, replica)
     source = batches(train, options.seed * world + rank, device)
     for step, (inputs, targets) in zip(range(1, options.steps + 1), source, strict=False):
         optimizer.zero_grad()

@@ -122,7 +122,7 @@ def main() -> None:
     elif options.method != "none":
         replica = gossamer.replicate(net, optimizer, chosen_algorithm(options))
 
-    log = TrainingLog(options, net, replica)
+    log = TrainingLog(options, net, optimizer, replica)
     steps = min(options.epochs * len(loader), options.steps or options.epochs * len(loader))
     for step, (inputs, targets) in zip(range(1, steps + 1), epochs(loader, sampler, options.epochs), strict=False):
         optimizer.zero_grad()

@@ -13,6 +13,7 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import gossamer
 from common import mean_over_ranks
@@ -30,7 +31,9 @@ class TrainingLog:
     for gossamer; DDP does not tell.
     """
 
-    def __init__(self, options: argparse.Namespace, net: nn.Module, replica: gossamer.Replica | None) -> None:
+    def __init__(
+        self, options: argparse.Namespace, net: nn.Module, optimizer: Optimizer, replica: gossamer.Replica | None
+    ) -> None:
         self._replica, self._limit = replica, options.seconds
         self._device = torch.device(options.device)
         self._world = dist.get_world_size() if dist.is_initialized() else 1
@@ -39,8 +42,8 @@ class TrainingLog:
         self._ring_bytes = 2 * (self._world - 1) / self._world * size if options.method == "ddp" else 0.0
         self._out = _open(options.log_to)
         algorithm = repr(replica.algorithm) if replica else options.method
-        parameters = sum(p.numel() for p in net.parameters())
-        self._write({"algorithm": algorithm, "world": self._world, "parameters": parameters, "torch": torch.__version__})
+        parameters, made = sum(p.numel() for p in net.parameters()), {"world": self._world, "torch": torch.__version__}
+        self._write({"algorithm": algorithm, "optimizer": type(optimizer).__name__, "parameters": parameters} | made)
         _wait_for_all()
         self._zero = self._read()
 

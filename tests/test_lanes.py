@@ -1,5 +1,6 @@
 """Lanes of a device: whatever one stream writes and another reads or overwrites is ordered by an event."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from fake_device import FakeDevice, Judge
 from gossamer.comm.ops import Flow, all_reduce
-from gossamer.comm.runner import LocalPort, Meter, Ticket
+from gossamer.comm.runner import LocalPort, Meter, Ticket, solo_runner
 from gossamer.lanes import StreamLanes, ThreadLanes
 
 Lanes = StreamLanes | ThreadLanes
@@ -126,6 +127,35 @@ def test_a_thread_works_on_the_stream_that_submitted(device: FakeDevice) -> None
         submit(lanes, torch.ones(1))
     lanes.close()
     assert seen == [stream]
+
+
+def test_every_thread_says_on_which_device_it_works(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would wake the first one: a context of some hundred megabytes for each process of a machine."""
+    entered: list[str] = []
+    monkeypatch.setattr(device, "enter_thread", lambda: entered.append(threading.current_thread().name))
+    meters = [Meter(), Meter()]
+    lanes = ThreadLanes([LocalPort(meter) for meter in meters], meters, device)
+    for lane in range(2):
+        submit(lanes, torch.ones(2), lane)
+    assert sorted(entered) == ["gossamer-lane-0", "gossamer-lane-1"]
+    lanes.close()
+
+
+def test_flows_compute_in_their_own_types(device: FakeDevice, lanes: Lanes) -> None:
+    """Backward may run under autocast, and then flows are submitted there."""
+    ticket: Ticket[Tensor] = Ticket(0, "a flow")
+
+    def flow() -> Flow[Tensor]:
+        yield from ()
+        return torch.ones(2, 2) @ torch.ones(2, 2)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+        lanes.submit(ticket, flow, 0)
+        assert solo_runner().run(flow, "alone").dtype == torch.float32
+    assert ticket.wait(10)
+    assert ticket.result is not None
+    assert ticket.result.dtype == torch.float32
 
 
 def test_after_an_error_nothing_more_is_issued(device: FakeDevice, lanes: Lanes) -> None:

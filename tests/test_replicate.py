@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -16,7 +17,19 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import gossamer
-from gossamer import AllReduce, ConfigurationError, DisagreementError, Gossip, UsageError, loopback
+from gossamer import (
+    AllReduce,
+    ChunkSparse,
+    ConfigurationError,
+    DisagreementError,
+    Gossip,
+    Hierarchical,
+    PowerSGD,
+    ScatterReduce,
+    UsageError,
+    loopback,
+)
+from gossamer.codecs import Quantize, Sign
 from gossamer.comm.torch_runner import _instance_name
 
 
@@ -59,8 +72,8 @@ def test_the_signature() -> None:
 def test_the_handle() -> None:
     public = {name for name in dir(gossamer.Replica) if not name.startswith("_")}
     assert public == {
-        "catch_up", "close", "consensus", "consensus_distance", "join", "load_state_dict", "metrics", "no_sync", "state_dict",
-        "wait_for_exchanges",
+        "answer", "catch_up", "close", "consensus", "consensus_distance", "join", "load_state_dict", "metrics", "no_sync",
+        "state_dict", "wait_for_exchanges",
     }  # fmt: skip
 
 
@@ -415,6 +428,178 @@ def test_reentrant_checkpointing() -> None:
         model[1](checkpoint(model[0], x, use_reentrant=True)).sum().backward()
 
 
+def gradient_pass(model: nn.Module, seed: int) -> None:
+    model(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+
+
+DEBTORS = [
+    ChunkSparse(chunk=2, density=0.2),
+    PowerSGD(),
+    ScatterReduce(codec=Sign(), gather_below=0),
+    Hierarchical(ScatterReduce(codec=Quantize(bits=2)), inner=ScatterReduce(codec=Quantize(bits=2)), ranks_per_node=2),
+]
+
+
+def two_passes_for_a_step(algorithm: gossamer.Algorithm, between: Callable[[SGD], None]) -> list[tuple[Tensor, ...]]:
+    """Of each of three workers: by how much its weight has moved, the gradients of the first pass and of the second of every
+    step, and what it owes at the end. ``between``: what is done with the gradients after the first one."""
+
+    def body(rank: int) -> tuple[Tensor, ...]:
+        weight = nn.Parameter(torch.zeros(8, 8))
+        model = nn.ParameterList([weight, nn.Parameter(torch.zeros(8, 8))])
+        optimizer = SGD(model.parameters(), lr=1.0)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        given = torch.zeros(2, 8, 8)
+        for step in range(6):
+            for number in range(2):
+                factor = torch.randn(8, 8, generator=torch.Generator().manual_seed(100 * step + 10 * number + rank))
+                (weight * factor + model[1] * (step + 1)).sum().backward()
+                given[number] += factor
+                if number == 0:
+                    between(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert replica._gradients is not None
+        exchange = replica._gradients.exchange
+        ((index, segment),) = [(b.index, s) for b in exchange.buckets for s in b.segments if s.name == "0"]
+        owed = exchange.handlers[index].owed(exchange.states[index], exchange.context(0))
+        return -weight.detach(), *given, torch.zeros(8, 8) if owed is None else segment.view(owed).clone()
+
+    return loopback(body, 3)
+
+
+@pytest.mark.parametrize("algorithm", DEBTORS, ids=repr)
+def test_gradients_that_are_thrown_away_leave_nothing_owed(algorithm: gossamer.Algorithm) -> None:
+    """Those of a generator that pass through the discriminator, or of a step that is left out."""
+    found = two_passes_for_a_step(algorithm, SGD.zero_grad)
+    moved, _, second, owed = (torch.stack(each) for each in zip(*found, strict=True))
+    torch.testing.assert_close(3 * moved[0] + owed.sum(0), second.sum(0), atol=2e-3, rtol=1e-3)
+
+
+def test_where_some_have_ended_nothing_is_undone() -> None:
+    """A rank inside join() without batches has no pass to throw away; all must remember alike."""
+
+    def body(rank: int) -> Tensor:
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        replica = gossamer.replicate(model, optimizer, ChunkSparse(chunk=2, density=0.5, momentum_correction=True))
+        with replica.join():
+            for step in range(2 if rank else 6):
+                gradient_pass(model, 10 * step + rank)
+                if rank == 0 and step == 4:  # left out: only this rank still trains
+                    optimizer.zero_grad()
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+        momenta = {name: tensor for name, tensor in replica.state_dict()[f"rank{rank}"]["momentum"].items() if "bias" in name}
+        assert momenta
+        return torch.cat([tensor.reshape(-1) for tensor in momenta.values()])
+
+    first, second = loopback(body, 2)
+    assert torch.equal(first, second)
+
+
+def test_gradients_that_somebody_else_has_used_are_not_thrown_away() -> None:
+    """An optimizer around the one that was given, or a loop that changes the weights by itself."""
+
+    def used(optimizer: SGD) -> None:
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad)
+        optimizer.zero_grad()
+
+    found = two_passes_for_a_step(DEBTORS[2], used)
+    moved, first, second, owed = (torch.stack(each) for each in zip(*found, strict=True))
+    torch.testing.assert_close(3 * moved[0] + owed.sum(0), (first + second).sum(0), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", DEBTORS, ids=repr)
+def test_gradients_that_accumulate_are_owed_in_full(algorithm: gossamer.Algorithm) -> None:
+    """Both passes are exchanged: what the first one has kept back is sent with the second, or later."""
+    found = two_passes_for_a_step(algorithm, lambda optimizer: None)
+    moved, first, second, owed = (torch.stack(each) for each in zip(*found, strict=True))
+    torch.testing.assert_close(3 * moved[0] + owed.sum(0), (first + second).sum(0), atol=2e-3, rtol=1e-3)
+
+
+def test_a_hook_behind_ours_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = make()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    gossamer.replicate(model, optimizer)
+    model[3].bias.register_post_accumulate_grad_hook(lambda p: None)
+    train(model, optimizer)
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "on parameter '3.bias' after replicate()" in told
+
+
+def test_a_model_that_is_not_called_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: int) -> None:
+        model = nn.ModuleList(make())
+        optimizer = SGD(model.parameters(), lr=0.1)
+        gossamer.replicate(model, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            hidden = torch.ones(5, 4)
+            for layer in model:
+                hidden = layer(hidden)
+            hidden.sum().backward()
+            optimizer.step()
+
+    loopback(body, 2)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 2
+    assert all("ModuleList was not called: its buffers are synchronised when it is" in text for text in told)
+
+
+def test_an_optimizer_whose_steps_nobody_takes_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Wrapper(SGD):
+        def __init__(self, inner: SGD) -> None:
+            super().__init__(inner.param_groups, lr=0.1)
+            self.inner = inner
+
+        def second_step(self) -> None:
+            self.inner.step()
+
+    model = make()
+    optimizer = Wrapper(SGD(model.parameters(), lr=0.1))
+    gossamer.replicate(model, optimizer, Gossip())
+    for step in range(25):
+        optimizer.zero_grad()
+        gradient_pass(model, step)
+        optimizer.second_step()
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "the weights have changed during 20 backward passes, but the optimizer given to replicate() took no step" in told
+
+
+def test_many_passes_for_one_step_are_nothing_strange(caplog: pytest.LogCaptureFixture) -> None:
+    model = make()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    gossamer.replicate(model, optimizer, Gossip())
+    for _ in range(2):
+        for step in range(30):
+            gradient_pass(model, step)
+        optimizer.step()
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_an_optimizer_inside_another_object_is_asked_for() -> None:
+    class Prepared(torch.optim.Optimizer):
+        """As accelerate's: an optimizer by its class, and not by its making."""
+
+        def __init__(self, optimizer: SGD) -> None:
+            self.optimizer = optimizer
+
+        @property
+        def param_groups(self) -> Any:  # type: ignore[override]
+            return self.optimizer.param_groups
+
+    model = make()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"Prepared wraps an optimizer.*give the one inside it"):
+        gossamer.replicate(model, Prepared(optimizer))
+    gossamer.replicate(model, optimizer)
+
+
 # -- the state ------------------------------------------------------------------------------------------------------
 
 
@@ -430,9 +615,34 @@ def test_a_state_that_does_not_fit() -> None:
     ):
         with pytest.raises(ConfigurationError, match=match):
             replica.load_state_dict(state | wrong)
+    for nothing in (None, "state", []):
+        with pytest.raises(ConfigurationError, match="not a state of gossamer in format"):
+            replica.load_state_dict(nothing)  # type: ignore[arg-type]
     del state["rank0"]
     with pytest.raises(ConfigurationError, match="no entry for rank 0"):
         replica.load_state_dict(state)
+
+
+def test_a_state_of_other_optimizers_is_refused_and_changes_nothing() -> None:
+    def body(rank: int) -> None:
+        def made(halves: bool) -> gossamer.Replica:
+            model = make()
+            parts = [SGD(half.parameters(), lr=0.1) for half in (model[:2], model[2:])]
+            optimizers: Any = parts if halves else SGD(model.parameters(), lr=0.1)
+            replica = gossamer.replicate(model, optimizers, Gossip())
+            gradient_pass(model, rank)
+            for optimizer in parts if halves else [optimizers]:
+                optimizer.step()
+            return replica
+
+        state, other = made(True).state_dict(), made(False)
+        before = other.state_dict()
+        with pytest.raises(ConfigurationError, match=r"is of 2 exchanges and this replica has 1 .*as many optimizers"):
+            other.load_state_dict(state)
+        after = other.state_dict()
+        assert repr(before) == repr(after)
+
+    loopback(body, 2)
 
 
 def test_the_state_can_be_saved_without_pickling() -> None:

@@ -4,6 +4,8 @@ Note, who owns what, until when (cited by the modules that depend on it):
 
 1. The *main thread* (the one that runs backward and the optimizer) submits flows, in the plan's order, the same on
    every rank. A flow is created inside its lane, so an algorithm's code never runs on the main thread of a host lane.
+   (The backward pass of a model on a GPU is run by a thread of autograd's, for which the one of the script waits without an
+   ear for Ctrl-C: an exchange that is waited for there, over Gloo, ends by itself or with its timeout.)
 2. From submission until its ticket is done, the bucket's flat tensor belongs to the flow: the main thread neither
    reads nor writes it. Parameters always belong to the main thread; flows never touch them.
 3. Each host lane is one thread with process groups of its own, so operations of two lanes can pass each other on the
@@ -134,7 +136,7 @@ class ThreadLanes:
         self.ports, self._meters, self._device = ports, meters, device
         self._queues: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue() for _ in ports]
         self._threads = [
-            threading.Thread(target=self._loop, args=(jobs,), name=f"gossamer-lane-{index}", daemon=True)
+            threading.Thread(target=self._loop, args=(jobs, device), name=f"gossamer-lane-{index}", daemon=True)
             for index, jobs in enumerate(self._queues)
         ]
         for thread in self._threads:
@@ -185,7 +187,9 @@ class ThreadLanes:
 
     @staticmethod
     @torch.no_grad()
-    def _loop(jobs: "queue.SimpleQueue[_Job | None]") -> None:
+    def _loop(jobs: "queue.SimpleQueue[_Job | None]", device: Device | None) -> None:
+        if device is not None:
+            device.enter_thread()
         while (job := jobs.get()) is not None:
             job()
             del job  # the closure holds tensors; do not keep them while waiting for the next

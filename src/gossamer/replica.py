@@ -1,11 +1,11 @@
 """Replica: the handle on a replicated model; it drives the flows from the hooks of the training loop."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,7 +14,7 @@ from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.gossip_adamw import AVERAGED_OVER
-from gossamer.sync import checkpoint, scaling
+from gossamer.sync import checkpoint
 from gossamer.sync.agreement import same_from_rank
 from gossamer.sync.backward import Backward, alarming
 from gossamer.sync.checks import Watch, held_by, named_parameters
@@ -28,16 +28,18 @@ from gossamer.sync.module_buffers import (
     Buffers,
     averaged,
     beside_parameters,
-    floating,
     hook_forward,
     named_buffers,
     synchronise_buffers,
 )
 from gossamer.sync.optimizers import OptimizerSync
 from gossamer.sync.overlap import ForwardOverlap, NoOverlap
-from gossamer.sync.scaling import scale_of
+from gossamer.sync.scaling import LossScale, agree_on_overflow
 from gossamer.sync.statistics import Statistics
+from gossamer.sync.turns import Turns
 from gossamer.sync.weights import WeightSync
+
+logger = logging.getLogger("gossamer")
 
 
 class Replica:
@@ -59,19 +61,21 @@ class Replica:
         self.algorithm = algorithm
         self.step = 0
         self._model, self._optimizers, self._runner = model, tuple(optimizers), runner
-        self._buffers, self._scaler = buffers, scaler
+        self._buffers, self._loss_scale = buffers, LossScale(scaler)
         self._parameters = named_parameters(model)
         self._trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         self._statistics = Statistics(runner)
         self._watch = Watch(model, optimizers, self._parameters)
         self._backward = Backward(runner, self._begin_backward, self._end_backward)
-        self._seen = [0] * len(self._optimizers)
         self._weights: list[WeightSync] = []
         self._buffers_travel = False
         """Whether buffers are averaged with the weights."""
         self._gradients: GradientSync | None = None
         self._links: list[OptimizerSync] = []
         self._open_syncs()
+        weight = next(iter(self._trainable.values())) if self._weights else None
+        self._turns = Turns(runner, self._backward, len(self._optimizers), weight)
+        self._turns.weights_moved(self._trainable.values())
         self._overlap = NoOverlap()
         if overlap_forward and self._gradients is not None:
             self._overlap = ForwardOverlap(runner, model, self._optimizers[0], self._gradients)
@@ -81,12 +85,10 @@ class Replica:
             Event.WEIGHTS: self._mirror_step if self._links else self._mirror_weights,
         }
         self._join = Join(runner, mirror)
+        self._awaits_forward = False
+        """Whether buffers are synchronised before forward passes of the model, and none was seen."""
         self._handles = self._hook()
         self._closed = self._at_average = False
-        self._scale: Tensor | None = None
-        """That of the loss in the last backward pass, and so of what is owed; where the scaler has it."""
-        self._apart = 0
-        """How many passes inside ``no_sync()`` there were before the last one outside."""
 
     # -- what the user calls ------------------------------------------------------------------------------------
 
@@ -112,7 +114,7 @@ class Replica:
         """
         if self.algorithm.may_lag:
             raise UsageError("join() is not needed where exchanges may lag: a rank may have as many batches as it likes")
-        if self._scaled:
+        if self._loss_scale.on:
             raise UsageError("join() cannot be used with scaler=: a rank without batches would not know by what others scale")
         if self._gradients is not None and self._weights:
             raise UsageError(f"join() cannot be used with {self.algorithm!r}, which moves both gradients and weights")
@@ -132,6 +134,7 @@ class Replica:
         if not self._weights or self._runner.world == 1:
             yield self._model
             return
+        self._refuse_in_join("consensus()")
         self.wait_for_exchanges()
         tensors: dict[str, Tensor] = {**self._parameters, **beside_parameters(self._model)}
         before, self._at_average = self._at_average, True
@@ -148,6 +151,7 @@ class Replica:
         """
         if not self._weights or self._runner.world == 1:
             return 0.0
+        self._refuse_in_join("consensus_distance()")
         self.wait_for_exchanges()
         return distance(self._runner, self._parameters, self._weigh)
 
@@ -157,9 +161,20 @@ class Replica:
         Collective. Call it before the ranks wait for each other in any other way (a barrier, a mean of losses): one that
         waits there does not answer those that still train. The methods of a replica call it by themselves.
         """
-        if self.algorithm.may_lag and self._runner.world > 1:
+        if self._may_be_apart:
             with alarming(self._runner):
-                catch_up(self._runner, self._weights[0], self._exchange_again)
+                catch_up(self._runner, self._weights[0], self._answer, self._exchange_again)
+
+    def answer(self) -> bool:
+        """Where exchanges may lag: take part in one more, if it could begin at once; whether it did. Between steps.
+
+        For a loop that waits for other ranks in its own way: one that calls this meanwhile holds nobody up.
+        ``RingShuffle(…, replica=replica)`` does.
+        """
+        if self._closed or not self._may_be_apart:
+            return False
+        with alarming(self._runner):
+            return self._answer()
 
     def wait_for_exchanges(self) -> None:
         """Wait until no exchange is under way. What weights brought is added before the next update, as always; updates that
@@ -193,7 +208,7 @@ class Replica:
         self._overlap.conclude()
         self.catch_up()
         state = checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
-        return state | {"scale": 1.0 if self._scale is None else float(self._scale)}
+        return state | {"scale": self._loss_scale.saved()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`state_dict` returned, after the model and the optimizer were loaded. Collective.
@@ -208,7 +223,7 @@ class Replica:
             self._overlap.conclude()
             self._overlap.drop()
             self.step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
-            self._load_scale(state.get("scale"))
+            self._loss_scale.load(state.get("scale"), None if self._gradients is None else self._gradients.exchange.rescale)
             self._overlap.restart()
 
     def close(self, average: bool = False) -> None:
@@ -241,8 +256,8 @@ class Replica:
                 sync.arrive()
                 self._land(index)
             if average and self._weights and self._runner.world > 1:
-                buffers = floating(named_buffers(self._model))
-                become_average(self._runner, self._optimizers, self._parameters, buffers, self._weigh)
+                beside = beside_parameters(self._model)
+                become_average(self._runner, self._optimizers, self._parameters, beside, self._weigh)
         finally:
             self._runner.close()
 
@@ -286,60 +301,50 @@ class Replica:
         by_forward = self._buffers == "broadcast" or (self._buffers == "average" and not self._weights)
         if by_forward and self._runner.world > 1 and named_buffers(self._model):
             handles.append(hook_forward(self._model, self._synchronise_buffers))
+            self._awaits_forward = True
         return handles
 
     def _note_gradient(self, parameter: Tensor) -> None:
         self._backward.reached()
 
     def _begin_backward(self) -> None:
-        if self.algorithm.takes_momentum and self._gradients is not None:
-            self._refuse_two_passes(self._gradients)
+        again = self._turns.begin_backward()
+        if self._gradients is not None and self._gradients.exchange.remembers:
+            moved = self._turns.weights_moved(self._trainable.values())
+            if again:
+                self._begin_again(self._gradients, moved)
         self._overlap.begin_backward()
         self._join.announce(Event.BACKWARD)
         if self._gradients is not None:
-            self._follow_scale(self._gradients)
+            self._loss_scale.follow(self._gradients.exchange.rescale if self._gradients.exchange.remembers else None)
             self._gradients.begin()
 
-    @property
-    def _scaled(self) -> bool:
-        """Whether the loss is scaled."""
-        return self._scaler is not None and bool(self._scaler.is_enabled())
+    def _begin_again(self, gradients: GradientSync, moved: bool) -> None:
+        """A pass follows another one that no step was taken for: its gradients are added to that one's, or those were cleared
+        (a step that is left out, gradients that only pass through this model), and then nothing of them is to be sent later.
+        Set to zero, and not to None, they look as if they were added to. Inside ``join()`` some ranks have no passes.
 
-    def _follow_scale(self, gradients: GradientSync) -> None:
-        """What is owed is owed in the units of the gradients: those change with the scale of the loss."""
-        if not self._scaled:
-            return
-        before, self._scale = self._scale, scale_of(self._scaler)
-        if before is not None and gradients.exchange.remembers:
-            before = before.to(self._scale.device)
-            known = (before > 0) & (self._scale > 0)
-            gradients.exchange.rescale(torch.where(known, self._scale / before, 1.0))
-
-    def _load_scale(self, saved: float | None) -> None:
-        """What was loaded is owed in units of the scale that it was ``saved`` with."""
-        self._scale = torch.tensor(saved) if saved is not None and self._scaled else None
-        if saved is not None and not self._scaled and self._gradients is not None:
-            self._gradients.exchange.rescale(torch.tensor(1 / saved))
-
-    def _refuse_two_passes(self, gradients: GradientSync) -> None:
-        """What a pass leaves as gradients has the momentum in it; another that adds to them would have it multiplied again.
-
-        Steps may be skipped, and passes inside ``no_sync()`` may lie between: then gradients were cleared, or nobody can tell.
+        ``moved``: the weights have changed all the same, so that somebody has used them.
         """
-        apart = self._backward.passes - self._backward.synchronised_passes
-        apart, self._apart = apart - self._apart, apart
-        if apart or self._backward.synchronised_passes <= max(self._seen) or gradients.hold_results() < 2:
-            return  # one may be of the pass that begins
-        raise UsageError(
-            f"rank {self._runner.rank}: a second backward pass without an optimizer's step between (step {self.step}), with "
-            "momentum_correction, which gives gradients that have the momentum in them; accumulate inside no_sync()"
-        )
+        if self.algorithm.takes_momentum and gradients.hold_results() > 1:  # one may be of the pass that begins
+            raise UsageError(
+                f"rank {self._runner.rank}: a second backward pass without an optimizer's step between (step {self.step}), "
+                "with momentum_correction, which gives gradients that have the momentum in them; accumulate inside no_sync()"
+            )
+        if not gradients.hold_views and not moved and not self._join.on:
+            gradients.exchange.undo(gradients.step - 1)
 
     def _end_backward(self) -> None:
         if self._gradients is not None:
             self._gradients.end()
         self._overlap.after_backward()
-        scaling.agree_on_overflow(self._runner, self._scaler, self._trainable.values())
+        if self._awaits_forward and self._model.training and not self._join.shadowing:
+            self._awaits_forward = False
+            logger.warning(
+                "rank %d: a backward pass, but %s was not called: its buffers are synchronised when it is, and so not at all; "
+                "call it itself, or give replicate() buffers='local'", self._runner.rank, type(self._model).__name__
+            )  # fmt: skip
+        agree_on_overflow(self._runner, self._loss_scale.scaler, self._trainable.values())
         self.step += 1
 
     def _before_step(self, index: int) -> Any:
@@ -352,7 +357,7 @@ class Replica:
                     raise UsageError("optimizer.step() inside replica.consensus(): the model's own weights come back after it")
                 # A closure (LBFGS) runs backward inside the step. The first argument is the optimizer itself.
                 if len(args) == 1 and kwargs.get("closure") is None and not self._join.shadowing:
-                    self._require_backward(index)
+                    self._turns.require_backward(index, self.step)
             self._tell_how_many(optimizer)
             if self._weights and not self.algorithm.lands_late:
                 self._land(index)
@@ -364,13 +369,13 @@ class Replica:
             if self._overlap.updating:  # a part of a step that the user took before
                 return
             self._overlap.ask()
-            self._seen[index] = self._passes()
             if self._weights:
                 if self.algorithm.lands_late:
                     self._land(index)
                 self._join.announce(Event.WEIGHTS, index)
                 with self._changing_late(index):
                     self._weights[index].launch(self.step)
+            self._turns.note_step(index)
 
         return after_step
 
@@ -380,6 +385,11 @@ class Replica:
             return nullcontext()
         self._follow(index)
         return changing(self._optimizers[index])
+
+    @property
+    def _may_be_apart(self) -> bool:
+        """Whether ranks may be at different steps, so that some wait for others' parts."""
+        return self.algorithm.may_lag > 0 and self._runner.world > 1
 
     def _tell_how_many(self, optimizer: Optimizer) -> None:
         """Of how many gradients the mean update is made, if the optimizer asks for it."""
@@ -395,7 +405,13 @@ class Replica:
 
     def _weigh(self, tensors: Mapping[str, Tensor]) -> None:
         for sync in self._weights:
-            sync.weigh(tensors, self.step)
+            sync.weigh(tensors)
+
+    def _answer(self) -> bool:
+        if self._at_average or not self._weights[0].can_answer:
+            return False  # inside consensus() all ranks are: nobody waits for this one
+        self._exchange_again()
+        return True
 
     def _exchange_again(self) -> None:
         self._follow(0)
@@ -406,19 +422,8 @@ class Replica:
         if index == 0 and self._buffers_travel:
             self._weights[0].follow(beside_parameters(self._model))
 
-    def _passes(self) -> int:
-        return self._backward.passes if self._weights else self._backward.synchronised_passes
-
-    def _require_backward(self, index: int) -> None:
-        if self._runner.world == 1 or self._passes() != self._seen[index]:
-            return
-        only_local = " outside of no_sync()" if self._backward.passes > self._backward.synchronised_passes else ""
-        raise UsageError(
-            f"rank {self._runner.rank}: optimizer.step() at step {self.step}, but no backward pass{only_local} has reached "
-            "a parameter of the model since the last one; the other ranks wait for this one's gradients"
-        )
-
     def _synchronise_buffers(self) -> None:
+        self._awaits_forward = False
         if self._backward.synchronise:
             source = self._join.announce(Event.BUFFERS)
             with self._statistics.exposed():
@@ -453,11 +458,18 @@ class Replica:
     def _conclude_join(self, last: int, uneven: bool) -> None:
         if self._weights:
             return
-        same_from_rank(self._runner, [*self._parameters.values(), *named_buffers(self._model).values()], last)
+        buffers = [] if self._buffers == "local" else named_buffers(self._model).values()
+        same_from_rank(self._runner, [*self._parameters.values(), *buffers], last)
         if uneven and not self._links:  # those that communicate took their steps on all ranks
             for optimizer in self._optimizers:
                 with changing(optimizer):
                     optimizer.load_state_dict(state_from_rank(self._runner, optimizer.state_dict(), last))
+
+    def _refuse_in_join(self, what: str) -> None:
+        if self._join.on:
+            raise UsageError(
+                f"{what} inside join(): a rank whose batches have ended would not take part; call it after the block"
+            )
 
     def _require_open(self) -> None:
         if self._closed:

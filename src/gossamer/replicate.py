@@ -21,7 +21,7 @@ from gossamer.optim.communicating import Communicating
 from gossamer.replica import Replica
 from gossamer.sync.agreement import agree, checksum, same_from_rank
 from gossamer.sync.checks import check_held, check_model, check_optimizers, held_by, named_parameters
-from gossamer.sync.module_buffers import Buffers, floating, named_buffers, resolve_buffers
+from gossamer.sync.module_buffers import Buffers, averaged, floating, named_buffers, resolve_buffers
 
 logger = logging.getLogger("gossamer")
 
@@ -81,12 +81,14 @@ def replicate(
         _check_buffers(algorithm, model, mode)
         if overlap_forward:
             _check_overlap(algorithm, optimizers, scaler, model)
-        runner.agree_on_opening(devices={parameter.device for parameter in named_parameters(model).values()})
+        travelling = named_parameters(model) | (averaged(model) if mode == "average" and algorithm.part("weights") else {})
+        runner.agree_on_opening(devices={tensor.device for tensor in travelling.values()})
         if runner.nodes is not None:
             algorithm.check_machines(runner.nodes)
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward))
         _start_equal(runner, model)
         running = algorithm.attach(optimizers)
+        replica = Replica(model, optimizers, running, runner, mode, scaler, overlap_forward)
     except BaseException as error:
         if isinstance(error, GossamerError):
             runner.alarm(str(error))
@@ -94,7 +96,7 @@ def replicate(
         raise
     if runner.rank == 0:
         logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, algorithm)
-    return Replica(model, optimizers, running, runner, mode, scaler, overlap_forward)
+    return replica
 
 
 def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any) -> tuple[Optimizer, ...]:

@@ -19,8 +19,8 @@ class Ledger(Generic[K]):
         self.kept: dict[K, Tensor] = {}
         self.draft: dict[K, Tensor | None] = {}
         """None: to be dropped."""
-        self.replaced: dict[K, Tensor] = {}
-        """What was kept before the last commit."""
+        self.replaced: dict[K, Tensor | None] = {}
+        """What was kept before the last commit, of what that has changed; None: nothing."""
 
     def get(self, key: K) -> Tensor | None:
         """The last value written, committed or not."""
@@ -29,6 +29,7 @@ class Ledger(Generic[K]):
     def load(self, values: Mapping[K, Tensor | None]) -> None:
         """Keep exactly ``values``, leaving out what is None."""
         self.draft.clear()
+        self.replaced = {}
         self.kept = {key: value for key, value in values.items() if value is not None}
 
     def keep_where(self, broken: Tensor) -> None:
@@ -39,13 +40,22 @@ class Ledger(Generic[K]):
             kept = self.kept.get(key)
             if kept is None or (kept.shape, kept.dtype) != (draft.shape, draft.dtype):
                 kept = torch.zeros_like(draft)
-            draft.copy_(torch.where(broken, kept, draft))
+            draft.copy_(torch.where(broken.reshape(()), kept, draft))
 
     def commit(self) -> None:
         """Keep what was written."""
-        self.replaced = {key: self.kept[key] for key in self.draft if key in self.kept}
+        self.replaced = {key: self.kept.get(key) for key in self.draft}
         self.take(self)
         self.draft.clear()
+
+    def undo(self) -> None:
+        """Keep what was kept before the last commit, if nothing was rolled back, loaded or undone since."""
+        for key, value in self.replaced.items():
+            if value is None:
+                self.kept.pop(key, None)
+            else:
+                self.kept[key] = value
+        self.replaced = {}
 
     def take(self, other: "Ledger[K]") -> None:
         """Keep what was written to another one."""
@@ -58,6 +68,7 @@ class Ledger(Generic[K]):
     def rollback(self) -> None:
         """Forget what was written."""
         self.draft.clear()
+        self.replaced = {}
 
     def later(self) -> "Ledger[K]":
         """One that keeps everything written here so far."""
@@ -111,6 +122,10 @@ class State:
     def get(self, name: str) -> Tensor | None:
         """What is there under this name; None if nothing is."""
         return self[name] if name in self else None  # noqa: SIM401  (this is what it would call)
+
+    def written(self, name: str) -> Tensor | None:
+        """What was written under this name since the last commit; None if nothing was."""
+        return self.flats.draft.get(name)
 
     def fresh(self, name: str, like: Tensor) -> Tensor:
         """An uninitialised tensor like ``like``, for the next value of ``name``: the one before the last, if it fits."""
@@ -186,6 +201,11 @@ class State:
         self.flats.commit()
         self.extras.commit()
 
+    def undo(self) -> None:
+        """Go back to before the last commit: see :meth:`Ledger.undo`."""
+        self.flats.undo()
+        self.extras.undo()
+
     def rollback(self) -> None:
         """Forget everything written since the last commit."""
         self.vouched = []
@@ -209,6 +229,9 @@ class _Scoped(State):
 
     def __contains__(self, name: str) -> bool:
         return super().__contains__(self._prefix + name)
+
+    def written(self, name: str) -> Tensor | None:
+        return super().written(self._prefix + name)
 
     def fresh(self, name: str, like: Tensor) -> Tensor:
         return super().fresh(self._prefix + name, like)

@@ -112,6 +112,39 @@ def test_a_topology_is_checked_for_the_number_of_machines(
     Hierarchical(Gossip(topology=Hypercube()), ranks_per_node=3).check(12)
 
 
+@pytest.mark.parametrize("per_node", [2, 3])
+def test_the_consensus_is_what_machines_agree_on_however_many_workers_each_has(per_node: int) -> None:
+    """Machines count alike in what they exchange, so they do in the mean of the replicas."""
+    sizes = {2: (2, 2, 1), 3: (3, 2)}[per_node]
+
+    def body(rank: int) -> tuple[float, float, float, float]:
+        model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.BatchNorm1d(2, affine=False))
+        machine = rank // per_node
+        optimizer = SGD(model.parameters(), lr=0.0)
+        replica = gossamer.replicate(model, optimizer, Hierarchical(Gossip(wire="fp32"), ranks_per_node=per_node))
+        weight, mean = model[0].weight, model[1].running_mean
+        assert isinstance(mean, Tensor)
+        for step in range(12):
+            if step == 0:
+                with torch.no_grad():
+                    weight.fill_(float(machine))
+                    mean.fill_(float(rank))
+            model[1].eval()
+            model(torch.zeros(4, 3)).sum().backward()
+            optimizer.step()
+            if step == 0:
+                with replica.consensus():
+                    early = float(weight.detach().mean()), float(mean.mean())
+        replica.close(average=True)
+        return *early, float(weight.detach().mean()), float(mean.mean())
+
+    ranks = [range(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(len(sizes))]
+    machines = sum(range(len(sizes))) / len(sizes)
+    of_ranks = sum(sum(each) / len(each) for each in ranks) / len(sizes)
+    for found in loopback(body, sum(sizes)):
+        assert found == pytest.approx((machines, of_ranks) * 2, abs=1e-4)
+
+
 MIXED = [
     by_size(100, small=Gossip(), large=after(3, Gossip(), before=AllReduce())),
     by_size(100, small=Hierarchical(Gossip(), ranks_per_node=2), large=Gossip()),
@@ -124,6 +157,8 @@ def test_parts_of_by_size_may_move_gradients_as_well(algorithm: gossamer.Algorit
     """The mean of the workers moves as under an exact all-reduce, because every pull is linear."""
     found, exact = (torch.stack([row[0] for row in train(each, world=4, steps=9)]) for each in (algorithm, AllReduce()))
     torch.testing.assert_close(found.mean(0), exact.mean(0), atol=2e-2, rtol=2e-2)
+    alone = torch.stack([row[0] for row in train(Gossip(every=1000), world=4, steps=9)])
+    assert found.std(0).norm() < 0.6 * alone.std(0).norm(), "that would hold if nothing were exchanged"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """DDPHook: where it runs and where it is refused; what its bucket answers. Real hooks: tests/processes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,17 @@ def test_simulation_refuses_it_by_name(algorithm: Algorithm) -> None:
     model, link = nn.Linear(3, 2, device="meta"), Link(bandwidth=1e9, latency=1e-3)
     with pytest.raises(ConfigurationError, match=r"averaging.* communicates by itself .*: simulation cannot run it"):
         step_time(model, algorithm, world=4, link=link, compute=Compute(forward=0.01, backward=0.02))
+
+
+@pytest.mark.parametrize("made", [Hierarchical(DDPHook(averaging)), Hierarchical(after(3, DDPHook(averaging)))], ids=repr)
+def test_it_is_refused_where_only_some_ranks_would_run_it(made: Hierarchical) -> None:
+    with pytest.raises(ConfigurationError, match=r"averaging.* communicates by itself with all ranks, and inside Hierarchical"):
+        replace(made, ranks_per_node=2).check(4)
+    inner = Hierarchical(inner=DDPHook(averaging), ranks_per_node=2)
+    with pytest.raises(ConfigurationError, match="with all ranks"):
+        inner.check(4)
+    inner.check(2)  # all of them are on one machine
+    replace(made, ranks_per_node=1).check(4)
 
 
 def test_alone_nothing_is_asked_of_it() -> None:

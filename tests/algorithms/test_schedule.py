@@ -93,7 +93,7 @@ def test_after_the_change_the_mean_has_moved_by_all_gradients(before: Algorithm,
     """Also where weights travel from then on, in which what is owed goes along."""
     moved = torch.stack(train(after(3, then, before=before), world, 6)).mean(0)
     whole = sum(gradient(step, rank) for step in range(6) for rank in range(world)) / world
-    uneven = isinstance(then, Hierarchical) and world % 2
+    uneven = isinstance(then, Hierarchical) and world == 3  # machines count alike
     assert (moved - whole).abs().max() < (0.02 if "bf16" in repr(before) else 1e-5) or uneven
 
 

@@ -31,7 +31,6 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("cuda:nccl", {FIRST}, "nccl", FIRST),
         ("cuda:nccl", (), "gloo", None),
         ("cpu:gloo,cuda:gloo", {FIRST}, "gloo", FIRST),
-        ("cpu:gloo,cuda:gloo", {CPU, FIRST}, "gloo", FIRST),
     ],
 )
 def test_the_backend_is_that_of_the_models_device(
@@ -54,7 +53,8 @@ def test_the_backend_is_that_of_the_models_device(
         ),
         ("cuda:nccl", {CPU}, "the parameters lie on cpu, and the process group has no backend for it (only cuda:nccl)"),
         ("cpu:gloo,cuda:nccl", {FIRST, SECOND}, "several devices (cuda:0, cuda:1)"),
-        ("cpu:gloo,cuda:nccl", {CPU, FIRST}, "some parameters lie on cuda:0 and some on the host"),
+        ("cpu:gloo,cuda:nccl", {CPU, FIRST}, "lie on cuda:0 and some on the host; all must lie on cuda:0"),
+        ("cpu:gloo,cuda:gloo", {CPU, FIRST}, "lie on cuda:0 and some on the host"),
         ("cpu:ucc,cuda:ucc", {FIRST}, "moves tensors on cuda by ucc; gossamer knows nccl and gloo"),
     ],
 )

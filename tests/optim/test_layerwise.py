@@ -269,6 +269,7 @@ def test_another_schedule_follows_from_its_beginning() -> None:
     assert rates(warmup(optimizer, 3, after), optimizer, 8) == pytest.approx([2, 4, 6, 8, 8, 4, 4, 2])
 
 
-def test_a_warm_up_of_nothing_is_refused() -> None:
+@pytest.mark.parametrize("steps", [0, 2.5, True])
+def test_a_warm_up_of_no_number_of_steps_is_refused(steps: Any) -> None:
     with pytest.raises(ConfigurationError, match="at least one step"):
-        warmup(LARS(weights(), 1.0), 0)
+        warmup(LARS(weights(), 1.0), steps)

@@ -190,6 +190,26 @@ def test_a_parameter_without_gradient_stays() -> None:
     assert torch.equal(model.unused, torch.ones(3, 3))
 
 
+def test_freezing_a_parameter_later_is_refused() -> None:
+    """What follows would be exchanged under other numbers."""
+
+    def body(rank: int) -> None:
+        model = make_model()
+        optimizer = OneBitAdam(model.parameters(), warmup=3)
+        gossamer.replicate(model, optimizer)
+        next(model.parameters()).requires_grad_(False)
+        sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+        with pytest.raises(gossamer.UsageError, match="was frozen, with an optimizer that communicates by itself"):
+            optimizer.step()
+
+    gossamer.loopback(body, 2)
+
+
+def test_options_of_a_group_are_checked_too() -> None:
+    with pytest.raises(ConfigurationError, match="lr must be at least 0"):
+        OneBitAdam([{"params": list(make_model().parameters()), "lr": -1.0}])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

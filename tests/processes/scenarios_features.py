@@ -587,6 +587,8 @@ def non_finite_gradients_and_state(here: Here) -> None:
             (loss * float("nan") if here.rank == 1 and step == 1 else loss).backward()
             kept = run.replica.state_dict()[f"rank{here.rank}"]["residual"]
             seen.append(torch.cat([tensor.reshape(-1) for tensor in kept.values()]))
+            if step != 1:
+                run.optimizers[0].step()
         assert all(tensor.isfinite().all() for tensor in seen)
         assert torch.equal(seen[0], seen[1])
         assert not torch.equal(seen[1], seen[2])

@@ -13,6 +13,7 @@ from gossamer import DecentralizedSGD, Gossip, GossipGraD, LowPrecisionDecentral
 from gossamer.algorithms.base import Algorithm
 from gossamer.codecs import Quantize
 from gossamer.comm.digraph import RandomPush
+from gossamer.data import RingShuffle
 from processes.expect import raises
 from processes.worker import Here
 
@@ -135,6 +136,28 @@ def other_waits_need_to_catch_up_first(here: Here) -> None:
         if step % 5 == 4:
             replica.catch_up()
             dist.barrier()
+
+
+def samples_may_travel_beside(here: Here) -> int:
+    """A rank that waits for a slower one's samples answers the exchanges for which that one waits."""
+    samples = torch.arange(8, dtype=torch.float32).view(8, 1) + 8 * here.rank
+    model = model_of(here.rank)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    replica = here.replicate(model, optimizer, Gossip(lag=1))
+    seen = []
+    with RingShuffle(samples, batch_size=1, timeout=30.0, replica=replica) as shuffle:
+        for _ in range(here.world):
+            for batch in shuffle:
+                optimizer.zero_grad()
+                model[0].weight.sum().backward()
+                time.sleep(pause_of(here, 0.05))
+                optimizer.step()
+                seen += batch.flatten().int().tolist()
+        ahead = replica._weights[0].exchanges - replica.step
+    replica.close()
+    assert sorted(seen) == list(range(8 * here.world))
+    assert not replica.answer(), "it is closed"
+    return ahead
 
 
 def ranks_at_different_steps_load_what_they_saved(here: Here) -> None:

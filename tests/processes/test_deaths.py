@@ -129,6 +129,13 @@ def test_an_ordinary_script_ends_well_and_quietly(algorithm: str, order: str) ->
         assert process.errors == ""
 
 
+def test_the_threads_of_a_process_group_end_when_it_is_destroyed() -> None:
+    """Else one that drops a tensor while the interpreter is torn down aborts a process that was done."""
+    for process in launch("scenarios_deaths", ["leaves_nothing"], 2, timeout=60, arguments={"algorithm": "Gossip"}):
+        threads = process.reports["leaves_nothing"].value
+        assert not [name for name in threads if "gloo" in name], threads
+
+
 def test_only_rank_0_speaks() -> None:
     processes = launch("scenarios_deaths", ["speaks"], 3, timeout=60, arguments={"algorithm": "AllReduce"})
     assert "replicating Sequential over 3 ranks with AllReduce" in processes[0].output

@@ -31,10 +31,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def issued(event: FakeEvent, number: int = 3) -> Issued:
-    ticket: Ticket[Any] = Ticket(number, f"bucket {number} (a …) at step 9")
-    ticket.event = event
-    ticket.done.set()
-    return Issued(ticket, ASKED)
+    made = Issued(Ticket(number, f"bucket {number} (a …) at step 9"))
+    made.follow(event, ASKED)
+    return made
 
 
 def watch(timeout: float) -> tuple[Watch, list[Bulletin], list[GossamerError]]:
@@ -63,6 +62,25 @@ def test_what_a_device_does_not_finish_is_named_and_ended(caplog: pytest.LogCapt
     assert str(failed[0]) == f"rank 0 gave up after 1 s in {where}; late: rank 2"
 
 
+def test_a_host_that_does_not_come_back_from_issuing_is_noticed() -> None:
+    """The first message to a rank makes a connection, for which the host waits."""
+    watching, _, failed = watch(timeout=0.3)
+    made = Issued(Ticket(3, "bucket 3 (a …) at step 9"))
+    watching.add(made)
+    assert until(lambda: failed)
+    assert "the first message to another rank of bucket 3 (a …) at step 9" in str(failed[0])
+
+
+def test_a_flow_that_failed_before_it_was_issued_is_not_waited_for() -> None:
+    watching, _, failed = watch(timeout=60.0)
+    made = Issued(Ticket(3, "bucket 3"))
+    watching.add(made)
+    made.follow(None, ASKED)
+    watching.close()
+    assert watching.ends(5.0)
+    assert not failed
+
+
 def test_the_failure_of_another_rank_ends_what_waits_for_it() -> None:
     watching, boards, failed = watch(timeout=60.0)
     watching.add(issued(FakeEvent({}, done=False)))
@@ -81,6 +99,25 @@ def test_what_is_finished_is_forgotten(caplog: pytest.LogCaptureFixture) -> None
     time.sleep(0.6)
     assert not failed
     assert not caplog.records
+
+
+def test_its_end_is_that_of_the_work() -> None:
+    watching, _, failed = watch(timeout=60.0)
+    event = FakeEvent({}, done=False)
+    watching.add(issued(event))
+    watching.close()
+    assert not watching.ends(0.1)
+    event.done = True
+    assert watching.ends(5.0)
+    assert not failed
+
+
+def test_its_end_is_a_failure_else() -> None:
+    watching, _, failed = watch(timeout=0.2)
+    watching.add(issued(FakeEvent({}, done=False)))
+    watching.close()
+    assert watching.ends(5.0)
+    assert isinstance(failed[0], CommunicationTimeout)
 
 
 class Group:

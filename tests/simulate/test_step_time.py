@@ -10,14 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gossamer import AllReduce, Gossip, GossipGraD, GossipPGA, Hierarchical
+from gossamer import AllReduce, ByteGrad, Gossip, GossipGraD, GossipPGA, Hierarchical
 from gossamer.algorithms import Algorithm, after, by_size, in_parts
 from gossamer.algorithms.base import Context
 from gossamer.buckets import Bucket, make_plan
+from gossamer.comm import ops
+from gossamer.comm.digraph import Digraph
 from gossamer.comm.ops import Flow, Permute, all_reduce, decide, start, wait
-from gossamer.comm.topology import shift
+from gossamer.comm.topology import Dissemination, Hypercube, shift
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, StepTime, step_time
+from gossamer.simulate.sharing import leaving
 from gossamer.state import State
 
 from ..contracts.cases import plain
@@ -451,3 +454,50 @@ def test_what_stays_on_a_machine_is_not_bound_by_the_link_between_machines() -> 
     found = step_time(model, Hierarchical(AllReduce()), world=16, link=link, compute=compute, ranks_per_node=8)
     assert found.bound_seconds > 0
     assert found.step_seconds >= found.bound_seconds
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "messages"),
+    [
+        (AllReduce(), 2 * 15 / 16),  # a ring: one rank of each machine sends to another machine
+        (Gossip(wire="fp32", topology=Dissemination()), (1 + 2 + 4 + 8) / 4),
+        (Gossip(wire="fp32", topology=Hypercube()), 8 / 4),  # partners 1, 2 and 4 places away are on the same machine
+    ],
+    ids=repr,
+)
+def test_ranks_of_one_machine_share_its_link(algorithm: Algorithm, messages: float) -> None:
+    found = run(tensors(1_000_000), algorithm, 16, ranks_per_node=8)
+    assert found.wire_seconds == pytest.approx(messages * 4 * 1_000_000 * 8 / BANDWIDTH, rel=1e-3)
+
+
+def test_parts_for_everyone_come_from_every_rank_of_a_machine() -> None:
+    matrix = nn.ParameterList([torch.empty(2000, 2000, device="meta")])
+    alone, shared = (run(matrix, ByteGrad(), 16, ranks_per_node=number) for number in (1, 8))
+    # Eight ranks pass a part to each of eight others; alone, one to each of fifteen.
+    assert shared.wire_seconds / alone.wire_seconds == pytest.approx(8 * 8 / 15, rel=1e-3)
+
+
+@pytest.mark.parametrize("machines", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]])
+def test_what_leaves_a_machine(machines: list[int]) -> None:
+    """Beside messages counted one by one."""
+    world, data = len(machines), torch.empty(len(machines), 3, device="meta")
+
+    def most(messages: list[tuple[int, int]]) -> int:
+        return max(sum(machines[a] == m != machines[b] for a, b in messages) for m in machines)
+
+    everyone = [(a, b) for a in range(world) for b in range(world)]
+    assert leaving(ops.AllToAll(data), machines) == 12 * most(everyone)
+    assert leaving(ops.AllGather(data), machines) == 12 * world * most(everyone)
+    ring = [(a, (a + 1) % world) for a in range(world)]
+    assert leaving(ops.AllReduce(data), machines) == ops.AllReduce(data).traffic(world).bytes * most(ring)
+    for hop in range(world):
+        along = [(a, (a + hop) % world) for a in range(world)]
+        assert leaving(ops.Permute(data, shift(hop, world)), machines) == 12 * world * most(along)
+    star = Digraph((tuple(range(1, world)), *[()] * (world - 1)))
+    assert leaving(ops.Push(data, star), machines) == 12 * world * most([(0, b) for b in range(1, world)])
+    for source in range(world):
+        has, tree = [source], []
+        while len(has) < world:  # whoever has it sends it on
+            tree += [(a, (a + len(has)) % world) for a in has[: world - len(has)]]
+            has = [(source + place) % world for place in range(min(world, 2 * len(has)))]
+        assert leaving(ops.Broadcast(data, source), machines) == 12 * world * most(tree)

@@ -5,6 +5,7 @@ import torch
 
 from gossamer import DisagreementError, loopback
 from gossamer.comm.connect import connect
+from gossamer.sync import agreement
 from gossamer.sync.agreement import agree, checksum, digest, same_from_rank
 
 
@@ -49,8 +50,10 @@ def test_every_rank_is_told() -> None:
 KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool, torch.complex64]
 
 
-def test_values_of_one_rank_for_all() -> None:
-    """Any dtype, any shape, any strides; bit by bit."""
+@pytest.mark.parametrize("portion", [agreement.PORTION, 50, 16])
+def test_values_of_one_rank_for_all(monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+    """Any dtype, any shape, any strides; bit by bit, in messages of any size."""
+    monkeypatch.setattr(agreement, "PORTION", portion)
 
     def body(rank: int) -> None:
         def tensors(seed: int) -> list[torch.Tensor]:
@@ -62,7 +65,12 @@ def test_values_of_one_rank_for_all() -> None:
 
         mine, theirs = tensors(rank), tensors(2)
         strides = [tensor.stride() for tensor in mine]
-        same_from_rank(connect(), mine, 2)
+        runner = connect()
+        before = sum(meter.messages for meter in runner.meters())
+        same_from_rank(runner, mine, 2)
+        sent = sum(meter.messages for meter in runner.meters()) - before
+        total = sum(tensor.numel() * tensor.element_size() for tensor in mine)
+        assert sent == -(-total // portion) * 2, "two rounds for each message among three"
         assert checksum(mine) == checksum(theirs)
         assert [tensor.stride() for tensor in mine] == strides
 

@@ -184,12 +184,13 @@ def test_as_many_ranks_on_other_machines_begin_anew_what_machines_share() -> Non
     held = {"residual": {"weight": torch.ones(2)}}
     state = {"world": 2, "machines": repr(((0, 1),)), "rank0": held, "rank0, extras": [{"outer: chosen chunks": {}}]}
     runner: Any = SimpleNamespace(world=2, rank=0, nodes=((0,), (1,)))
+    gradients: Any = SimpleNamespace()
     with pytest.warns(UserWarning, match="2 ranks is loaded by ranks on other machines"):
-        own, extras = _entries(state, runner, Hierarchical(ChunkSparse()), None, [])
+        own, extras = _entries(state, runner, Hierarchical(ChunkSparse()), gradients, [])
     assert torch.equal(own["residual"]["weight"], torch.ones(2))
     assert extras == [{}]
     runner.nodes = ((0, 1),)
-    assert _entries(state, runner, Hierarchical(ChunkSparse()), None, [])[1] is state["rank0, extras"]
+    assert _entries(state, runner, Hierarchical(ChunkSparse()), gradients, [])[1] is state["rank0, extras"]
 
 
 def test_a_plan_with_several_dtypes_is_restored() -> None:

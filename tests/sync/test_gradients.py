@@ -198,11 +198,13 @@ class Remembers(Algorithm, register=False):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_reaches_no_state_of_any_rank(bad: float) -> None:
     def body(rank: int) -> None:
-        model, _, replica = make(Remembers(bucket_bytes=1))
+        model, optimizer, replica = make(Remembers(bucket_bytes=1))
         for step in range(4):
             model.zero_grad()
             (model(torch.ones(1, 3)).sum() * (bad if step == 2 and rank == 1 else 1)).backward()
             assert model.first.weight.grad.isfinite().all() == (step != 2)
+            if step != 2:
+                optimizer.step()
         state = replica.state_dict()
         assert all(count.eq(3).all() for count in state[f"rank{rank}"]["count"].values())
         assert state[f"rank{rank}, extras"][0]["step : finished"][""] == 3

@@ -43,10 +43,34 @@ def test_ranks_that_do_different_things_are_told() -> None:
     def body(rank: int) -> None:
         join = Join(connect(), {})
         with join.active(lambda last, uneven: None):
-            join.announce(Event.BUFFERS if rank else Event.WEIGHTS, 2)
+            join.announce(Event.BUFFERS) if rank else join.announce(Event.WEIGHTS, 2)
 
-    with pytest.raises(UsageError, match=r"different things.*the step of optimizer"):
+    with pytest.raises(UsageError, match=r"inside join\(\): a forward pass with buffers, the step of optimizer 2"):
         loopback(body, 3)
+
+
+@pytest.mark.parametrize("counts", [(2, 2, 2), (3, 1, 2)])
+def test_local_buffers_stay_local(counts: tuple[int, ...]) -> None:
+    def body(rank: int) -> tuple[list[float], Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, AllReduce(), buffers="local")
+        expected = nn.BatchNorm1d(2)
+        with replica.join():
+            for number in range(counts[rank]):
+                inputs = torch.randn(4, 2, generator=torch.Generator().manual_seed(10 * rank + number))
+                expected(inputs)
+                optimizer.zero_grad()
+                model(inputs).sum().backward()
+                optimizer.step()
+        assert torch.equal(model[0].running_mean, expected.running_mean)
+        assert model[0].num_batches_tracked == counts[rank]
+        return model[0].running_mean.tolist(), model[1].weight.detach()
+
+    found = loopback(body, 3)
+    assert len({tuple(mean) for mean, _ in found}) == 3
+    assert all(torch.equal(weight, found[0][1]) for _, weight in found)
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 1), (0, 0, 0), (2, 2, 2), (0, 4, 4)])
@@ -69,6 +93,22 @@ def test_any_number_of_batches(counts: tuple[int, ...], algorithm: gossamer.Algo
 
     found = loopback(body, 3)
     assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_nobody_is_asked_for_an_average_inside() -> None:
+    """A rank that has ended would not take part; it is refused before that depends on who has."""
+
+    def body(rank: int) -> None:
+        model = nn.Linear(2, 1)
+        replica = gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), Gossip())
+        with replica.join():
+            with pytest.raises(UsageError, match=r"consensus\(\) inside join\(\)"), replica.consensus():
+                pass
+            with pytest.raises(UsageError, match=r"consensus_distance\(\) inside join\(\)"):
+                replica.consensus_distance()
+        assert replica.consensus_distance() < 1e-6
+
+    loopback(body, 2)
 
 
 def test_the_mean_is_over_all_ranks() -> None:

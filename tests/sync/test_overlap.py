@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.algorithms import AllReduce, ChunkSparse, Gossip, PowerSGD, ScatterReduce
+from gossamer.algorithms import AllReduce, ChunkSparse, Gossip, Hierarchical, PowerSGD, ScatterReduce, after
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.optim import LAMB, MasterWeights
@@ -57,8 +57,13 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def trained(overlap: bool, algorithm, make=sgd, between=lambda *what: None, steps: int = STEPS, world: int = WORLD, half=False):
-    """The weights and the losses of every rank; ``between(model, optimizer, replica, step)`` is called after each step."""
+def trained(
+    overlap: bool, algorithm, make=sgd, between=lambda *what: None, steps: int = STEPS, world: int = WORLD, half=False, passes=1
+):
+    """The weights and the losses of every rank; ``between(model, optimizer, replica, step)`` is called after each step.
+
+    ``passes``: how many backward passes a step is made of; all but the last one inside ``no_sync()``.
+    """
 
     def body(rank: int):
         torch.manual_seed(0)
@@ -71,6 +76,9 @@ def trained(overlap: bool, algorithm, make=sgd, between=lambda *what: None, step
             loss = model(batch(rank, step).to(model.scale.dtype)).square().mean()
             losses.append(loss.item())
             optimizer.zero_grad()
+            with replica.no_sync():
+                for number in range(1, passes):
+                    model(batch(rank, 1000 * number + step)).square().mean().backward()
             loss.backward()
             optimizer.step()
             assert (model.first.weight.grad is None) == (overlap and step >= (LATE if world > 1 else LATE - 1))
@@ -88,6 +96,24 @@ def same(some, others) -> None:
         assert losses == other_losses
         for name, tensor in weights.items():
             assert torch.equal(tensor, other_weights[name]), name
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AllReduce(bucket_bytes=256),
+        ChunkSparse(density=0.5, chunk=8, bucket_bytes=256),
+        ChunkSparse(density=0.5, chunk=8, bucket_bytes=256, momentum_correction=True),
+        Hierarchical(PowerSGD(bucket_bytes=256), ranks_per_node=2),
+        after(4, ScatterReduce(bucket_bytes=256), before=PowerSGD(bucket_bytes=256)),
+    ],
+    ids=repr,
+)
+def test_gradients_add_up_inside_no_sync(algorithm) -> None:
+    runs = [trained(overlap, algorithm, world=3, passes=3) for overlap in (False, True)]
+    same(*runs)
+    alone = trained(True, algorithm, world=3)
+    assert not torch.equal(runs[0][0][0]["scale"], alone[0][0]["scale"]), "the first passes count"
 
 
 @pytest.mark.parametrize("make", [sgd, adamw, lamb])

@@ -50,13 +50,24 @@ def test_all_ranks_skip_together(algorithm: gossamer.Algorithm, enabled: bool) -
     assert loopback(body, 3) == [(2.0, True) if enabled else (1.0, False)] * 3
 
 
-def test_overflow_is_agreed_with_a_rank_that_has_no_gradients() -> None:
-    def body(rank: int) -> None:
-        parameter = nn.Parameter(torch.zeros(1))
-        parameter.grad = torch.tensor([float("inf")]) if rank else None
-        agree_on_overflow(connect(), torch.amp.GradScaler("cpu"), [parameter])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_flag_is_of_one_type_whatever_the_default(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        for tensors in ([], [torch.ones(3)], [torch.tensor([float("inf")])]):
+            assert any_non_finite(tensors).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
-    loopback(body, 2)
+
+def test_overflow_is_agreed_with_a_rank_that_has_no_gradients() -> None:
+    def body(rank: int) -> float | None:
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.grad = [None, torch.tensor([float("inf")]), torch.tensor([3.0])][rank]
+        agree_on_overflow(connect(), torch.amp.GradScaler("cpu"), [parameter])
+        return None if parameter.grad is None else parameter.grad.item()
+
+    assert loopback(body, 3) == [None, float("inf"), float("inf")]
 
 
 @pytest.mark.parametrize("residual", ["fp32", "bf16"])

@@ -51,7 +51,9 @@ def test_what_has_no_value_to_go_back_to_becomes_zero() -> None:
     state = State(torch.zeros(3))
     state["new"] = torch.full((3,), torch.nan)
     state.set_extra("factor", torch.full((2, 2), torch.inf), "owner")
+    state.set_extra("number", torch.tensor(torch.nan))
     state.keep_where(torch.tensor([True]))
     state.commit()
+    assert state.extra("number") == 0
     assert torch.count_nonzero(state["new"]) == 0
     assert torch.count_nonzero(state.extra("factor", "owner")) == 0  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import AllReduce, ChunkSparse, ScatterReduce, loopback
+from gossamer import AllReduce, ChunkSparse, Gossip, Hierarchical, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm, after, by_size
 from gossamer.buckets import make_plan
 from gossamer.codecs import Cast, Quantize
@@ -74,19 +74,29 @@ def test_a_parameter_has_a_gradient_if_any_rank_uses_it(algorithm: Algorithm, dt
     assert loopback(body, world) == [[True, True, True, False]] * world
 
 
+COARSE = ScatterReduce(codec=Quantize(bits=2))
+FORGETFUL = ScatterReduce(codec=Cast(wire="fp32"), worker_feedback=False, server_feedback=False)
+"""Not exact by its kind, but it loses nothing and so remembers nothing."""
+
+
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "world"),
     [
-        ScatterReduce(codec=Quantize(bits=2)),
-        ScatterReduce(codec=Quantize(bits=2), gather_below=0),
-        ChunkSparse(chunk=2, density=0.2, codec=Cast()),
-        after(1, ScatterReduce(codec=Quantize(bits=2)), before=ScatterReduce()),
+        (COARSE, 3),
+        (ScatterReduce(codec=Quantize(bits=2), gather_below=0), 3),
+        (ChunkSparse(chunk=2, density=0.2, codec=Cast()), 3),
+        (after(1, COARSE, before=ScatterReduce()), 3),
+        (Hierarchical(COARSE, ranks_per_node=2), 4),
+        (Hierarchical(COARSE, inner=COARSE, ranks_per_node=2), 4),
+        (Hierarchical(AllReduce(), inner=COARSE, ranks_per_node=2), 4),
+        (Hierarchical(COARSE, ranks_per_node=2), 3),
+        (Hierarchical(COARSE, inner=COARSE, ranks_per_node=2), 3),
+        (Hierarchical(Gossip(), inner=COARSE, ranks_per_node=2), 4),
     ],
     ids=repr,
 )
-def test_what_was_kept_back_is_owed_on_while_nobody_uses_a_parameter(algorithm: Algorithm) -> None:
+def test_what_was_kept_back_is_owed_on_while_nobody_uses_a_parameter(algorithm: Algorithm, world: int) -> None:
     """Its gradient stays None, so nothing of it is applied, and nothing of it may count as sent."""
-    world = 3
 
     def body(rank: int) -> list[Tensor]:
         torch.manual_seed(rank)
@@ -102,14 +112,59 @@ def test_what_was_kept_back_is_owed_on_while_nobody_uses_a_parameter(algorithm: 
             out.square().sum().backward()
             assert (model["sometimes"].weight.grad is None) == (step >= 2)
             optimizer.step()
-            kept = replica._gradients.exchange.state_by_name()
-            owed.append(sum(named["sometimes.weight"] for key, named in kept.items() if key.endswith("residual")))
+            owed.append(debt_of(replica, "sometimes.weight"))
         return owed
 
     by_step = [torch.stack(each).sum(0) for each in zip(*loopback(body, world), strict=True)]
     assert by_step[1].abs().max() > 0.01
     torch.testing.assert_close(by_step[2], by_step[1])
     torch.testing.assert_close(by_step[3], by_step[1])
+
+
+def debt_of(replica: gossamer.Replica, name: str) -> Tensor:
+    """What a worker owes to the sum over all workers, of one parameter."""
+    assert replica._gradients is not None
+    exchange = replica._gradients.exchange
+    ((index, segment),) = [(b.index, s) for b in exchange.buckets for s in b.segments if s.name == name]
+    owed = exchange.handlers[index].owed(exchange.states[index], exchange.context(replica.step))
+    return torch.zeros(segment.shape) if owed is None else segment.view(owed).clone()
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        AllReduce(),
+        COARSE,
+        Hierarchical(ranks_per_node=2),
+        Hierarchical(COARSE, ranks_per_node=2),
+        Hierarchical(FORGETFUL, ranks_per_node=2),
+    ],
+)
+@pytest.mark.parametrize("before", [COARSE, Hierarchical(COARSE, inner=COARSE, ranks_per_node=2)])
+def test_what_is_owed_at_a_change_waits_for_a_parameter_that_nobody_uses_then(before: Algorithm, then: Algorithm) -> None:
+    world, used = 4, (0, 1, 4, 6)  # the change is at step 2
+
+    def body(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        torch.manual_seed(rank)
+        model = nn.ModuleDict({"always": nn.Linear(8, 8, bias=False), "sometimes": nn.Linear(8, 8, bias=False)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        replica = gossamer.replicate(model, optimizer, after(2, then, before=before))
+        begin, given = model["sometimes"].weight.detach().clone(), torch.zeros(8, 8)
+        for step in range(7):
+            optimizer.zero_grad()
+            loss = model["always"].weight.sum()
+            if step in used:
+                factor = torch.randn(8, 8)
+                loss = loss + (model["sometimes"].weight * factor).sum()
+                given += factor
+            loss.backward()
+            optimizer.step()
+            assert (model["sometimes"].weight.grad is not None) == (step in used)
+        return begin - model["sometimes"].weight.detach(), given, debt_of(replica, "sometimes.weight")
+
+    moved, given, owed = (torch.stack(each) for each in zip(*loopback(body, world), strict=True))
+    assert all(torch.equal(each, moved[0]) for each in moved)
+    torch.testing.assert_close(world * moved[0] + owed.sum(0), given.sum(0), atol=1e-4, rtol=1e-4)
 
 
 def test_they_are_routed_by_how_many_they_are() -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gossamer.buckets import Bucket
+from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow, Group
 from gossamer.errors import ConfigurationError
@@ -72,6 +72,8 @@ class Algorithm(ABC):
     """Whether buffers may travel with the weights (``buffers="average"``)."""
     serial: ClassVar[bool] = False
     """Whether flows must run one after the other, on one lane."""
+    needs_everyone: ClassVar[bool] = False
+    """Whether it talks to all ranks of the process group by itself, and so cannot run among some of them."""
     weighs: ClassVar[bool] = False
     """Whether replicas do not all count alike in the mean that is kept: see :meth:`counted`."""
 
@@ -121,12 +123,29 @@ class Algorithm(ABC):
         """
         return state.get(RESIDUAL)
 
+    def owe(self, mean: Tensor, place: Segment, state: State, ctx: Context) -> bool:
+        """Owe ``mean`` on, that part of an exchange's result which nobody is going to use, and say whether that is remembered.
+
+        ``place``: where in the bucket it is. Every worker is asked, and the result is the mean of what all have sent: with it,
+        the sum of what is owed is again what it was. Where the exchange kept nothing back, nothing is to be done.
+        """
+        residual = state.written(RESIDUAL)
+        if residual is None:
+            return False
+        place.view(residual).add_(mean)
+        return True
+
     def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:
         """What this worker's weights count as in the mean over workers that exchanges keep: themselves, unless it ``weighs``.
 
         ``weights``: all of a bucket, with the result of its last exchange, which ``state`` is of, and updates since then.
         """
         return weights
+
+    @property
+    def keeps_back(self) -> bool:
+        """Whether it may remember what it has not sent of a gradient (under ``RESIDUAL``)."""
+        return not self.exact
 
     @property
     def takes_momentum(self) -> bool:

@@ -27,6 +27,15 @@ class Combination(Algorithm, register=False):
         return any(part.serial for part in self.parts)
 
     @property
+    def needs_everyone(self) -> bool:  # type: ignore[override]
+        """As soon as one part does."""
+        return any(part.needs_everyone for part in self.parts)
+
+    @property
+    def keeps_back(self) -> bool:
+        return any(part.keeps_back for part in self.parts)
+
+    @property
     def averages_buffers(self) -> bool:  # type: ignore[override]
         """As the strictest part."""
         return all(part.averages_buffers for part in self.parts)

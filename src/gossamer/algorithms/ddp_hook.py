@@ -20,7 +20,8 @@ class DDPHook(Algorithm, register=False):
     The hook gets a bucket that answers ``buffer``, ``gradients``, ``index``, ``is_last`` and ``set_buffer`` as DDP's does, and
     returns a future of the averaged buffer. It communicates by itself, over the process group that its state names or the
     default one, so it runs on torch.distributed only: loopback and simulation refuse it. One bucket at a time,
-    each waited for before the next, so that hooks of several messages (PowerSGD) meet in one order on all ranks.
+    each waited for before the next, so that hooks of several messages (PowerSGD) meet in one order on all ranks. Not inside
+    :class:`Hierarchical`, where only one worker of each machine would run it.
 
     What its ``state`` object remembers is not in ``replica.state_dict()``: save it yourself.
 
@@ -28,6 +29,7 @@ class DDPHook(Algorithm, register=False):
     """
 
     serial: ClassVar[bool] = True
+    needs_everyone: ClassVar[bool] = True
 
     hook: Callable[[Any, Any], Any] = field(kw_only=False)
     state: Any = field(default=None, kw_only=False)

@@ -11,7 +11,7 @@ from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.algorithms.combination import Combination, joined, refuse_lag, refuse_momentum, split, total
 from gossamer.algorithms.lossy import wide
-from gossamer.buckets import Bucket, is_buffer
+from gossamer.buckets import Bucket, Segment, is_buffer
 from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow, Group, all_reduce, broadcast, within
 from gossamer.errors import ConfigurationError
@@ -129,6 +129,12 @@ class Hierarchical(Combination, register=False):
         self.outer.check(len(sizes))
         for size in set(sizes):
             self.inner.check(size)
+        shared = max(sizes) > 1
+        for part, by_some in ((self.outer, shared), (self.inner, shared and len(sizes) > 1)):
+            if by_some and part.needs_everyone:
+                raise ConfigurationError(
+                    f"{part!r} communicates by itself with all ranks, and inside Hierarchical only some of them run it"
+                )
 
     def owed(self, state: State, ctx: Context) -> Tensor | None:
         machines = machines_of(ctx, self.ranks_per_node)
@@ -137,6 +143,16 @@ class Hierarchical(Combination, register=False):
         outer = self.outer.owed(state.scoped(_OUTER), inside(ctx, leaders)) if ctx.rank in leaders else None
         inner = self.inner.owed(state.scoped(_INNER), inside(ctx, node))
         return total([None if outer is None else outer * max(map(len, machines)), inner])
+
+    def owe(self, mean: Tensor, place: Segment, state: State, ctx: Context) -> bool:
+        machines = machines_of(ctx, self.ranks_per_node)
+        node, leaders = machine(ctx, machines), leaders_of(machines)
+        if self.inner.owe(mean, place, state.scoped(_INNER), inside(ctx, node)):
+            return True  # so do all of this machine
+        if ctx.rank in leaders:  # what it owes counts as often as there are workers on the largest machine
+            share = mean * (len(node) / max(map(len, machines)))
+            self.outer.owe(share, place, state.scoped(_OUTER), inside(ctx, leaders))
+        return self.outer.keeps_back
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         machines = machines_of(ctx, self.ranks_per_node)
@@ -157,10 +173,17 @@ class Hierarchical(Combination, register=False):
         result = result * (most * len(leaders) / ctx.world) if uneven else result
         return (yield from within(broadcast(result), node)) if len(node) > 1 else result
 
+    @property
+    def weighs(self) -> bool:  # type: ignore[override]
+        """Where weights travel machines count alike, and so workers do not where some machines have more of them."""
+        return self.subject == "weights" or super().weighs
+
     def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:
+        machines = machines_of(ctx, self.ranks_per_node)
+        node, leaders = machine(ctx, machines), leaders_of(machines)
         if not self.outer.weighs:
-            return weights
-        leaders = leaders_of(machines_of(ctx, self.ranks_per_node))
+            share = ctx.world / (len(leaders) * len(node))
+            return weights if share == 1 else weights * share
         if ctx.rank not in leaders:
             return torch.zeros_like(weights)  # a leader speaks for all of its machine
         counted = self.outer.counted(weights, state.scoped(_OUTER), inside(ctx, leaders))
@@ -235,6 +258,14 @@ class Inside(Algorithm, register=False):
 
     def owed(self, state: State, ctx: Context) -> Tensor | None:
         return self.inner.owed(state.scoped(_INNER), ctx)
+
+    @property
+    def keeps_back(self) -> bool:
+        return self.inner.keeps_back
+
+    def owe(self, mean: Tensor, place: Segment, state: State, ctx: Context) -> bool:
+        node = machine(ctx, machines_of(ctx, self.ranks_per_node))
+        return self.inner.owe(mean, place, state.scoped(_INNER), inside(ctx, node))
 
 
 def average_inside(inner: Algorithm, bucket: Bucket, state: State, ctx: Context, node: Group) -> Flow[Tensor]:

@@ -51,6 +51,10 @@ class ScatterReduce(Lossy):
         if not is_whole(self.gather_below, 0):
             raise ConfigurationError(f"gather_below must be a number of bytes, or 0 for never; got {self.gather_below!r}")
 
+    @property
+    def keeps_back(self) -> bool:
+        return self.worker_feedback or self.server_feedback
+
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         flat = wide(bucket.flat)
         feedback = Feedback(self.worker_feedback, self.server_feedback)

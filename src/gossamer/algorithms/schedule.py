@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -10,21 +11,21 @@ from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.algorithms.combination import Combination, check_parts, joined, split, total
 from gossamer.algorithms.lossy import wide
-from gossamer.buckets import Bucket
+from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
-from gossamer.state import State
+from gossamer.state import RESIDUAL, State
 
 
 def after(steps: int, then: Algorithm, *, before: Algorithm | None = None) -> Algorithm:
     """``before`` (exact all-reduce by default) for ``steps`` steps, ``then`` from there on.
 
     What ``before`` still owes when it ends (a residual) is added to the first gradient that ``then`` communicates, so that
-    nothing is lost; if ``then`` moves weights, to the first gradient that each worker keeps to itself, and travels in
-    the weights. One may move gradients and the other weights; where ``then`` moves gradients, replicas stay as far apart as
-    they are when it begins (``close(average=True)`` brings them together). What a :class:`DDPHook` remembers is its own and
-    stays there.
+    nothing is lost; if ``then`` moves weights, to the gradient of that step, which each worker keeps to itself, and travels in
+    the weights (that of a parameter which nobody uses in that step is lost). One may move gradients and the other weights;
+    where ``then`` moves gradients, replicas stay as far apart as they are when it begins (``close(average=True)`` brings them
+    together). What a :class:`DDPHook` remembers is its own and stays there.
     """
     return Switch(steps=steps, then=then, before=AllReduce() if before is None else before)
 
@@ -115,7 +116,10 @@ class Switch(Combination, register=False):
 
     def _handed_over(self, bucket: Bucket, state: State, ctx: Context) -> Bucket:
         """The bucket, with what is owed from before added to it; from then on that is forgotten."""
-        owed = self.before.owed(state.scoped(_BEFORE), ctx) if self.before is not None and self._hands_over else None
+        owed = None
+        if self.before is not None and self._hands_over:
+            owed = total([self.before.owed(state.scoped(_BEFORE), ctx), state.get(RESIDUAL)])
+            state.scoped(RESIDUAL).forget()
         state.scoped(_BEFORE).forget()
         # In full precision on every worker, whether it owes or not: messages must be of one type.
         flat = wide(bucket.flat) if self._hands_over and ctx.step == self.steps else bucket.flat
@@ -133,14 +137,30 @@ class Switch(Combination, register=False):
     def owed(self, state: State, ctx: Context) -> Tensor | None:
         scopes = (self.before, _BEFORE), (self.then, _THEN)
         debts = [part.owed(state.scoped(scope), ctx) for part, scope in scopes if part is not None]
-        return total(debts)
+        return total([*debts, state.get(RESIDUAL)])
+
+    def owe(self, mean: Tensor, place: Segment, state: State, ctx: Context) -> bool:
+        part = self.at(ctx.step)
+        if part is not None and part.owe(mean, place, state.scoped(self._scope(ctx.step)), ctx):
+            return True
+        # What was handed over was not used: it is handed over again. All workers know alike whether it was.
+        if not self._may_have_handed_over(state, ctx.step):
+            return False
+        if state.written(RESIDUAL) is None:
+            state[RESIDUAL] = torch.zeros_like(wide(state[RESIDUAL]))
+        return super().owe(mean, place, state, ctx)
+
+    def _may_have_handed_over(self, state: State, step: int) -> bool:
+        """Whether this exchange may have had something in it that was owed from before."""
+        if step < self.steps or self.before is None or self.then is None or not self._hands_over:
+            return False
+        return (step == self.steps and self.before.keeps_back) or RESIDUAL in set(state)
 
     def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:
-        # Of a part whose time it is not there is no state, so there it is the weights.
-        for part, scope in ((self.before, _BEFORE), (self.then, _THEN)):
-            if part is not None and part.weighs:
-                weights = part.counted(weights, state.scoped(scope), ctx)
-        return weights
+        part = self.at(ctx.step)
+        if part is None or not part.weighs:
+            return weights
+        return part.counted(weights, state.scoped(self._scope(ctx.step)), ctx)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
         before, then = (None if a is None else a.attach(optimizers) for a in (self.before, self.then))

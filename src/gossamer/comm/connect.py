@@ -13,6 +13,7 @@ _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE
 """Where launchers write how many processes they started: torchrun, Open MPI, MPICH and Intel MPI, MVAPICH, srun."""
 
 torch_departure.listen()
+torch_departure.let_groups_end()
 
 
 def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | None = None, by_machine: bool = False) -> Runner:

@@ -43,22 +43,23 @@ class Patience:
         Raises when a rank posts a failure, when one leaves, and when the timeout is over. ``meanwhile``: what to do again
         and again until then; where it says that it got on, patience begins anew.
         """
-        begin, next_look, warned, lost = time.monotonic(), LOOK_EVERY, False, 0
+        begin, next_look, posted, warned, lost = time.monotonic(), LOOK_EVERY, False, False, 0
         while not ticket.wait(SLICE if meanwhile is None else BUSY_SLICE):
             if meanwhile is not None and meanwhile():
-                begin, next_look = time.monotonic(), LOOK_EVERY
+                begin, next_look, warned, lost = time.monotonic(), LOOK_EVERY, False, 0
             failed, waited = broken(), time.monotonic() - begin
             if failed is not None:
                 return failed
             if waited >= self.timeout:
                 raise CommunicationTimeout(self._timeout_text(ticket))
             if waited >= next_look:
-                lost = self._look(ticket, next_look == LOOK_EVERY, lost)
+                lost = self._look(ticket, not posted, lost)
+                posted = True
                 next_look += LOOK_EVERY
             if waited >= bulletin.WARN_AFTER and not warned:
                 warned = True
                 self._warn(ticket, waited)
-        if next_look > LOOK_EVERY:
+        if posted:
             self._go_on()
         return ticket
 

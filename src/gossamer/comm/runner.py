@@ -4,6 +4,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -65,12 +66,13 @@ class Ticket(Generic[T]):
         """Run the flow to its end, on a stream of a device if there is one, keeping its result or its error."""
         self.begun, self.doing = True, "the computation"
         try:
-            if stream is None:
-                self.result = drive(make_flow(), port)
-            else:
-                with stream:
+            with _without_autocast():
+                if stream is None:
                     self.result = drive(make_flow(), port)
-                self.event = stream.record_event()
+                else:
+                    with stream:
+                        self.result = drive(make_flow(), port)
+                    self.event = stream.record_event()
         except BaseException as error:
             self.error = error
         self.conclude()
@@ -92,6 +94,17 @@ class Ticket(Generic[T]):
     def __str__(self) -> str:
         peers = str(self.peers)
         return f"{self.doing} of {self.label}" + (f", waiting for {peers}" if peers else "")
+
+
+def _without_autocast() -> AbstractContextManager[Any]:
+    """The types in which a flow computes are its own, also where the thread that submits it runs backward under autocast."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        return nullcontext()
+    stack = ExitStack()
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def lane_for(tensor: Tensor) -> int:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import weakref
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -50,6 +51,17 @@ def uncaught() -> str:
 def listen() -> None:
     """Notice the end of this process, from now on (not that of a process forked from it)."""
     atexit.register(say_goodbye, os.getpid())
+
+
+def let_groups_end() -> None:
+    """Have the threads of a process group end with ``destroy_process_group()``. To be called before there is one.
+
+    Functions of the module below have the process group of the moment as a default argument. Left to an optimizer, which
+    imports them by way of ``torch._dynamo``, mostly after ``init_process_group()``, they hold the group for ever; and a thread
+    of Gloo that drops a tensor while the interpreter is torn down aborts the process.
+    """
+    if dist.is_available():
+        import_module("torch.distributed.nn.functional")
 
 
 def say_goodbye(process: int) -> None:

@@ -66,9 +66,10 @@ def transport_for(group: Any, devices: Collection[torch.device], rank: int) -> T
         raise ConfigurationError(
             f"rank {rank}: the process group moves tensors on {where.type} by {backend}; gossamer knows nccl and gloo"
         )
-    if backend == dist.Backend.NCCL and len(set(devices)) > 1:
+    if len(set(devices)) > 1:
         raise ConfigurationError(
-            f"rank {rank}: some parameters lie on {where} and some on the host; over nccl all must lie on {where}"
+            f"rank {rank}: some parameters, or buffers that travel with them, lie on {where} and some on the host; all must "
+            f"lie on {where} (or give replicate() buffers='local')"
         )
     return Transport(str(backend), Device(where))
 
@@ -170,9 +171,7 @@ class Groups:
             rank, ranks = members.index(self._rank), [self._ranks[index] for index in members]
             group = single(store, rank, len(ranks), name, nccl(store, rank, ranks, name, last_resort), device)
             self._on_devices.append(group)
-            warm = torch.zeros(1, device=device.device)
-            group.allreduce([warm], dist.AllreduceOptions()).wait()
-            warm.item()
+            _warm(group, len(ranks), device)
             return Circle(group, group, members)
 
         return open_circle
@@ -189,9 +188,24 @@ class Groups:
     def close(self) -> None:
         """Let go of everything. Groups on Gloo end with the lanes that hold them; those on NCCL when their work is done."""
         self._devices.clear()
-        groups, self._on_devices = self._on_devices, []
-        for group in groups:
+        for group in list(self._on_devices):
             group.shutdown()
+        self._on_devices.clear()
+
+
+def _warm(group: Any, world: int, device: Device) -> None:
+    """Have a group on NCCL make its connections, for which the host waits, and which nothing could cut short later on: those of
+    collectives, and those of each rank to each other one (where they are not too many), over which single messages go."""
+    warm = torch.zeros(1, device=device.device)
+    group.allreduce([warm], dist.AllreduceOptions()).wait()
+    if world <= _WARM_PAIRS:
+        rows = torch.zeros(world, device=device.device)
+        group.alltoall_base(torch.empty_like(rows), rows, [], [], dist.AllToAllOptions()).wait()
+    warm.item()
+
+
+_WARM_PAIRS = 16
+"""Ranks up to which each is connected with each other one at once. Connections take memory of the device."""
 
 
 def nccl(store: Any, rank: int, ranks: list[int], name: str, timeout: timedelta) -> Any:

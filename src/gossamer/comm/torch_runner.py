@@ -16,7 +16,7 @@ from gossamer.comm.device import Device
 from gossamer.comm.flow import Port
 from gossamer.comm.nodes import here, nodes_from
 from gossamer.comm.ops import Flow, Group, all_gather
-from gossamer.comm.patience import Patience, seconds_of
+from gossamer.comm.patience import SLICE, Patience, seconds_of
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
 from gossamer.comm.sockets import cut
@@ -95,6 +95,7 @@ class TorchRunner(Runner):
     def agree_on_opening(self, what: str = "gossamer.replicate()", devices: Collection[torch.device] = ()) -> None:
         """Meet the other ranks, then make the lanes' process groups (each warmed by one collective)."""
         transport = transport_for(self._group, devices, self.rank)
+        self._group = None  # what its owner destroys is to end then
         device = self._device = transport.device
         try:
             self._board.arrive(self._patience.timeout, what)
@@ -162,9 +163,15 @@ class TorchRunner(Runner):
             return started
         ticket: Ticket[T] = Ticket(self._submitted, label)
         self._note(ticket)
-        lanes.submit(ticket, make_flow, 0 if lane == CONTROL else lane)
-        if ticket.event is not None and self._watch is not None and self._port is not None and lane != CONTROL:
-            self._watch.add(Issued(ticket, self._port.asked()))
+        if lane == CONTROL or self._watch is None or self._port is None:
+            lanes.submit(ticket, make_flow, 0 if lane == CONTROL else lane)
+            return ticket
+        issued = Issued(ticket)
+        self._watch.add(issued)  # before: to issue it may make the host wait for another rank, and nobody else would notice
+        try:
+            lanes.submit(ticket, make_flow, lane)
+        finally:
+            issued.follow(ticket.event, self._port.asked())
         return ticket
 
     def note_writer(self) -> None:
@@ -223,8 +230,13 @@ class TorchRunner(Runner):
     def close(self, graceful: bool = True) -> None:
         if self._closed:
             return
-        self._closed = True
+        self._closed, failed_before = True, self._failure is not None
         self._leave()
+        if self._watch is not None:
+            self._watch.close()
+            # The groups of a device end when their work is done, however long that takes: so it is waited for here, in slices.
+            while graceful and not self._watch.ends(SLICE):
+                pass
         for ticket in self._under_way.values():
             # What holds a process group that is not at rest must be a lane: its end waits for that of its operations.
             if isinstance(ticket, PromptTicket) and isinstance(self._data, ThreadLanes) and not ticket.wait(0.0):
@@ -234,11 +246,11 @@ class TorchRunner(Runner):
                 lanes.close()
         # The process groups, with their threads and connections, end with the lanes that hold them.
         self._control = self._data = self._port = None
-        if self._watch is not None:
-            self._watch.close()
         if not graceful:
             self._groups.abort()
         self._groups.close()
+        if graceful and self._watch is not None and self._failure is not None and not failed_before:
+            raise self._failure
 
     def _leave(self) -> None:
         if self.world > 1 and not self._alarmed:
@@ -262,10 +274,15 @@ class TorchRunner(Runner):
         end = time.monotonic() + torch_departure.LINGER
         for ticket in list(self._under_way.values()):
             ticket.wait(max(0.0, end - time.monotonic()))
+            while not self.arrived(ticket) and time.monotonic() < end:
+                time.sleep(0.01)
 
     def is_stuck(self) -> bool:
         """Whether a lane still waits for the network."""
-        return any(not ticket.wait(0.0) for ticket in list(self._under_way.values()))
+        try:
+            return any(not self.arrived(ticket) for ticket in list(self._under_way.values()))
+        except Exception:  # the device itself has failed: nothing more comes from there
+            return False
 
     def is_needed(self) -> bool:
         """Whether other ranks read the board in a store that ends with this process."""

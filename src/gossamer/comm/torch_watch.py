@@ -16,19 +16,28 @@ logger = logging.getLogger("gossamer")
 
 
 class Issued(Ticket[None]):
-    """A flow that was issued to a device: ends when the device has done it. Holds none of its tensors."""
+    """A flow that is issued to a device: ends when the device has done it. Holds none of its tensors."""
 
-    def __init__(self, ticket: Ticket[Any], asked: tuple[str, str]) -> None:
-        """``asked``: its operations and the ranks that they wait for, in words."""
+    def __init__(self, ticket: Ticket[Any]) -> None:
         super().__init__(ticket.sequence, ticket.label)
-        self.event = ticket.event
+        self.doing = "the computation, or the first message to another rank"
+
+    def follow(self, event: Any, asked: tuple[str, str]) -> None:
+        """It is issued. ``event``: its end, None if nothing is to be waited for. ``asked``: its operations, and the ranks
+        that they wait for, in words."""
         self.doing, self.peers = asked
+        if event is None:
+            self.done.set()
+        self.event = event
 
     def wait(self, seconds: float) -> bool:
         """Whether the device has done it, within so many seconds (looked at only before and after)."""
-        if not self.done.is_set() and not self.event.query():
+        if not self._ended():
             time.sleep(seconds)
-        if not self.done.is_set() and self.event.query():
+        return self._ended()
+
+    def _ended(self) -> bool:
+        if not self.done.is_set() and self.event is not None and self.event.query():
             self.done.set()
         return self.done.is_set()
 
@@ -44,6 +53,7 @@ class Watch:
     def __init__(self, patience: Patience, device: Device, fail: Callable[[GossamerError], Any]) -> None:
         self._patience, self._device, self._fail = patience, device, fail
         self._queue: queue.SimpleQueue[Issued | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
         threading.Thread(target=self._loop, name="gossamer-watch", daemon=True).start()
 
     def add(self, issued: Issued) -> None:
@@ -54,6 +64,10 @@ class Watch:
         """End, once everything that was added has come to its end."""
         self._queue.put(None)
 
+    def ends(self, seconds: float) -> bool:
+        """Whether it has ended, within so many seconds: nothing is under way, or ``fail`` was called."""
+        return self._ended.wait(seconds)
+
     def _loop(self) -> None:
         try:
             self._device.enter_thread()
@@ -63,6 +77,8 @@ class Watch:
             self._fail(error)
         except Exception as error:  # what the device itself did wrong is raised where the main thread meets it
             logger.debug("stopped watching the device: %s", error)
+        finally:
+            self._ended.set()
 
 
 def _nothing() -> None:

@@ -2,10 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,17 @@ from gossamer.data.table import Layout, Table, count, load
 from gossamer.errors import CommunicationError, UsageError
 from gossamer.sync.agreement import agree
 from gossamer.sync.backward import alarming
+from gossamer.sync.lagging import patiently
 
 UNDER_WAY = 4
 """Batches that may travel at once: what arrives is needed in the next local epoch only, so a neighbour may be late."""
+
+
+class Answering(Protocol):
+    """A :class:`gossamer.Replica`, as far as a shuffle knows of it."""
+
+    def answer(self) -> bool:
+        """Take part in one more exchange that others may wait for, if it could begin at once; whether it did."""
 
 
 class RingShuffle(IterableDataset[Any]):
@@ -74,6 +82,8 @@ class RingShuffle(IterableDataset[Any]):
             in this local epoch, but travels on with the rest. Others are left over in the next one: over any k local epochs
             a sample of a share of n, of which m are used, is used ⌊k·m/n⌋ or ⌈k·m/n⌉ times (with ``mix``: on average).
         timeout: seconds (or a ``timedelta``) that an exchange may take; the process group's by default.
+        replica: of the model that is trained with these samples, if its exchanges may lag (``lag=``): while this rank waits
+            for samples, it goes on answering those that wait for its weights.
 
     Raises:
         ConfigurationError: on every rank, if an option is out of range; if a share is empty, smaller than a batch, or too
@@ -96,7 +106,9 @@ class RingShuffle(IterableDataset[Any]):
         deal: bool = False,
         drop_last: bool = False,
         timeout: float | timedelta | None = None,
+        replica: Answering | None = None,
     ) -> None:
+        self._replica = replica
         self._epoch = self._step = 0
         self._pending: deque[tuple[Ticket[Tensor], Tensor]] = deque()
         self._closed = False
@@ -244,11 +256,22 @@ class RingShuffle(IterableDataset[Any]):
         while self._pending and (len(self._pending) > at_most or self._runner.arrived(self._pending[0][0])):
             ticket, indices = self._pending.popleft()
             begin = time.perf_counter()
-            rows = self._runner.wait(ticket)
+            rows = self._runner.wait(ticket, None if self._replica is None else self._answering(self._replica))
             self.waited_seconds += time.perf_counter() - begin
             places, self._free = self._free[: len(indices)], self._free[len(indices) :]
             self._storage[places] = rows[: len(indices)]
             self._next_home[indices] = places
+
+    @staticmethod
+    def _answering(replica: Answering) -> Callable[[], bool]:
+        """What to do during a wait. It is not what is waited for: the wait ends with its timeout all the same."""
+        answer = patiently(replica.answer)
+
+        def meanwhile() -> bool:
+            answer()
+            return False
+
+        return meanwhile
 
     # -- local epochs -------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from gossamer.codecs.base import Codec
 from gossamer.codecs.quantize import Quantize
 from gossamer.codecs.sign import Sign
 from gossamer.errors import ConfigurationError
+from gossamer.optim.adam import check_adam
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.wide import check_number, evaluated, keep_dtypes
 
@@ -62,11 +63,8 @@ class OneBitAdam(Communicating):
         codec: Codec | None = None,
         bucket_bytes: int = 2 * 2**20,
     ) -> None:
-        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "tolerance": tolerance, "floor": floor}
-        for name, value in numbers.items():
+        for name, value in {"tolerance": tolerance, "floor": floor}.items():
             check_number(name, value)
-        for beta in betas:
-            check_number("betas", beta, below=1.0)
         if warmup is not None and not is_whole(warmup, 1):
             raise ConfigurationError(f"warmup must be a number of steps, at least 1, or None to find its end; got {warmup!r}")
         if not is_whole(interval, 1):
@@ -80,6 +78,11 @@ class OneBitAdam(Communicating):
         self.param_groups[0].setdefault("steps", 0)
         self.param_groups[0].setdefault("frozen_at", None)
         self.param_groups[0].setdefault("variance_norm", None)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own. Raises ConfigurationError for options out of range."""
+        check_adam(self.defaults | param_group)
+        super().add_param_group(param_group)
 
     @staticmethod
     def default_codec() -> Codec:

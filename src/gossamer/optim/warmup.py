@@ -3,6 +3,7 @@
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
+from gossamer.checks import is_whole
 from gossamer.errors import ConfigurationError
 
 
@@ -13,11 +14,11 @@ def warmup(optimizer: Optimizer, steps: int, after: LRScheduler | None = None) -
     and counts from its own beginning. Only torch's ``LinearLR`` and ``SequentialLR`` are at work.
 
     Raises:
-        ConfigurationError: ``steps`` is less than 1.
+        ConfigurationError: ``steps`` is no whole number, or less than 1.
 
     Source: Goyal et al. 2017 (arXiv 1706.02677), section 2.2; with the +1 no update has the rate 0.
     """
-    if steps < 1:
+    if not is_whole(steps, 1):
         raise ConfigurationError(f"a warm-up takes at least one step; got {steps!r}")
     rise = LinearLR(optimizer, start_factor=1 / (steps + 1), total_iters=steps)
     return rise if after is None else SequentialLR(optimizer, [rise, after], milestones=[steps])

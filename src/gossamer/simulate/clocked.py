@@ -13,11 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from gossamer.comm import ops
-from gossamer.comm.ops import Decide, Flow, Group, Op, Start, Wait
+from gossamer.comm.ops import Decide, Flow, Group, Op, Start, Traffic, Wait
 from gossamer.comm.runner import Meter, alone
 from gossamer.comm.shaper import Shaper
 from gossamer.simulate.clock import Clock, Event, Process
 from gossamer.simulate.profile import Link
+from gossamer.simulate.sharing import leaving
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class UnderWay:
 class Wire:
     """One machine's link, shared by its lanes: payloads queue behind each other, latencies overlap.
 
-    Ranks on one machine (``nodes``) reach each other over a second one, ``inside``.
+    Ranks on one machine (``nodes``; none: each has its own) share it, and reach each other over a second one, ``inside``. An
+    operation in which some messages leave a machine takes as long as those of the machine that sends most.
     """
 
     def __init__(self, clock: Clock, link: Link, world: int, nodes: tuple[Group, ...] = (), inside: Link | None = None) -> None:
@@ -40,7 +42,7 @@ class Wire:
         self._queue = Shaper(link.bandwidth, link.latency)
         inside = inside or Link()
         self._inside = Shaper(inside.bandwidth, inside.latency)
-        self._node = set(nodes[0]) if nodes else {0}
+        self._machines = {rank: number for number, node in enumerate(nodes) for rank in node}
 
     @property
     def world(self) -> int:
@@ -53,9 +55,11 @@ class Wire:
         group = self._everyone if group is None else group
         traffic = op.traffic(len(group))
         self.meter.count(op, len(group), group.index(0))
-        queue = self._inside if self._node.issuperset(group) else self._queue
-        if queue is self._queue:
-            self.most_bytes += traffic.bytes
+        between = leaving(op, [self._machines[rank] for rank in group]) if self._machines else traffic.bytes
+        queue = self._queue if between else self._inside
+        if between:
+            traffic = Traffic(between, traffic.rounds)
+            self.most_bytes += between
         empty = op.tensor.numel() == 0
         due = self._clock.now if empty else queue.due(traffic, self._clock.now)
         return UnderWay(due, result(op, len(group)))

@@ -31,7 +31,7 @@ class StepTime:
     """What one training step takes, as the mean over steps in steady state.
 
     ``exposed_seconds``: the training loop stands still for communication, so step = compute + exposed.
-    ``wire_seconds``: the payload of the busiest rank at the link's full rate, latencies not counted.
+    ``wire_seconds``: what leaves the busiest machine at the link's full rate, latencies not counted.
     ``bytes_per_step``, ``messages_per_step``: what rank 0 sends, as its ``replica.metrics()`` would count it.
     """
 
@@ -77,7 +77,7 @@ def step_time(
         lanes: flows that may be under way at the same time.
         buffers: as in :func:`gossamer.replicate`; for models that have buffers.
         steps: steps to average over, after ``warmup`` others. An algorithm with a cycle needs a multiple of it.
-        ranks_per_node: how many ranks share a machine.
+        ranks_per_node: how many ranks share a machine, and its link: consecutive ones.
         inside: how those reach each other; at once by default.
         overlap_forward: as in :func:`gossamer.replicate`.
         history: how many tensors the optimizer remembers of each weight: 0 for plain SGD, 1 with momentum, 2 for Adam. They
@@ -110,7 +110,7 @@ def step_time(
     def run(overlap: bool) -> list[float]:
         clock = Clock()
         made = {subject: Part(plans[subject], part, lanes, members, nodes) for subject, part in parts.items()}
-        wire = Wire(clock, link, world, nodes, inside)
+        wire = Wire(clock, link, world, nodes if ranks_per_node > 1 else (), inside)
         of_gradients, of_weights = made.get("gradients"), made.get("weights")
         return _per_step(Training(clock, wire, compute, lanes, of_gradients, of_weights, preludes, overlap), steps, warmup)
 

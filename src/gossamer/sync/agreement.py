@@ -1,7 +1,7 @@
 """Agreement: proof that all ranks mean the same thing, by hashes in tensors; nothing is pickled over the wire."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -56,16 +56,45 @@ def _describe(texts: list[str]) -> str:
 
 
 def same_from_rank(runner: Runner, tensors: Sequence[Tensor], source: int) -> None:
-    """Overwrite ``tensors`` with those of rank ``source``: as bytes, so that any dtype travels, in one broadcast per device."""
+    """Overwrite ``tensors`` with those of rank ``source``: as bytes, so that any dtype travels.
+
+    For each device in messages of up to ``PORTION`` bytes: many small tensors in one, a large one in several.
+    """
     if runner.world == 1:
         return
     for group in _by_device(tensors):
-        flat = torch.cat([_as_bytes(tensor) for tensor in group])
-        flat = runner.run(lambda flat=flat: broadcast(flat, source), f"the broadcast of rank {source}'s values", lane_for(flat))  # type: ignore[misc]
-        pieces = flat.split([tensor.numel() * tensor.element_size() for tensor in group])
-        for tensor, piece in zip(group, pieces, strict=True):
-            # Through .data: a value that autograd has saved may be overwritten with the same one (two forwards, one backward).
-            tensor.data.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+        # Through .data: a value that autograd has saved may be overwritten with the same one (two forwards, one backward).
+        whole = [_as_bytes(tensor.data) for tensor in group]
+        for portion in _portions(whole):
+            flat = torch.cat(portion)
+            what = f"the broadcast of rank {source}'s values"
+            flat = runner.run(lambda flat=flat: broadcast(flat, source), what, lane_for(flat))  # type: ignore[misc]
+            for piece, came in zip(portion, flat.split([len(piece) for piece in portion]), strict=True):
+                piece.copy_(came)
+        for tensor, came in zip(group, whole, strict=True):
+            if came.data_ptr() != tensor.data_ptr():  # a copy, because its elements do not follow each other
+                tensor.data.copy_(came.view(tensor.dtype).view(tensor.shape))
+
+
+PORTION = 2**26
+"""Bytes of the largest message in which values are broadcast: so much memory is needed beside the model."""
+
+
+def _portions(whole: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Flat tensors of bytes, cut and put together, in order: views of up to ``PORTION`` bytes in each list."""
+    portion: list[Tensor] = []
+    room = PORTION
+    for tensor in whole:
+        begin = 0
+        while begin < len(tensor):
+            piece = tensor[begin : begin + room]
+            portion.append(piece)
+            begin, room = begin + len(piece), room - len(piece)
+            if not room:
+                yield portion
+                portion, room = [], PORTION
+    if portion:
+        yield portion
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -79,8 +79,9 @@ def restore(
     old number, unless it is the business of machines, which may be others now; what belongs to an exchange of weights is
     dropped.
     """
-    if state.get("format") != FORMAT:
-        raise ConfigurationError(f"this is not a state of gossamer in format {FORMAT}: {sorted(state)}")
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise ConfigurationError(f"this is not a state of gossamer in format {FORMAT}: {found}")
     if state["algorithm"] != repr(algorithm):
         raise ConfigurationError(f"the state was saved by {state['algorithm']}, this replica runs {algorithm!r}")
     own, extras = _entries(state, runner, algorithm, gradients, weights)
@@ -120,7 +121,13 @@ def _entries(
             f"rank {rank}: this state was saved by {saved} ranks, this run has {now}; it holds no entry for rank "
             f"{', '.join(map(str, missing))}: {hint} (keys: {sorted(state)})"
         )
-    here = repr(runner.nodes)
+    exchanges, here = len(_syncs(gradients, weights)), repr(runner.nodes)
+    there = len(state[extras_key(rank if saved == now else 0)])
+    if there != exchanges:
+        raise ConfigurationError(
+            f"rank {rank}: this state is of {there} exchanges and this replica has {exchanges} (one for the gradients, one for "
+            "each optimizer whose weights travel): give replicate() as many optimizers as when it was saved, in the same order"
+        )
     regrouped = algorithm.asks_for_machines and state.get("machines", here) != here
     if saved == now and not regrouped:
         return state[rank_key(rank)], state[extras_key(rank)]

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gossamer.errors import ConfigurationError, UsageError
+from gossamer.optim.communicating import Communicating
 
 _replicated: "weakref.WeakValueDictionary[int, Parameter]" = weakref.WeakValueDictionary()
 
@@ -35,7 +36,7 @@ def _check_wrapper(module: nn.Module) -> None:
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ConfigurationError(
             f"the model is already wrapped in {type(module).__name__}, which communicates gradients itself: "
-            "pass the bare model (wrapped.module)"
+            "pass the bare model (wrapped.module), and from then on call that one"
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
@@ -67,6 +68,12 @@ def check_optimizers(optimizers: Any) -> tuple[Optimizer, ...]:
         raise ConfigurationError(
             f"replicate() takes a torch.optim.Optimizer or a sequence of them; got {type(optimizers).__name__}"
         )
+    for optimizer in listed:
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a subclass that has not called its base's __init__
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} wraps an optimizer, and its own steps cannot be watched: give the one inside it "
+                "(as wrapper.optimizer)"
+            )
     return tuple(listed)
 
 
@@ -119,6 +126,8 @@ class Watch:
         self._before, self._ids = [dict(place) for place in self._places], _ids(self._places)
         self._groups = [(optimizer, [id(p) for p in held_by(optimizer)]) for optimizer in optimizers]
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+        communicating = any(isinstance(optimizer, Communicating) for optimizer in optimizers)
+        self._not_to_freeze = {name: p for name, p in parameters.items() if communicating and p.requires_grad}
         self._dtypes = [(name, p, p.dtype, p.device) for name, p in parameters.items()]
         self._own = list(parameters.values())
         for parameter in self._own:
@@ -137,6 +146,9 @@ class Watch:
         unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if unfrozen:
             raise UsageError(f"{_some(unfrozen)} was unfrozen after replicate(); {_again}")
+        frozen = [name for name, parameter in self._not_to_freeze.items() if not parameter.requires_grad]
+        if frozen:
+            raise UsageError(f"{_some(frozen)} was frozen, with an optimizer that communicates by itself; {_again}")
         for name, parameter, dtype, device in self._dtypes:
             if parameter.dtype != dtype or parameter.device != device:
                 raise UsageError(

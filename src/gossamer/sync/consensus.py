@@ -49,7 +49,7 @@ def become_average(
             stack.enter_context(changing(optimizer))
             kept |= {id(parameter): exact(optimizer, parameter) for parameter in held_by(optimizer)}
         places = {name: kept.get(id(parameter), parameter).detach() for name, parameter in parameters.items()}
-        weigh(places)
+        weigh({**places, **buffers})
         average(runner, [*places.values(), *buffers.values()], WHAT)
 
 

@@ -45,6 +45,8 @@ class Exchange:
         self._lanes: tuple[int, ...] = ()
         self.order: list[int] = []
         """In which order buckets are launched, by their index in the plan."""
+        self._step = 0
+        """Of the last exchange that was launched."""
         self._tickets: dict[int, Ticket[Tensor] | None] = {}
         """One for each bucket that was launched; None for weights that stay as they are."""
         self._finishing: list[tuple[Ticket[None], list[tuple[State, State]]]] = []
@@ -94,7 +96,7 @@ class Exchange:
 
     def launch(self, step: int, when: str) -> None:
         """Start the flow of the bucket that is next; ``when`` describes the step."""
-        index = self.order[len(self._tickets)]
+        index, self._step = self.order[len(self._tickets)], step
         due = self.due(index, step)
         if self.algorithm.subject == "weights" and not due:
             self._tickets[index] = None
@@ -185,13 +187,10 @@ class Exchange:
             raise
 
     def take_back(self, index: int, segment: Segment) -> None:
-        """Nobody will use this part of a bucket's result: what had been kept back and was sent with it is owed again.
-
-        The result is the mean of what all sent, so if all owe it once more, the sum of what is owed is what it was.
-        """
-        bucket, state = self.buckets[index], self.states[index]
-        for residual in named(RESIDUAL, state.flats.draft):
-            segment.view(residual).add_(segment.view(bucket.flat))
+        """Nobody will use this part of a bucket's result: what had been kept back and was sent with it is owed again."""
+        if self.due(index, self._step):
+            mean = segment.view(self.buckets[index].flat)
+            self.handlers[index].owe(mean, segment, self.states[index], self.context(self._step))
 
     def settle(self, results: Sequence[Tensor]) -> None:
         """Keep what the flows wrote, unless a result is not finite: a residual would not lose that any more.
@@ -243,6 +242,13 @@ class Exchange:
     def all_states(self) -> list[State]:
         """Of the buckets, then of the step."""
         return [*self.states, *self.step_states.values()]
+
+    def undo(self, step: int) -> None:
+        """The results of ``step``, the last one, are not going to be used: remember what was remembered before it."""
+        if step != self._step:
+            return  # nothing was exchanged in it
+        for state in self.all_states():
+            state.undo()
 
     def commit(self) -> None:
         """Keep what the flows wrote."""

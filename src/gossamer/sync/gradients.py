@@ -3,6 +3,7 @@
 Threads and ownership: see the note in ``gossamer.lanes``.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.buckets import Bucket, Plan, make_plan, plan_from_names
@@ -22,6 +24,8 @@ from gossamer.sync.exchange import Exchange
 from gossamer.sync.slots import OpenStep, Slot
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.usage import USAGE, with_usage
+
+logger = logging.getLogger("gossamer")
 
 
 class GradientSync:
@@ -52,6 +56,7 @@ class GradientSync:
         self.parameters = dict(parameters)
         self._runner, self._algorithm, self._statistics = runner, algorithm, statistics
         self._slots = {name: Slot(name, parameter) for name, parameter in parameters.items()}
+        self._handles: dict[str, RemovableHandle] = {}
         self._arrived: list[str] = []
         self._idle = False
         self._learned_plan: Plan | None = None
@@ -63,7 +68,21 @@ class GradientSync:
 
     def hook(self, backward: Backward) -> list[Any]:
         """Install one hook per parameter; returns the handles."""
-        return [slot.parameter.register_post_accumulate_grad_hook(self._hook(backward, slot)) for slot in self._slots.values()]
+        for name, slot in self._slots.items():
+            self._handles[name] = slot.parameter.register_post_accumulate_grad_hook(self._hook(backward, slot))
+        return list(self._handles.values())
+
+    def _warn_of_later_hooks(self) -> None:
+        """What is registered behind ours sees gradients that may be divided, and on the wire."""
+        for name, handle in self._handles.items():
+            last = next(reversed(self.parameters[name]._post_accumulate_grad_hooks))
+            if last != handle.id:
+                logger.warning(
+                    "rank %d: a hook was registered with register_post_accumulate_grad_hook() on parameter %r after "
+                    "replicate(): it sees gradients that are already on their way to the other ranks, and must not change "
+                    "them; register it before replicate()", self._runner.rank, name
+                )  # fmt: skip
+                return
 
     def _make_plan(self, parameters: Mapping[str, Tensor]) -> Plan:
         return make_plan(with_usage(parameters, self._algorithm), self._algorithm)
@@ -205,14 +224,21 @@ class GradientSync:
         names = self.exchange.plan.layouts[index].names
         return [self.parameters[name] for name in names if name != USAGE]
 
+    @property
+    def hold_views(self) -> bool:
+        """Whether any gradient lies in a bucket: is, or is added to, what a pass has left there, or was set to zero there."""
+        return next(self._held_views(), None) is not None
+
+    def _held_views(self) -> Iterator[Tensor]:
+        for slot in self._slots.values():
+            grad = slot.parameter.grad
+            if grad is not None and grad.data_ptr() == slot.view.data_ptr():
+                yield slot.view
+
     def hold_results(self) -> int:
         """How many gradients are, or are added to, what a pass has left, and are not zero."""
-        held = [
-            slot.view
-            for slot in self._slots.values()
-            if (g := slot.parameter.grad) is not None and g.data_ptr() == slot.view.data_ptr()
-        ]
-        return sum(bool(view.count_nonzero()) for view in held)
+        held = list(self._held_views())
+        return int(torch.stack([view.count_nonzero() for view in held]).count_nonzero()) if held else 0
 
     def reached(self) -> list[str]:
         """The parameters whose gradients came in the last backward pass."""
@@ -291,6 +317,7 @@ class GradientSync:
     def _learn(self) -> None:
         """Lay the buckets out in the order in which gradients really came, as rank 0 saw it."""
         self.learned = True
+        self._warn_of_later_hooks()
         names = list(self._slots)
         seen = dict.fromkeys((*self._arrived, *(name for name in self.exchange.plan.names if name != USAGE)))
         order = torch.tensor([names.index(name) for name in seen], dtype=torch.int64)

@@ -30,12 +30,12 @@ class Join:
 
     def __init__(self, runner: Runner, mirror: Mapping[Event, Callable[[int, int], None]]) -> None:
         self.shadowing = False
-        self._on = False
+        self.on = False
         self._runner, self._mirror = runner, mirror
 
     def announce(self, event: Event, index: int = 0) -> int:
         """Say what comes next, if anyone may have ended. Returns the rank whose values stand for all: one that trains."""
-        if not self._on or self.shadowing:
+        if not self.on or self.shadowing:
             return 0
         return self._agree(event + index)[1]
 
@@ -56,7 +56,7 @@ class Join:
     def active(self, conclude: Callable[[int, bool], None]) -> Iterator[None]:
         """Train inside; then mirror the others to their end. ``conclude(rank, uneven)`` gets a rank that trained to the
         end, and whether any did not."""
-        self._on = True
+        self.on = True
         try:
             yield
             mirrored = self._shadow()
@@ -65,7 +65,7 @@ class Join:
             last, uneven = found.tolist()
             conclude(last, bool(uneven))
         finally:
-            self._on = False
+            self.on = False
 
     def _shadow(self) -> int:
         """Mirror events until there are none; returns how many there were."""

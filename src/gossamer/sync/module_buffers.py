@@ -61,8 +61,8 @@ def synchronise_buffers(runner: Runner, model: nn.Module, mode: Buffers, source:
 
 def average(runner: Runner, tensors: list[Tensor], what: str = "the average of buffers") -> None:
     """Overwrite floating-point ``tensors`` with their means over all ranks; those of 16 bits are summed in full precision."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        group = [tensor for tensor in tensors if tensor.dtype == dtype]
+    for kind in dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors):
+        group = [tensor for tensor in tensors if (tensor.device, tensor.dtype) == kind]
         flat = wide(torch.cat([tensor.detach().reshape(-1) for tensor in group])).div_(runner.world)
         unflatten(runner.run(lambda flat=flat: all_reduce(flat), what, lane_for(flat)), group)  # type: ignore[misc]
 

@@ -179,7 +179,7 @@ class WeightSync:
         self._deltas = {}
 
     @torch.no_grad()
-    def weigh(self, tensors: Mapping[str, Tensor], step: int) -> None:
+    def weigh(self, tensors: Mapping[str, Tensor]) -> None:
         """Make of copies of the weights, by name, what their mean over the ranks is made of, where replicas do not count alike.
 
         Nothing may be under way: see :meth:`arrive`. What has arrived and is not added to the weights is added to the copies.
@@ -196,7 +196,7 @@ class WeightSync:
             if index in self._deltas:
                 flat += self._deltas[index]
             counted = self.exchange.handlers[index].counted(
-                wide(flat), self.exchange.states[index], self.exchange.context(step)
+                wide(flat), self.exchange.states[index], self.exchange.context(self.steps)
             )
             for segment in bucket.segments:
                 if segment.name in copies:

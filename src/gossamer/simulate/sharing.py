@@ -1,0 +1,60 @@
+"""Sharing: what the ranks of one machine together send over the one link that it has."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import singledispatch
+from itertools import pairwise
+
+from gossamer.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Permute, Push
+
+
+@singledispatch
+def leaving(op: Op, machines: Sequence[int]) -> int:
+    """Bytes that leave the machine which sends most; ``machines``: that of each member of the operation."""
+    raise TypeError(f"the simulation does not know {op}")
+
+
+@leaving.register
+def _(op: AllReduce, machines: Sequence[int]) -> int:
+    """A ring in order of the ranks: from a machine whose ranks follow each other, one of them sends to another one."""
+    return op.traffic(len(machines)).bytes * _most(list(pairwise([*machines, machines[0]])))
+
+
+@leaving.register
+def _(op: Permute, machines: Sequence[int]) -> int:
+    return op.nbytes * _most([(machines[rank], machines[to]) for rank, to in enumerate(op.permutation.to)])
+
+
+@leaving.register
+def _(op: Push, machines: Sequence[int]) -> int:
+    return op.nbytes * _most([(machines[rank], machines[to]) for rank, targets in enumerate(op.graph.to) for to in targets])
+
+
+@leaving.register
+def _(op: AllToAll, machines: Sequence[int]) -> int:
+    return op.nbytes // len(machines) * _most_pairs(machines)
+
+
+@leaving.register
+def _(op: AllGather, machines: Sequence[int]) -> int:
+    return op.nbytes * _most_pairs(machines)
+
+
+@leaving.register
+def _(op: Broadcast, machines: Sequence[int]) -> int:
+    """A binomial tree: in each round all that have it send to as many others, counted from the source."""
+    world, edges = len(machines), []
+    for depth in range((world - 1).bit_length()):
+        edges += [(rank, rank + 2**depth) for rank in range(min(2**depth, world - 2**depth))]
+    at = [machines[(op.source + place) % world] for place in range(world)]
+    return op.nbytes * _most([(at[sender], at[receiver]) for sender, receiver in edges])
+
+
+def _most(edges: Sequence[tuple[int, int]]) -> int:
+    """How many of the edges leave the machine that most of them leave."""
+    return max(Counter(sender for sender, receiver in edges if sender != receiver).values(), default=0)
+
+
+def _most_pairs(machines: Sequence[int]) -> int:
+    """How many (rank, rank of another machine) pairs there are for the machine that has most of them."""
+    return max(here * (len(machines) - here) for here in Counter(machines).values())

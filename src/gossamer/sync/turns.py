@@ -1,0 +1,70 @@
+"""Turns: a backward pass, then a step of each optimizer. What cannot be meant is refused."""
+
+import logging
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from gossamer.comm.runner import Runner
+from gossamer.errors import UsageError
+from gossamer.sync.backward import Backward
+
+logger = logging.getLogger("gossamer")
+
+
+class Turns:
+    """Which backward passes each of several optimizers has taken steps for.
+
+    ``weight``: any of the weights, where it is these that travel. Then a pass inside ``no_sync()`` is one to take a step for.
+    """
+
+    def __init__(self, runner: Runner, backward: Backward, optimizers: int, weight: Tensor | None) -> None:
+        self._runner, self._backward, self._weight = runner, backward, weight
+        self._seen = [0] * optimizers
+        self._versions = -1
+        self._version = -1 if weight is None else weight._version
+        """Of the weight, in the first pass after the last step."""
+        self._apart = 0
+        """How many passes inside ``no_sync()`` there were before the last one outside."""
+
+    def note_step(self, index: int) -> None:
+        """An optimizer has taken its step."""
+        self._seen[index] = self._passes
+
+    @property
+    def _passes(self) -> int:
+        return self._backward.passes if self._weight is not None else self._backward.synchronised_passes
+
+    def require_backward(self, index: int, step: int) -> None:
+        """Raise if an optimizer is about to take a step, and there is no backward pass to take it for."""
+        if self._runner.world == 1 or self._passes != self._seen[index]:
+            return
+        only_local = " outside of no_sync()" if self._backward.passes > self._backward.synchronised_passes else ""
+        raise UsageError(
+            f"rank {self._runner.rank}: optimizer.step() at step {step}, but no backward pass{only_local} has reached "
+            "a parameter of the model since the last one; the other ranks wait for this one's gradients"
+        )
+
+    def begin_backward(self) -> bool:
+        """A synchronised pass begins. Whether it follows another one, with neither an optimizer's step nor a pass inside
+        ``no_sync()`` between: what that one gave is either accumulated on, or was not used."""
+        apart = self._backward.passes - self._backward.synchronised_passes
+        apart, self._apart = apart - self._apart, apart
+        waiting = self._backward.passes - max(self._seen)
+        if self._weight is not None and waiting == 0:
+            self._version = self._weight._version
+        if self._weight is not None and waiting == _MANY and self._weight._version != self._version:
+            logger.warning(
+                "rank %d: the weights have changed during %d backward passes, but the optimizer given to replicate() took "
+                "no step, so nothing was exchanged; give it the optimizer whose step() is called", self._runner.rank, waiting
+            )  # fmt: skip
+        return not apart and self._backward.synchronised_passes > max(self._seen)
+
+    def weights_moved(self, weights: Iterable[Tensor]) -> bool:
+        """Whether any of ``weights`` has changed since this was asked last."""
+        before, self._versions = self._versions, sum(weight._version for weight in weights)
+        return before != self._versions
+
+
+_MANY = 20
+"""Backward passes without a step after which it is asked whether somebody else takes them."""
