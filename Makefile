@@ -36,8 +36,8 @@ test-triton: $(READY) ## check the GPU's kernels in Triton's interpreter (instal
 	$(RUN) -m pip install --quiet --disable-pip-version-check triton
 	$(RUN) -m pytest tests/codecs/test_kernels.py -k triton
 
-test-gpu: $(READY) ## run the tests that need an NVIDIA GPU (a torch with CUDA; NCCL's need two)
-	$(RUN) -m pytest tests/gpu -rs
+test-gpu: ## run the tests that need an NVIDIA GPU, with the torch that $(PYTHON) has (one with CUDA; NCCL's need two)
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -rs
 
 check: $(READY) ## lint, formatting and types; warnings are errors
 	$(VENV)/bin/ruff check .
@@ -117,7 +117,7 @@ bench-peers: peers ## step time beside whatever else a user of PyTorch could tak
 	  --at-once 9 --side 'in_parts(8, Gossip())' --side 'in_parts(16, Gossip())' --side 'in_parts(16, GossipPGA(period=1))' \
 	  --side 'OneBitAdam(warmup=2)' --side 'ChunkSparse()' --side ddp-powersgd --side post-localsgd --side torchft-localsgd \
 	  --side torchft-diloco --side ddp-fp16 --side accelerate --side deepspeed --side deepspeed-fp16 --side torchft-ddp \
-	  --side hivemind --side horovod --save-to benchmarks/results/peers
+	  --side hivemind --side torchft-streaming-diloco --side horovod --save-to benchmarks/results/peers
 
 bench-bounds: $(READY) ## step time beside its bound with emulated compute, on every kind of network (about 40 minutes)
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 20mbit --network 100mbit --network 200mbit --network 500mbit --network 1gbit \

@@ -21,6 +21,15 @@ def test_a_row_tells_versions_machine_and_load(monkeypatch):
     assert told["packages"] == {}, "these two need nothing beside PyTorch"
 
 
+def test_a_row_tells_the_gpu_that_was_used(monkeypatch):
+    assert conditions.accelerator() == {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(conditions.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(conditions.nccl, "version", lambda: (2, 30, 1))
+    assert conditions.accelerator() == {"accelerator": "a GPU", "cuda": str(torch.version.cuda), "nccl": "2.30.1"}
+
+
 def test_peers_are_told_with_the_versions_of_their_distributions(monkeypatch):
     monkeypatch.setattr(conditions, "packages_distributions", lambda: {"torchft": ["torchft-nightly"], "other": ["other"]})
     monkeypatch.setattr(conditions, "version", {"torchft-nightly": "2026.9"}.get)

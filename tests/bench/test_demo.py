@@ -76,6 +76,15 @@ class TestRun:
 
 
 class TestReport:
+    def test_optimizers_are_named_where_they_differ(self) -> None:
+        compute, ddp, gossip = (a_run(title, 0.1, 40, payload_bytes=7.0) for title in ("compute", "DDP", "Gossip"))
+        for run, name in ((ddp, "AdamW"), (gossip, "AdamW")):
+            run.header["optimizer"] = name
+        assert "Trained:" not in Report("hosts", compute, [ddp, gossip], []).markdown()
+        gossip.header["optimizer"] = "GossipAdamW"
+        text = Report("hosts", compute, [ddp, gossip], []).markdown()
+        assert "Trained: DDP with AdamW, Gossip with GossipAdamW. Where weights travel, the validation loss is that of" in text
+
     @pytest.fixture
     def report(self) -> Report:
         compute = a_run("computing alone", 0.1, 40, payload_bytes=0.0)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from gossamer.bench.catalogue import digest
 from gossamer.bench.matrix import (
     ALWAYS,
     HEAD,
@@ -105,6 +106,33 @@ def test_an_old_row_is_shown_with_empty_cells_and_measured_again(tmp_path):
         "relative to compute"
     }
     assert (shown[ROUNDS].strip(), whole[ROUNDS].strip()) == ("2", "2 of 8")
+
+
+def test_what_was_measured_with_another_version_of_the_file_is_measured_again_and_marked(tmp_path):
+    script, path = tmp_path / "mine.py", tmp_path / "results.jsonl"
+    script.write_text("first = 1\n")
+    case = Case(str(script), "200mbit", 4)
+    known = {"workload": str(script), "network": "200mbit"}
+    results = Results(path)
+    results.add([a_row("ddp", **known, digest=digest(script), when=1, memory=1.0, memory_noise=0.1, memory_bytes=1)])
+    results.add([a_row("Gossip()", **known, when=1)])  # of before digests were kept
+    assert results.lacking(case, ["ddp", "Gossip()"], Turns(2)) == []
+    script.write_text("second = 2\n")
+    assert Results(path).lacking(case, ["ddp", "Gossip()"], Turns(2)) == ["ddp"]
+    assert Results(path).memory(case).keys() == set()
+    assert not any("another version" in line for line in table(results.rows))
+    results.add([a_row("QSGD()", **known, digest=digest(script), when=2)])
+    marked = [line for line in table(results.rows) if "another version of its file" in line]
+    assert len(marked) == 1
+    assert "`ddp`" in marked[0]
+    assert digest("Convnet(0.5)") is None
+
+
+def test_the_ratio_to_compute_has_its_spread_where_it_is_known():
+    spread = {"ratio_to_compute_low": 1.2, "ratio_to_compute_high": 1.3}
+    cells = [dict(zip(HEAD, line.strip("|").split("|"), strict=True))["relative to compute"].strip()
+             for line in table([a_row("Gossip()"), a_row("QSGD()", **spread), a_row("compute")])[2:]]  # fmt: skip
+    assert cells == ["1.250", "1.250 (1.200 to 1.300)", "1"]
 
 
 def found(compute, gossip):

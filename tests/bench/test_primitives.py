@@ -52,6 +52,8 @@ def test_payload_counts_what_a_host_sends(pattern: str, shares: float) -> None:
 def test_the_table_shows_ratios() -> None:
     row = {
         "pattern": "ring", "hosts": 4, "rate": "200mbit", "bytes": 8_000_000, "payload": 8_000_000,
-        "bits_per_second": {"tcp": 191e6}, "ratio_to_tcp": 0.997, "ratio_after_silence": 0.991,
+        "bits_per_second": {"tcp": 191e6},
+        "seconds": {"tcp": [1.0, 1.0, 1.1], "gossamer": [1.0, 1.25, 1.0], "gossamer_after_silence": [2.0, 2.0, 2.0]},
     }  # fmt: skip
-    assert exchanges.table([row])[-1] == "| 200mbit | 4 | ring | 8 | 8 | 191.0 | 0.997 | 0.991 |"
+    ratios = "1.000 (0.800 to 1.100) | 0.500 (0.500 to 0.550)"
+    assert exchanges.table([row])[-1] == f"| 200mbit | 4 | ring | 8 | 8 | 191.0 | {ratios} |"

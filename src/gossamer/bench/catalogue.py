@@ -1,5 +1,6 @@
 """Catalogue: workloads by what a user writes: a Python file of their own, or an emulated model such as ``ResNet50(2.0)``."""
 
+import hashlib
 import importlib.util
 import sys
 import traceback
@@ -26,6 +27,12 @@ def find_workload(text: str | Path) -> Workload:
     except (SyntaxError, TypeError, KeyError) as error:
         raise ConfigurationError(f"{text!s}: an emulated model takes its seconds per step, as in {name}(2.0)") from error
     return made
+
+
+def digest(text: str | Path) -> str | None:
+    """What tells one version of a workload's file from another; None of an emulated model, or where there is no file."""
+    path = Path(text)
+    return None if is_emulated(text) or not path.is_file() else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def is_emulated(text: str | Path) -> bool:

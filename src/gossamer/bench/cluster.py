@@ -31,6 +31,11 @@ def joined(workloads: Sequence[str]) -> Iterator[None]:
     device = next(find_workload(workloads[0]).build_model().parameters()).device
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    elif torch.cuda.is_available() and os.environ["RANK"] == "0":
+        sys.stderr.write(
+            f"{workloads[0]}: build_model() leaves the model on the processor, so that is what is measured, over Gloo. For "
+            "GPUs, have build_model() and random_batch() put theirs on f\"cuda:{os.environ['LOCAL_RANK']}\"\n"
+        )
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield
@@ -44,7 +49,8 @@ def cases_here(workloads: Sequence[str]) -> list[Case]:
     for workload in workloads:
         find_workload(workload)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    network = "as is" if local == 1 else f"as is, {local} workers per host"
+    over = "" if dist.get_backend() == "gloo" else f" over {dist.get_backend()}"
+    network = f"as is{over}" if local == 1 else f"as is{over}, {local} workers per host"
     return [Case(workload, network, dist.get_world_size() // local) for workload in workloads]
 
 

@@ -235,8 +235,14 @@ def _shown(rows: Sequence[Record]) -> Iterator[Table]:
         for name in SHOWN.values():
             shown.add_column(name, justify="left" if name == "side" else "right", no_wrap=name == "side")
         for line in lines:
-            shown.add_row(*(_cells(line)[place].strip("`") for place in places))
+            cells = _cells(line)
+            shown.add_row(*(_brief(cells[place], name) for place, name in zip(places, SHOWN, strict=True)))
         yield shown
+
+
+def _brief(cell: str, column: str) -> str:
+    """What of a cell there is room for."""
+    return cell.partition(" (")[0] if column == "relative to compute" else cell.strip("`")
 
 
 def _cells(line: str) -> list[str]:

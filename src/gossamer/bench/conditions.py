@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.cuda import nccl
 
 import gossamer
 from gossamer.bench.peers import PEERS
@@ -41,6 +43,14 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def accelerator() -> dict[str, str]:
+    """The GPU that this process has used, and the versions of CUDA and NCCL; nothing without one."""
+    if not torch.cuda.is_initialized():
+        return {}
+    known = ".".join(map(str, nccl.version())) if dist.is_nccl_available() else "none"
+    return {"accelerator": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "nccl": known}
+
+
 def conditions(sides: Iterable[str], load_before: float, seeds: Any) -> dict[str, Any]:
     """What a row of results tells of how it came about, to be asked for at the end.
 
@@ -48,7 +58,7 @@ def conditions(sides: Iterable[str], load_before: float, seeds: Any) -> dict[str
     before holds what the same command measured in the minute before. ``packages``: the versions of what ``sides`` use
     beside PyTorch. ``seeds``: of models and batches, in the form that the measurement has them.
     """
-    return {
+    return accelerator() | {
         "gossamer": gossamer.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,

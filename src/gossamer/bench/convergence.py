@@ -9,7 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.rows import append_row, markdown, read_rows
 from gossamer.bench.sides import OPTIMIZERS, in_place_of, join, optimizer_of, parse_optimizer, parse_side
-from gossamer.bench.workload import Workload
+from gossamer.bench.workload import Batches, Workload
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError
 
@@ -65,10 +65,6 @@ are told when to end it: in runs of a few hundred steps the variance itself is n
 QUALITIES = {"accuracy": (100.0, "points of accuracy"), "loss": (1.0, "nats of validation loss")}
 
 console = Console(stderr=True)
-
-
-Batches = Callable[[int, int, int], Iterator[tuple[Tensor, Tensor]]]
-"""``batches(rank, world, seed)``: those of one worker, without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +111,7 @@ def train(workload: Workload, run: Training, batches: Batches | None = None) -> 
     """The quality of the averaged model after the steps of all workers in loopback, on the workload's own batches; and how far
     the workers' models are from it (``distance``: see :meth:`gossamer.Replica.consensus_distance`)."""
     check(run)
-    batches, quality = batches or workload.training_batches, workload.quality
-    if batches is None or quality is None:
-        raise ConfigurationError(f"the workload {workload.name} defines no training_batches() and quality()")
+    batches, quality = (replace(workload, training_batches=batches) if batches else workload).training()
 
     def body(rank: int) -> dict[str, float]:
         torch.manual_seed(run.seed)

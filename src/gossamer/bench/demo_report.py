@@ -57,6 +57,7 @@ class Report:
             "measured in the same run. The hosts share this machine's processors: what carrying the bytes and emulating "
             "the network costs there counts as exposed.",
             *self._stood_still(),
+            *self._trained_with(),
             f"Means over all steps but the first {WARM_UP}; one run each, one seed. {machine(self.compute)}.",
         ]
         if any(run.name == "ddp" for run in self.runs):
@@ -67,6 +68,14 @@ class Report:
         waits = {run.title: run.per_step("exposed_seconds") for run in self.runs}
         told = [f"{1e3 * wait:.0f} ms per step with {title}" for title, wait in waits.items() if wait is not None]
         return [f"The training loop stood still, while others perhaps computed, for {', '.join(told)}."] if told else []
+
+    def _trained_with(self) -> list[str]:
+        """What differs between the runs beside the communication."""
+        optimizers = {run.title: run.header["optimizer"] for run in self.runs if "optimizer" in run.header}
+        if len(set(optimizers.values())) < 2:
+            return []
+        told = ", ".join(f"{title} with {optimizer}" for title, optimizer in optimizers.items())
+        return [f"Trained: {told}. Where weights travel, the validation loss is that of the workers' average."]
 
     def table(self) -> Table:
         """For the terminal."""

@@ -6,6 +6,7 @@ python -m gossamer.bench.exchanges --save-to benchmarks/results
 import argparse
 import json
 import platform
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ console = Console(stderr=True)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: the rate of every exchange relative to plain TCP."""
+    """Markdown: the rate of every exchange relative to plain TCP in the same repeat: the median, and the lowest and highest."""
     head = (
         "network",
         "hosts",
@@ -34,16 +35,22 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         "MB",
         "sent by a host, MB",
         "plain TCP, Mbit/s",
-        "gossamer / TCP",
-        "after 150 ms of silence",
+        "gossamer / TCP (lowest to highest)",
+        "after 150 ms of silence (lowest to highest)",
     )
     lines = []
     for row in rows:
         sizes = (f"{row[name] / 1e6:g}" for name in ("bytes", "payload"))
-        ratios = (f"{row[name]:.3f}" for name in ("ratio_to_tcp", "ratio_after_silence"))
+        ratios = (_ratio(row["seconds"]["tcp"], row["seconds"][name]) for name in ("gossamer", "gossamer_after_silence"))
         plain = f"{row['bits_per_second']['tcp'] / 1e6:.1f}"
         lines.append([row["rate"], str(row["hosts"]), row["pattern"], *sizes, plain, *ratios])
     return markdown(head, lines)
+
+
+def _ratio(plain: Sequence[float], own: Sequence[float]) -> str:
+    """Of the seconds of every repeat."""
+    ratios = [there / here for there, here in zip(plain, own, strict=True)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
 def page(saved: dict[str, Any]) -> str:

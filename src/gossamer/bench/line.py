@@ -18,15 +18,15 @@ REPEATS = 3
 def plain_tcp() -> list[list[float]]:
     """For every rank, what its line reached in each repeat. Collective.
 
-    Empty where hosts have several ranks which share a line, and where a host does not let others connect to its ports
-    from 29700 on.
+    Empty where hosts have several ranks which share a line; where a host does not let others connect to its ports from 29700
+    on; and where messages may not go over TCP at all (a process group of another backend than Gloo).
 
     Around a ring everyone waits for the slowest line. So there is one ring for every rate that some host has: of the
     hosts which have it or a higher one. A host that is alone with its rate sends all it has over the line of another, and
     gets that one's.
     """
     hosts, world = dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_world_size()
-    if world == 1 or (hosts not in (1, world) and "GOSSAMER_LAB" not in os.environ):
+    if world == 1 or dist.get_backend() != "gloo" or (hosts not in (1, world) and "GOSSAMER_LAB" not in os.environ):
         return []
     rates = of_all(parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped")).bps or math.inf)
     lines: list[list[float]] = [[] for _ in rates]

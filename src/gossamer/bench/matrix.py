@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gossamer.bench.catalogue import find_workload, is_emulated
+from gossamer.bench.catalogue import digest, find_workload, is_emulated
 from gossamer.bench.in_lab import Record, lab_json, lab_result
 from gossamer.bench.memory import FIGURES, beyond, read
 from gossamer.bench.network import parse_network
 from gossamer.bench.peers import BASELINE, PEERS, missing
 from gossamer.bench.plots import Bars, Panel, times_by_side, times_over_hosts
 from gossamer.bench.ratios import SPREAD
-from gossamer.bench.rows import markdown, read_rows, write_rows
+from gossamer.bench.rows import day, markdown, read_rows, write_rows
 from gossamer.bench.sides import parse_side
 from gossamer.lab import LabSpec
 
@@ -37,6 +37,7 @@ RATIO = f"relative to DDP ({SPREAD})"
 HEAD = (
     "workload", "network", "hosts", "side", ROUNDS, "ms per step", RATIO, "relative to compute", "bound, ms",
     "step / bound", "payload, MB", "on the wire, MB", "communication, ms", "exposed, ms", "CPU, ms", "memory / gradients",
+    "measured",
 )  # fmt: skip
 """Columns of the table."""
 
@@ -79,15 +80,22 @@ class Results:
         self.rows: list[Record] = read_rows(path)
 
     def lacking(self, case: Case, sides: Iterable[str], turns: Turns) -> list[str]:
-        """Those of ``sides`` that have not been measured in this case, or in fewer rounds, with fewer steps, or less warm."""
-        rows = [row for row in self.rows if asdict(case).items() <= row.items()]
+        """Those of ``sides`` that have not been measured in this case, or in fewer rounds, with fewer steps, or less warm, or
+        when the workload's file was another one."""
+        rows = [row for row in self._of_file(case.workload) if asdict(case).items() <= row.items()]
         there = {row["side"] for row in rows if "missing" not in row and _turns(row).cover(turns)}
         return [side for side in sides if side not in there]
 
     def memory(self, case: Case) -> dict[str, Record]:
         """What sides need of memory with this workload and number of hosts, on whichever network it was measured."""
-        same = [row for row in self.rows if (row["workload"], row["hosts"]) == (case.workload, case.hosts)]
+        rows = self._of_file(case.workload)
+        same = [row for row in rows if (row["workload"], row["hosts"]) == (case.workload, case.hosts)]
         return {row["side"]: {name: row[name] for name in FIGURES} for row in same if FIGURES[0] in row}
+
+    def _of_file(self, workload: str) -> list[Record]:
+        """Rows that are not of another version of this workload's file."""
+        of_file = digest(workload)
+        return [row for row in self.rows if _is_of(row, of_file)]
 
     def add(self, rows: Sequence[Record]) -> None:
         """Keep rows, in place of older ones of the same case and side, and write them down.
@@ -100,6 +108,11 @@ class Results:
         self.rows = [row for row in self.rows if _key(row) not in fresh] + list(rows)
         if self._writes:
             write_rows(self._path, self.rows)
+
+
+def _is_of(row: Record, of_file: str | None) -> bool:
+    """Whether a row is of this workload's file. Old ones do not tell."""
+    return row.get("digest", of_file) == of_file
 
 
 def _turns(row: Record) -> Turns:
@@ -155,7 +168,7 @@ def rows_of(case: Case, found: Record) -> list[Record]:
     """
     kept = ("rounds", "steps_per_round", "warmup", "tcp_bits_per_second")
     shared = {"when": round(time.time()), "name": found["workload"]} | {name: found[name] for name in kept}
-    shared |= found["conditions"]
+    shared |= found["conditions"] | {"digest": digest(case.workload)}
     if found["latency"]:
         shared["runner_latency"] = found["latency"]
     rows = []
@@ -180,23 +193,27 @@ def table(rows: Sequence[Record]) -> list[str]:
     Ratios are those of the row's own run; rows of a case may be of several, each with a ``ddp`` and a ``compute`` of its own.
     """
     order = {key: place for place, key in enumerate(dict.fromkeys(_key(row)[:3] for row in rows))}
-    return markdown(HEAD, map(_cells, sorted(rows, key=lambda row: order[_key(row)[:3]])))
+    newest = {row["workload"]: row["digest"] for row in sorted(rows, key=lambda row: row.get("when", 0)) if "digest" in row}
+    cells = [_cells(row, newest.get(row["workload"])) for row in sorted(rows, key=lambda row: order[_key(row)[:3]])]
+    return markdown(HEAD, cells)
 
 
-def _cells(row: Record) -> list[str]:
+def _cells(row: Record, of_file: str | None) -> list[str]:
+    older = "" if _is_of(row, of_file) else " (another version of its file)"
     undelayed = " (not delayed)" if row.get("runner_latency") and row["side"] in PEERS else ""
-    case = [row["name"], row["network"] + undelayed, str(row["hosts"]), f"`{row['side']}`"]
+    case = [row["name"] + older, row["network"] + undelayed, str(row["hosts"]), f"`{row['side']}`"]
+    measured = day(row["when"]) if "when" in row else ""
     if "missing" in row:
         reason = row["missing"].replace("|", "\\|")
-        return [*case, "", "", f"not run: {reason}", *[""] * (len(HEAD) - 7)]
+        return [*case, "", "", f"not run: {reason}", *[""] * (len(HEAD) - 8), measured]
     bound = row.get("bound_seconds")
     gossamers = bool(row["wire_seconds"])
     return [
         *case,
         f"{row['rounds']} of {row['timed_steps']}" if "timed_steps" in row else str(row["rounds"]),
         _milliseconds(row["step_seconds"]),
-        "1" if row["side"] == "ddp" else _ratio(row),
-        f"{row['ratio_to_compute']:.3f}" if "ratio_to_compute" in row else "",
+        "1" if row["side"] == "ddp" else _ratio(row, "ratio"),
+        "1" if row["side"] == BASELINE else _ratio(row, "ratio_to_compute"),
         "" if bound is None else _milliseconds(bound),
         "" if bound is None else f"{row['step_seconds'] / bound:.3f}",
         megabytes(_payload(row)),
@@ -205,12 +222,18 @@ def _cells(row: Record) -> list[str]:
         _milliseconds(row["exposed_seconds"]) if gossamers else "",
         _milliseconds(row["cpu_seconds"]),
         _memory(row),
+        measured,
     ]
 
 
-def _ratio(row: Record) -> str:
-    noisy = " (noisy)" if row["ratio_high"] - row["ratio_low"] > 2 * NOISY * row["ratio"] else ""
-    return f"{row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f}){noisy}"
+def _ratio(row: Record, name: str) -> str:
+    """A ratio with its spread, as far as the row tells."""
+    if name not in row:
+        return ""
+    ratio, low, high = row[name], row.get(f"{name}_low"), row.get(f"{name}_high")
+    if low is None or high is None:
+        return f"{ratio:.3f}"
+    return f"{ratio:.3f} ({low:.3f} to {high:.3f})" + (" (noisy)" if high - low > 2 * NOISY * ratio else "")
 
 
 def _payload(row: Record) -> float | None:

@@ -31,7 +31,7 @@ from gossamer.bench.counters import Counters
 from gossamer.bench.line import plain_tcp
 from gossamer.bench.peers import BASELINE
 from gossamer.bench.ranks import of_all
-from gossamer.bench.ratios import compare
+from gossamer.bench.ratios import compare, paired_ratio
 from gossamer.bench.trained import MODEL_SEED, Pace, Trained, make_side, pace
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError, GossamerError
@@ -201,12 +201,13 @@ def _figures(
 
 
 def _beside_compute(seconds: dict[str, list[float]], name: str) -> Figures:
-    """The step time of ``compute`` in the same run, and the median ratio to it; nothing in a run without it."""
+    """The step time of ``compute`` in the same run, and the ratio to it with its spread; nothing in a run without it."""
     if BASELINE not in seconds:
         return {}
     alone = seconds[BASELINE]
-    ratios = [own / other for own, other in zip(seconds[name], alone, strict=True)]
-    return {"compute_seconds": statistics.median(alone), "ratio_to_compute": statistics.median(ratios)}
+    middle, low, high = paired_ratio(seconds[name], alone)
+    ratio = {"ratio_to_compute": middle, "ratio_to_compute_low": low, "ratio_to_compute_high": high}
+    return {"compute_seconds": statistics.median(alone)} | ratio
 
 
 def missing(sides: Sequence[str]) -> dict[str, str]:

@@ -25,8 +25,7 @@ from gossamer.bench.crossing import crossing
 from gossamer.bench.peers import PEERS, Joined
 from gossamer.bench.ranks import of_all
 from gossamer.bench.sides import join, parse_side
-from gossamer.bench.workload import Workload
-from gossamer.errors import ConfigurationError
+from gossamer.bench.workload import Quality, Workload
 from gossamer.replica import Replica
 
 _TELL_EVERY = 1.0
@@ -70,18 +69,17 @@ class Clock:
 
 def train(workload: Workload, side: str, seed: int, goal: Goal) -> None:
     """Train from ``seed`` until the goal is reached. Raises ConfigurationError if the workload has no data or quality."""
-    if workload.training_batches is None or workload.quality is None:
-        raise ConfigurationError(f"{workload.name} defines no training_batches() and quality(): there is nothing to reach")
+    training_batches, quality = workload.training()
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed)
     model = workload.build_model()
     made = join(parse_side(side), model, workload.build_optimizer(model))
     apart = side in PEERS and PEERS[side].period > 1
     _say({"side": side, "parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__})
-    source = iter(workload.training_batches(rank, world, seed))
+    source = iter(training_batches(rank, world, seed))
     batches = chain([next(source)], source)  # the data are there when the clock begins
     with made.turn():
-        _train(workload, made, batches, goal, lambda: evaluate(workload, model, made.replica, apart))
+        _train(workload, made, batches, goal, lambda: evaluate(quality, model, made.replica, apart))
     made.close()
 
 
@@ -103,17 +101,16 @@ def _train(workload: Workload, made: Joined, batches: Batches, goal: Goal, quali
                 break
 
 
-def evaluate(workload: Workload, model: nn.Module, replica: Replica | None, apart: bool) -> tuple[str, float]:
+def evaluate(quality: Quality, model: nn.Module, replica: Replica | None, apart: bool) -> tuple[str, float]:
     """What is measured, and its value for the mean of the workers' models. Collective; the first rank evaluates.
 
     ``apart``: the models differ although there is no replica that knows of it.
     """
-    assert workload.quality is not None
     found: dict[str, float] = {}
     with replica.consensus() if replica is not None else _mean(model) if apart else nullcontext():
         if dist.get_rank() == 0:
             model.eval()
-            found = workload.quality(model)
+            found = quality(model)
             model.train()
     # What all ranks decide by is the same on all, to the last bit.
     return next(iter(of_all(found)[0].items()))

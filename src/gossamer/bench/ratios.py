@@ -20,15 +20,21 @@ def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, f
     ``ratio_low`` and ``ratio_high``: the ends of a 95 % bootstrap interval of the median; of fewer than ``ENOUGH`` rounds the
     lowest and the highest ratio that was measured. That is a range, not an interval: it says nothing of the next run.
     """
-    ratios = [own / other for own, other in zip(seconds, reference, strict=True)]
-    low, high = interval(ratios) if len(ratios) >= ENOUGH else (min(ratios), max(ratios))
+    middle, low, high = paired_ratio(seconds, reference)
     return {
         "step_seconds": statistics.median(seconds),
         "reference_seconds": statistics.median(reference),
-        "ratio": statistics.median(ratios),
+        "ratio": middle,
         "ratio_low": low,
         "ratio_high": high,
     }
+
+
+def paired_ratio(seconds: Sequence[float], reference: Sequence[float]) -> tuple[float, float, float]:
+    """Median of the paired ratios, and from where to where; see :func:`compare`."""
+    ratios = [own / other for own, other in zip(seconds, reference, strict=True)]
+    low, high = interval(ratios) if len(ratios) >= ENOUGH else (min(ratios), max(ratios))
+    return statistics.median(ratios), low, high
 
 
 def spread(rows: Sequence[dict[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,17 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def day(when: float) -> str:
+    """Of a time in seconds since 1970, in UTC."""
+    return datetime.fromtimestamp(when, UTC).date().isoformat()
+
+
+def days(rows: Iterable[dict[str, Any]]) -> str:
+    """When rows were measured, as a sentence; empty where they do not tell."""
+    known = sorted({day(row["when"]) for row in rows if "when" in row})
+    return f"Measured on {known[0]}." if len(known) == 1 else f"Measured from {known[0]} to {known[-1]}." if known else ""
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -51,7 +52,7 @@ def staying(own: Shard, batch: int, rank: int, seed: int) -> Iterator[Shard]:
                 yield inputs[chosen], labels[chosen]
 
 
-def travelling(own: Shard, batch: int, seed: int, **options: bool) -> Iterator[Shard]:
+def travelling(own: Shard, batch: int, seed: int, **options: Any) -> Iterator[Shard]:
     """Batches of a share that wanders around the ring, without end."""
     with RingShuffle(own, batch, seed=seed, **options) as shuffle:
         yield from endless(shuffle)

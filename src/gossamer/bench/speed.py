@@ -6,6 +6,7 @@ python -m gossamer.bench.speed --save-to benchmarks/results
 import argparse
 import json
 import platform
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.console import Console
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.in_lab import lab_result
 from gossamer.bench.ratios import require_scipy, spread
-from gossamer.bench.rows import markdown
+from gossamer.bench.rows import days, markdown
 from gossamer.errors import GossamerError
 from gossamer.lab import LabError, LabSpec
 
@@ -42,7 +43,8 @@ def steps_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def page(saved: dict[str, Any]) -> str:
     """What ``speed.md`` says of what ``speed.json`` holds."""
-    return "\n".join([*steps_table(saved["steps"]), "", saved["machine"]]) + "\n"
+    when = days(saved["steps"])
+    return "\n".join([*steps_table(saved["steps"]), "", saved["machine"] + (f". {when}" if when else "")]) + "\n"
 
 
 def merged(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], key: Sequence[str]) -> list[dict[str, Any]]:
@@ -74,7 +76,8 @@ def _measure_and_save(options: argparse.Namespace, specs: Sequence[LabSpec]) -> 
         for workload in options.workloads:
             console.log(f"{workload.stem} on {spec.rate}: {options.rounds} rounds")
             command = ["-m", "gossamer.bench.paired", "--workload", str(workload), "--rounds", str(options.rounds)]
-            save(options.save_to, [lab_result(spec, [*command, "--steps", str(STEPS)], "sides")])
+            found = lab_result(spec, [*command, "--steps", str(STEPS)], "sides")
+            save(options.save_to, [found | {"when": round(time.time())}])
 
 
 def save(folder: Path, steps: Sequence[dict[str, Any]]) -> None:

@@ -27,7 +27,7 @@ from gossamer.bench.in_lab import Record, lab_json
 from gossamer.bench.matrix import Case
 from gossamer.bench.peers import BASELINE
 from gossamer.bench.plots import quality_over_time, require_matplotlib
-from gossamer.bench.rows import markdown, read_rows, write_rows
+from gossamer.bench.rows import days, markdown, read_rows, write_rows
 from gossamer.bench.sides import parse_side
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError, GossamerError
@@ -230,7 +230,7 @@ def page(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
     target = f"{stated[0]:.4g}" if stated[0] == stated[-1] else f"{stated[0]:.4g} to {stated[-1]:.4g}, by seed"
     name = find_workload(first["workload"]).name
     about = f"{name}, {first['hosts']} hosts, {first['network']}: {first['measure']} {target}"
-    return [about, "", *table(rows, targets)]
+    return [about, "", *table(rows, targets), "", days(rows)]
 
 
 def conclude(study: Study, options: argparse.Namespace) -> list[str]:
@@ -270,9 +270,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def fetch_data(workload: Workload, hosts: int) -> None:
     """Have the workload load its data here, once: what it may have to download cannot be reached from emulated hosts."""
-    if workload.training_batches is None or workload.quality is None:
-        raise ConfigurationError(f"the workload {workload.name} defines no training_batches() and quality()")
-    next(iter(workload.training_batches(0, hosts, 0)))
+    training_batches, _ = workload.training()
+    next(iter(training_batches(0, hosts, 0)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossamer.errors import ConfigurationError
+
+Batches = Callable[[int, int, int], Iterator[tuple[Tensor, Tensor]]]
+"""``(rank, world, seed)`` → a worker's batches without end."""
+
+Quality = Callable[[nn.Module], dict[str, float]]
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -24,6 +31,12 @@ class Workload:
     build_optimizer: Callable[[nn.Module], Optimizer]
     random_batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
-    training_batches: Callable[[int, int, int], Iterator[tuple[Tensor, Tensor]]] | None = None
-    quality: Callable[[nn.Module], dict[str, float]] | None = None
+    training_batches: Batches | None = None
+    quality: Quality | None = None
     training_samples: Callable[[], tuple[Tensor, Tensor]] | None = None
+
+    def training(self) -> tuple[Batches, Quality]:
+        """What to train with, and what it is worth; ConfigurationError if the script does not say."""
+        if self.training_batches is None or self.quality is None:
+            raise ConfigurationError(f"the workload {self.name} defines no training_batches() and quality()")
+        return self.training_batches, self.quality
