@@ -135,7 +135,7 @@ SCALE := $(VENV)/bin/gossamer bench 'Convnet(1)' --network 40mbit --rounds 3 --s
   --side 'AllReduce()' --side 'ScatterReduce()' --side 'ChunkSparse()' --side "Gossip(wire='bf16')" --side 'QuantizedGossip()' \
   --side 'DecentralizedSGD()' --side 'LowPrecisionDecentralized()' --side 'PushSum()' --side 'GossipPGA(period=4)'
 
-bench-scale: $(READY) ## every pattern with 2 to 32 workers: time, bytes, messages, memory, beside what is predicted (about 80 minutes)
+bench-scale: $(READY) ## every pattern but the hierarchical one with 2 to 32 workers: time, bytes, messages, memory, beside what is predicted (about 80 minutes)
 	$(SCALE) --hosts 2 --hosts 4 --hosts 8 --at-once 5
 	# What a worker needs of memory does not depend on how many there are; 32 processes need all of it for two sides at a time.
 	$(SCALE) --hosts 16 --at-once 9 --no-memory
@@ -158,8 +158,8 @@ bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, besi
 	  --save-to benchmarks/results --sides ddp compute 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' ddp-powersgd
 	$(RUN) -m gossamer.bench.readme
 
-bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (about a minute)
+bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (on a processor ten seconds)
 	$(RUN) -m gossamer.bench.kernels --save-to benchmarks/results
 
-clean: ## remove what was built
+clean: ## remove what was built, and out/ with what was measured and not saved elsewhere
 	rm -rf $(VENV) out build dist .mypy_cache .ruff_cache src/*.egg-info

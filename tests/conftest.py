@@ -5,8 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+# Examples are the same in every run, and a machine that stands still for a moment is no counterexample.
+settings.register_profile("ours", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ours")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -113,7 +113,7 @@ def test_sent_and_kept_is_what_it_had() -> None:
     inputs = [noise(1, 100, seed=step) for step in range(5)]
     outcome = exchange(algorithm(), inputs)[0]
     had = sum(step[0] for step in inputs)
-    assert torch.allclose(sum(outcome.results) + outcome.state["remainder"], had, atol=1e-5)
+    assert torch.allclose(sum(outcome.results) + outcome.state["residual"], had, atol=1e-5)
 
 
 def test_a_run_resumes_bit_identically() -> None:

@@ -402,7 +402,7 @@ def test_a_closed_replica_says_so() -> None:
     state = replica.state_dict()
     replica.close()
     for call in (replica.state_dict, lambda: replica.load_state_dict(state)):
-        with pytest.raises(ConfigurationError, match="closed"):
+        with pytest.raises(UsageError, match="closed"):
             call()
 
 
@@ -671,3 +671,32 @@ def test_a_mesh_without_this_process() -> None:
 def test_groups_have_names_of_their_own() -> None:
     names = [_instance_name(ranks) for ranks in ((0, 1, 8, 9), (0, 4, 7, 9), (0, 1, 8, 9))]
     assert len(set(names)) == 3
+
+
+def test_what_cannot_be_replicated_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another algorithm may be tried then: the momentum is back, and no parameter counts as replicated."""
+
+    def body(rank: int) -> None:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(8))])
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        sparse = ChunkSparse(momentum_correction=True)
+        with pytest.raises(ConfigurationError, match="compresses matrices"):
+            gossamer.replicate(model, optimizer, Hierarchical(sparse, inner=PowerSGD(), ranks_per_node=1))
+        assert optimizer.param_groups[0]["momentum"] == 0.9
+        monkeypatch.setattr(gossamer.Replica, "_hook", out_of_memory)
+        with pytest.raises(MemoryError):
+            gossamer.replicate(model, optimizer, sparse)
+        assert optimizer.param_groups[0]["momentum"] == 0.9
+        monkeypatch.undo()
+        gossamer.replicate(model, optimizer, sparse).close()
+
+    def out_of_memory(replica: gossamer.Replica) -> None:
+        raise MemoryError
+
+    loopback(body, 1)
+
+
+def test_a_scripted_model_is_refused() -> None:
+    model = torch.jit.script(nn.Linear(3, 2))
+    with pytest.raises(ConfigurationError, match="scripted modules"):
+        gossamer.replicate(model, SGD(model.parameters(), lr=0.1))

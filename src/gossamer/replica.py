@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.comm.runner import Runner
-from gossamer.errors import ConfigurationError, UsageError
+from gossamer.errors import UsageError
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.gossip_adamw import AVERAGED_OVER
 from gossamer.sync import checkpoint
@@ -74,7 +74,7 @@ class Replica:
         self._links: list[OptimizerSync] = []
         self._open_syncs()
         weight = next(iter(self._trainable.values())) if self._weights else None
-        self._turns = Turns(runner, self._backward, len(self._optimizers), weight)
+        self._turns = Turns(runner, self._backward, len(self._optimizers), weight, self._loss_scale)
         self._turns.weights_moved(self._trainable.values())
         self._overlap = NoOverlap()
         if overlap_forward and self._gradients is not None:
@@ -131,25 +131,26 @@ class Replica:
         and left by an exception; an optimizer's step inside is refused, because it would be undone. The average of a whole
         run is left in the model by ``close(average=True)``.
         """
-        if not self._weights or self._runner.world == 1:
+        if not self._weights or self._runner.world == 1 or self._at_average:
             yield self._model
             return
         self._refuse_in_join("consensus()")
         self.wait_for_exchanges()
         tensors: dict[str, Tensor] = {**self._parameters, **beside_parameters(self._model)}
-        before, self._at_average = self._at_average, True
+        self._at_average = True
         try:
             with at_average(self._runner, tensors, self._weigh):
                 yield self._model
         finally:
-            self._at_average = before
+            self._at_average = False
 
     def consensus_distance(self) -> float:
         """How far the replicas are apart now: the root mean square over workers of ‖w − w̄‖ / ‖w̄‖, w̄ the mean of the weights.
 
-        Zero for gradient algorithms. Collective, and costs an all-reduce of the weights: for now and then.
+        Zero for gradient algorithms, and inside :meth:`consensus`. Collective, and costs an all-reduce of the weights: for
+        now and then.
         """
-        if not self._weights or self._runner.world == 1:
+        if not self._weights or self._runner.world == 1 or self._at_average:
             return 0.0
         self._refuse_in_join("consensus_distance()")
         self.wait_for_exchanges()
@@ -473,4 +474,4 @@ class Replica:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ConfigurationError("the replica is closed")
+            raise UsageError("the replica is closed")

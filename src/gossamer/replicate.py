@@ -20,7 +20,7 @@ from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.optim.communicating import Communicating
 from gossamer.replica import Replica
 from gossamer.sync.agreement import agree, checksum, same_from_rank
-from gossamer.sync.checks import check_held, check_model, check_optimizers, held_by, named_parameters
+from gossamer.sync.checks import check_held, check_model, check_optimizers, held_by, named_parameters, release
 from gossamer.sync.module_buffers import Buffers, averaged, floating, named_buffers, resolve_buffers
 
 logger = logging.getLogger("gossamer")
@@ -87,8 +87,7 @@ def replicate(
             algorithm.check_machines(runner.nodes)
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward))
         _start_equal(runner, model)
-        running = algorithm.attach(optimizers)
-        replica = Replica(model, optimizers, running, runner, mode, scaler, overlap_forward)
+        replica = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward)
     except BaseException as error:
         if isinstance(error, GossamerError):
             runner.alarm(str(error))
@@ -97,6 +96,24 @@ def replicate(
     if runner.rank == 0:
         logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, algorithm)
     return replica
+
+
+def _attached(
+    model: nn.Module,
+    optimizers: tuple[Optimizer, ...],
+    algorithm: Algorithm,
+    runner: Runner,
+    buffers: Buffers,
+    scaler: Any,
+    overlap_forward: bool,
+) -> Replica:
+    """The replica. If it cannot be made, model and optimizers are as they were: another algorithm may be tried."""
+    try:
+        return Replica(model, optimizers, algorithm.attach(optimizers), runner, buffers, scaler, overlap_forward)
+    except BaseException:
+        algorithm.detach(optimizers)
+        release(named_parameters(model).values())
+        raise
 
 
 def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any) -> tuple[Optimizer, ...]:

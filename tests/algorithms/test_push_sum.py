@@ -233,6 +233,27 @@ def test_the_mean_of_the_replicas_is_the_conserved_one(topology, wrapped, how):
         assert (found - weight).abs().max() < 1e-12
 
 
+def test_the_mean_inside_the_mean_is_the_same():
+    def body(rank):
+        model = torch.nn.Linear(6, 2, bias=False).double()
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, PushSum(topology=UNEVEN))
+        for _ in range(5):
+            optimizer.zero_grad()
+            (model.weight.sum() * (rank + 1)).backward()
+            optimizer.step()
+        with replica.consensus():
+            outside = model.weight.detach().clone()
+            with replica.consensus():
+                assert torch.equal(model.weight, outside)
+            assert torch.equal(model.weight, outside)
+            assert replica.consensus_distance() == 0.0
+        assert replica.consensus_distance() > 0.0
+
+    gossamer.loopback(body, 4)
+
+
 def test_of_machines_that_push_the_mean_is_the_conserved_one():
     def body(rank):
         model = torch.nn.Linear(6, 2, bias=False).double()

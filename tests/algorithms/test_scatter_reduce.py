@@ -5,7 +5,7 @@ import torch
 
 from contracts.cases import exchange, noise
 from gossamer import QSGD, ByteGrad, ScatterReduce
-from gossamer.codecs import Codec, ErrorFeedback, Quantize, Sign, TopK
+from gossamer.codecs import Codec, ErrorFeedback, Quantize, RandomK, Sign, TopK
 from gossamer.comm.ops import AllGather, AllToAll
 from gossamer.errors import ConfigurationError
 
@@ -96,3 +96,10 @@ def test_bad_input(fields: dict, message: str) -> None:
     for kind in (ScatterReduce, ByteGrad):
         with pytest.raises(ConfigurationError, match=message):
             kind(**fields)
+
+
+def test_what_makes_longer_what_it_encodes_goes_without_a_memory() -> None:
+    for feedback in ({}, {"worker_feedback": False}, {"server_feedback": False}):
+        with pytest.raises(ConfigurationError, match="would grow from step to step"):
+            ScatterReduce(codec=RandomK(unbiased=True), **feedback)
+    ScatterReduce(codec=RandomK(unbiased=True), worker_feedback=False, server_feedback=False)

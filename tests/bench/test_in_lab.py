@@ -31,7 +31,7 @@ def test_no_result_is_an_error(script):
 
 
 def test_the_rank_that_failed_first_is_quoted_and_not_those_that_missed_it(script):
-    source = "if rank == 1:\n    raise ValueError('the cause')\ntime.sleep(0.3)\n"
+    source = "if rank == 1:\n    raise ValueError('the cause')\ntime.sleep(3)\n"
     source += "print('\\n'.join(['Connection closed by peer'] * 50), file=sys.stderr)\nsys.exit(3)\n"
     with pytest.raises(GossamerError, match=r"first on rank 1:(.|\n)*ValueError: the cause") as caught:
         lab_json(HERE, script(source))

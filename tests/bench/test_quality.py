@@ -5,9 +5,11 @@ import json
 import pytest
 
 from gossamer.bench import time_to_quality
+from gossamer.bench.catalogue import digest
 from gossamer.bench.crossing import crossing, smoothed
 from gossamer.bench.plots import require_matplotlib
 from gossamer.bench.time_to_quality import Runs, main, seconds_to, table, target_after
+from gossamer.errors import GossamerError
 
 RISING = [(float(second), quality) for second, quality in enumerate([0.1, 0.2, 0.9, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])]
 
@@ -111,3 +113,29 @@ def test_a_study_says_what_is_wrong(tmp_path, workload, capsys):
     assert "name another side first" in capsys.readouterr().err
     assert main(["--workload", "nowhere.py", "--target", "1", "--save-to", str(tmp_path)]) == 1
     assert "nowhere.py" in capsys.readouterr().err
+
+
+def test_a_side_that_fails_is_told_in_the_table_and_by_the_exit_code(tmp_path, workload, capsys, monkeypatch):
+    require_matplotlib()
+
+    def train(key, seconds, until, told):
+        if key["side"] == "ddp-fp16":
+            raise GossamerError("nowhere to be\nfound")
+        return key | a_run(key["side"], key["seed"], 1.0)
+
+    monkeypatch.setattr(time_to_quality, "train", train)
+    words = ["--workload", str(workload), "--target", "0.4", "--seeds", "1", "--save-to", str(tmp_path / "out")]
+    assert main([*words, "--sides", "ddp", "ddp-fp16", "Gossip()"]) == 1
+    told = (tmp_path / "out" / "line-quality.md").read_text()
+    assert told in capsys.readouterr().out
+    assert "`ddp-fp16` was not trained with seed 0: nowhere to be found" in told
+    assert "| `Gossip()` | 1 of 1 |" in told, "the others go on"
+
+
+def test_runs_of_another_version_of_the_workload_are_not_taken(tmp_path, workload):
+    runs = Runs(tmp_path / "quality.jsonl")
+    key = {"workload": str(workload), "network": "n", "hosts": 2, "side": "ddp", "seed": 0, "eval_every": 5}
+    runs.add(key | {"evaluations": [[5, 1.0, 0.1]], "digest": digest(workload)})
+    assert runs.find(key) is not None
+    workload.write_text(workload.read_text() + "# other\n")
+    assert runs.find(key) is None

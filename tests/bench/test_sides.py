@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from gossamer import AllReduce, Gossip, Hierarchical, PushSum, ScatterReduce, after
-from gossamer.bench.sides import OPTIMIZERS, PLAIN, OverlapForward, algorithm_of, join, overlaps_forward, parse_side
+from gossamer.algorithms import registry
+from gossamer.bench.listing import everything
+from gossamer.bench.sides import (
+    OPTIMIZERS,
+    PLAIN,
+    OverlapForward,
+    algorithm_of,
+    join,
+    known_names,
+    overlaps_forward,
+    parse_side,
+)
 from gossamer.bench.trained import _period
 from gossamer.codecs import Quantize
 from gossamer.comm.digraph import OutNeighbours
@@ -134,3 +145,16 @@ def test_optimizers_that_communicate_are_known_as_such() -> None:
 def test_a_side_is_timed_over_whole_periods_of_its_exchanges(side, period):
     """One that may lag is waited for only when it is late: over fewer steps nobody would ever wait for it."""
     assert _period(parse_side(side)) == period
+
+
+def test_everything_that_is_listed_can_be_parsed():
+    sides = everything()
+    assert {"ddp", "torchft-diloco", "AllReduce()", "Gossip()", "OneBitAdam()"} <= set(sides)
+    assert {f"{name}()" for name in registry()} <= set(sides), "a new algorithm appears by itself"
+    for side in sides:
+        parse_side(side)
+
+
+def test_rotated_topologies_and_nothing_that_cannot_be_made():
+    assert "Rotated" in repr(parse_side("Gossip(topology=rotated(Ring()))"))
+    assert not {"Pattern", "Topology", "Codec"} & set(known_names())

@@ -40,6 +40,15 @@ def test_broadcast_is_priced_at_its_root() -> None:
     assert ops.Broadcast(fp32(10)).traffic(8).bytes == 3 * 40
 
 
+@pytest.mark.parametrize("world", range(1, 18))
+@pytest.mark.parametrize("source", [0, 1])
+def test_a_broadcast_is_sent_on_to_everyone_once(world: int, source: int) -> None:
+    op = ops.Broadcast(fp32(10), source % world)
+    sent = [op.sent(world, rank) for rank in range(world)]
+    assert sum(each.bytes for each in sent) == 40 * (world - 1)
+    assert sent[source % world] == op.traffic(world) == max(sent, key=lambda each: each.bytes)
+
+
 def every_op(world: int) -> list[ops.Op]:
     x = torch.arange(4.0 * world).view(world, 4)
     return [

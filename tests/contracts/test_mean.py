@@ -11,8 +11,8 @@ from torch import Tensor
 from gossamer import Gossip, GossipGraD, GossipPGA, LowPrecisionDecentralized, PushSum, QuantizedGossip
 from gossamer.algorithms import Algorithm, DecentralizedSGD, registry
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.low_precision_decentralized import contraction
 from gossamer.codecs import ErrorFeedback
+from gossamer.codecs.contraction import contraction
 from gossamer.comm.digraph import RandomPush
 from gossamer.comm.loopback import carry_out
 from gossamer.comm.ops import Flow, Start, Wait

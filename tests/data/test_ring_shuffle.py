@@ -491,6 +491,7 @@ def refused(make: Callable[[int], Any], said: str, world: int = 2, error: type[E
 
 def test_an_empty_share() -> None:
     refused(lambda rank: RingShuffle(torch.zeros(8 * (rank == 0)), 4), "rank 1 holds no sample")
+    refused(lambda rank: RingShuffle([torch.zeros(2)] * 8 * (rank == 0), 2, deal=True), "rank 1 holds no sample")
 
 
 def test_a_share_smaller_than_a_batch() -> None:

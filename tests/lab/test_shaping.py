@@ -31,7 +31,7 @@ def reaches(measured: Callable[[], float], bps: float) -> bool:
     shares = []
     for _ in range(3):
         shares.append(measured() / bps)
-        assert shares[-1] < 0.97
+        assert shares[-1] < 0.985, "a burst more, where both sides stood still for a moment"
         if shares[-1] > 0.8:
             return True
     raise AssertionError(f"shares of the rate: {shares}")

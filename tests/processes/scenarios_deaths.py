@@ -3,6 +3,7 @@
 Each is a script of its own: what it raises ends its process, and nothing is closed by hand.
 """
 
+import contextlib
 import importlib
 import os
 import signal
@@ -176,7 +177,19 @@ def leaves_nothing(here: Here) -> list[str]:
     replica.close()
     dist.barrier()
     dist.destroy_process_group()
-    return [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
+    end = time.monotonic() + 10.0  # one that was joined is listed for a moment longer
+    while any("gloo" in name for name in threads()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return threads()
+
+
+def threads() -> list[str]:
+    """The names of this process's threads."""
+    found = []
+    for place in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found.append(place.read_text().strip())
+    return found
 
 
 @ends_the_process

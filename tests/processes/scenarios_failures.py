@@ -179,8 +179,8 @@ def replicated_twice(here: Here) -> dict[str, Any]:
 
 def late_at_the_start(here: Here) -> dict[str, Any]:
     if here.rank == 2:
-        time.sleep(1.5)
-    return start(here, odd={}, timeout=0.7)
+        time.sleep(5.0)
+    return start(here, odd={}, timeout=3.0)
 
 
 # -- a loop that goes wrong -----------------------------------------------------------------------------------------
@@ -389,9 +389,9 @@ def lanes() -> set[threading.Thread]:
 def close_after_a_failure(here: Here) -> dict[str, Any]:
     """What is under way when a run fails does not make close() wait, and ends soon."""
     before = lanes()
-    _, _, train = begin(here, Gossip(bucket_bytes=2048), timeout=1.5)
+    _, _, train = begin(here, Gossip(bucket_bytes=2048), timeout=4.0)
     if here.rank == 1:
-        time.sleep(2.5)
+        time.sleep(6.0)
     report = told(many(train))
     moment = time.time()
     told(here.replicas[0].close)
@@ -432,10 +432,11 @@ def warnings_after(seconds: float) -> Iterator[list[str]]:
         bulletin.WARN_AFTER, logger.propagate = before, True
 
 
-def merely_late(here: Here, algorithm: Algorithm | None = None, after: float = 1.2, sleep: float = 2.5) -> dict[str, Any]:
+def merely_late(here: Here, algorithm: Algorithm | None = None, after: float = 2.0, sleep: float = 5.0) -> dict[str, Any]:
     """Rank 2 takes a break in mid-training: a warning that names it, and training goes on."""
     with warnings_after(after) as kept:
         _, _, train = begin(here, algorithm)
+        kept.clear()
         if here.rank == 2:
             time.sleep(sleep)
         report = told(lambda: [train(step) for step in range(2, 6)])
@@ -456,17 +457,17 @@ def late_by_twelve_seconds(here: Here) -> dict[str, Any]:
 
 def too_late(here: Here) -> dict[str, Any]:
     """Rank 2 comes after the timeout: every rank is told, rank 2 when it comes."""
-    _, _, train = begin(here, timeout=1.5)
+    _, _, train = begin(here, timeout=4.0)
     if here.rank == 2:
-        time.sleep(2.5)
+        time.sleep(6.0)
     return told(many(train))
 
 
 def too_late_in_a_ring(here: Here) -> dict[str, Any]:
     """The main thread itself waits for the operation."""
-    _, _, train = begin(here, FaultyPrompt(where=-1), timeout=1.5)
+    _, _, train = begin(here, FaultyPrompt(where=-1), timeout=4.0)
     if here.rank == 2:
-        time.sleep(2.5)
+        time.sleep(6.0)
     return told(many(train))
 
 
@@ -478,7 +479,7 @@ def late_in_a_ring(here: Here) -> dict[str, Any]:
 
 
 def too_late_with_gossip(here: Here) -> dict[str, Any]:
-    _, _, train = begin(here, Gossip(bucket_bytes=2048), timeout=1.5)
+    _, _, train = begin(here, Gossip(bucket_bytes=2048), timeout=4.0)
     if here.rank == 2:
-        time.sleep(2.5)
+        time.sleep(6.0)
     return told(many(train))

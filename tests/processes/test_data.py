@@ -50,7 +50,7 @@ def test_every_rank_hears_of_an_empty_share(processes: list[Process]) -> None:
 
 def test_a_failure_of_one_rank_ends_the_others_soon(processes: list[Process]) -> None:
     assert all("the loss is NaN" in error for error in errors(processes, "failing"))
-    assert all(process.reports["failing"].seconds < 10 for process in processes)
+    assert all(process.reports["failing"].seconds < 30 for process in processes)
 
 
 def test_a_rank_that_leaves_is_named(processes: list[Process]) -> None:
@@ -58,4 +58,4 @@ def test_a_rank_that_leaves_is_named(processes: list[Process]) -> None:
     assert told[1] == ""
     assert any("PeerLeftError" in error and "rank 1" in error for error in told)
     assert all(told[rank] != "" for rank in (0, 2))
-    assert all(process.reports["leaving"].seconds < 20 for process in processes)
+    assert all(process.reports["leaving"].seconds < 30 for process in processes)

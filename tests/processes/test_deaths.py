@@ -10,7 +10,8 @@ import pytest
 
 from processes.harness import Launch, Process, launch
 
-SECONDS = 10.0
+SECONDS = 30.0
+"""Two or three when the machine is not busy."""
 
 
 def slowly(*arguments: Any) -> Any:
@@ -115,7 +116,7 @@ def test_interrupt(where: str) -> None:
         assert process.code == -signal.SIGINT, process.errors[-3000:]
         assert "KeyboardInterrupt" in process.errors
         print(f"rank {process.rank} ended after {process.ended - moment:.1f} s")
-        assert process.ended - moment < 5.0
+        assert process.ended - moment < 20.0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from processes.scenarios_runners import WORLDS, algorithms, is_exact, train_exac
 
 @pytest.fixture(scope="module")
 def seen() -> list[Any]:
-    return require(launch("scenarios_runners", ["every_world"], max(WORLDS), timeout=120), "every_world")
+    return require(launch("scenarios_runners", ["every_world"], max(WORLDS), timeout=240), "every_world")
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -1,6 +1,7 @@
 """What a device was given and does not finish is noticed beside the main thread, and ended."""
 
 import logging
+import re
 import time
 from typing import Any
 
@@ -43,23 +44,24 @@ def watch(timeout: float) -> tuple[Watch, list[Bulletin], list[GossamerError]]:
 
 
 def until(holds: Any) -> bool:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while not holds() and time.monotonic() < end:
         time.sleep(0.01)
     return bool(holds())
 
 
 def test_what_a_device_does_not_finish_is_named_and_ended(caplog: pytest.LogCaptureFixture) -> None:
-    watching, boards, failed = watch(timeout=1.0)
+    watching, boards, failed = watch(timeout=3.0)
     boards[1].wait_in(4)
     with caplog.at_level(logging.WARNING, "gossamer"):
         watching.add(issued(FakeEvent({}), 3))
         watching.add(issued(FakeEvent({}, done=False), 4))
         assert until(lambda: failed)
     where = "all_reduce of bucket 4 (a …) at step 9, waiting for all 3 ranks"
-    assert [record.getMessage() for record in caplog.records] == [f"rank 0 has waited 0 s in {where} (late: rank 2)"]
+    (warning,) = [re.sub(r"waited \d+ s", "waited", record.getMessage()) for record in caplog.records]
+    assert warning == f"rank 0 has waited in {where} (late: rank 2)"
     assert isinstance(failed[0], CommunicationTimeout)
-    assert str(failed[0]) == f"rank 0 gave up after 1 s in {where}; late: rank 2"
+    assert str(failed[0]) == f"rank 0 gave up after 3 s in {where}; late: rank 2"
 
 
 def test_a_host_that_does_not_come_back_from_issuing_is_noticed() -> None:
@@ -89,14 +91,15 @@ def test_the_failure_of_another_rank_ends_what_waits_for_it() -> None:
     assert "the reason" in str(failed[0])
 
 
-def test_what_is_finished_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
-    watching, _, failed = watch(timeout=0.5)
+def test_what_is_finished_is_forgotten(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulletin, "WARN_AFTER", 60.0)
+    watching, _, failed = watch(timeout=60.0)
     event = FakeEvent({}, done=False)
     watching.add(issued(event))
     time.sleep(0.1)
     event.done = True
     watching.close()
-    time.sleep(0.6)
+    assert watching.ends(30.0)
     assert not failed
     assert not caplog.records
 

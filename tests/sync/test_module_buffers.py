@@ -23,6 +23,12 @@ def test_defaults() -> None:
         resolve_buffers("none", "gradients")  # type: ignore[arg-type]
 
 
+def test_names_are_those_of_the_uncompiled_model() -> None:
+    """A checkpoint of one is loaded into the other."""
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    assert list(named_buffers(torch.compile(model))) == list(named_buffers(model))  # type: ignore[arg-type]
+
+
 def test_what_can_be_averaged() -> None:
     model = nn.BatchNorm1d(3)
     assert list(named_buffers(model)) == ["running_mean", "running_var", "num_batches_tracked"]

@@ -158,3 +158,22 @@ def test_what_is_owed_survives_the_beginning_and_the_end_of_scaling(before: floa
         torch.testing.assert_close(*residuals)
 
     loopback(body, 2)
+
+
+def test_a_step_that_not_all_would_skip_is_refused() -> None:
+    """Where weights travel a pass inside no_sync() is one to take a step for; but overflow is agreed on in the others."""
+
+    def body(rank: int, scaled: bool) -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, Gossip(), scaler=torch.amp.GradScaler("cpu", enabled=scaled))
+        with replica.no_sync():
+            model(torch.ones(1, 4)).sum().backward()
+        if scaled:
+            with pytest.raises(gossamer.UsageError, match=r"no backward pass outside of no_sync\(\)"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+    for scaled in (True, False):
+        loopback(lambda rank, scaled=scaled: body(rank, scaled), 2)

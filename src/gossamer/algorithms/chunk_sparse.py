@@ -73,7 +73,7 @@ class ChunkSparse(Lossy):
         check_wire("residual", self.residual)
         check_density(self.density)
         check_chunk(self.chunk)
-        check_codec(self.codec)
+        check_codec(self.codec, True)
         if 4 * self.chunk > self.bucket_bytes:
             raise ConfigurationError(
                 f"a chunk of {self.chunk} elements is larger than a bucket of {self.bucket_bytes} bytes: "

@@ -78,8 +78,8 @@ class HookBucket:
         return self._bucket.index
 
     def is_last(self) -> bool:
-        """Whether no bucket of this step comes after it; not known here, so never said."""
-        return False
+        """Whether no bucket of this step comes after it: hooks count their steps by that."""
+        return self._bucket.is_last
 
     def parameters(self) -> list[Tensor]:
         """Refused: algorithms never see parameters."""

@@ -11,6 +11,7 @@ from gossamer.algorithms.base import Algorithm
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Wire, wire_codec
+from gossamer.codecs.contraction import contraction
 from gossamer.codecs.error_feedback import ErrorFeedback
 from gossamer.errors import ConfigurationError
 from gossamer.state import RESIDUAL, State
@@ -35,12 +36,18 @@ class Lossy(Algorithm, register=False):
         return AllReduce(bucket_bytes=self.bucket_bytes) if label == EXACT else self
 
 
-def check_codec(codec: object) -> None:
-    """Raise ConfigurationError unless it is a codec that leaves what it loses to the algorithm."""
+def check_codec(codec: object, remembers: bool) -> None:
+    """Raise ConfigurationError unless it is a codec that leaves what it loses to the algorithm; and loses less than there
+    was, where the algorithm ``remembers`` what was lost and sends it later."""
     if not isinstance(codec, Codec):
         raise ConfigurationError(f"codec must be a codec, such as Quantize(bits=8); got {codec!r}")
     if isinstance(codec, ErrorFeedback):
         raise ConfigurationError("give the codec alone: the algorithm itself remembers what is lost (see its fields)")
+    if remembers and contraction(codec) <= 0:
+        raise ConfigurationError(
+            f"{codec!r} makes what it encodes longer, so that what is remembered of it would grow from step to step: take one "
+            "that does not (RandomK with unbiased=False, Quantize with more bits), or no error feedback"
+        )
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -1,9 +1,7 @@
 """LowPrecisionDecentralized: gossip on a fixed graph, in compressed differences to what the neighbours know already."""
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
@@ -11,6 +9,7 @@ from gossamer.algorithms.gossip import Meeting, add_difference
 from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
+from gossamer.codecs.contraction import contraction
 from gossamer.codecs.error_feedback import ErrorFeedback
 from gossamer.codecs.quantize import Quantize
 from gossamer.comm.ops import Flow, Permute, start, wait
@@ -31,7 +30,7 @@ class LowPrecisionDecentralized(Meeting):
 
     ``codec``: any codec without error feedback (the replica is one) that brings a replica closer, which ``RandomK`` made
     unbiased does not. ``rate``: how much of the way is gone at once; by default 1 for 8 and 4 bits, and for coarser codecs a
-    quarter of what they bring a replica closer by (:func:`contraction`): with more, replicas may run away from each other.
+    quarter of what they bring a replica closer by (``codecs/contraction.py``): with more, replicas may run apart.
     ``topology``: a graph that is the same in every step. ``lag``: asynchronous, as in :class:`Gossip`; the replicas are those
     of an exchange, whenever it is.
 
@@ -113,12 +112,3 @@ OWN, FROM = "replica", "replica of neighbour"
 
 _FINE = 0.9
 """The contraction above which a codec needs no smaller rate."""
-
-
-@lru_cache(maxsize=256)
-def contraction(codec: Codec) -> float:
-    """δ of ‖Q(x) − x‖² = (1 − δ)·‖x‖², as measured on normal numbers: 1 loses nothing, 0 is as good as sending nothing."""
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn(2**15, generator=generator, device="cpu")
-    found = codec.decode(codec.encode(numbers), numbers.numel(), numbers.dtype)
-    return 1 - float((found - numbers).square().sum() / numbers.square().sum())

@@ -47,7 +47,7 @@ class ScatterReduce(Lossy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire("residual", self.residual)
-        check_codec(self.codec)
+        check_codec(self.codec, self.keeps_back)
         if not is_whole(self.gather_below, 0):
             raise ConfigurationError(f"gather_below must be a number of bytes, or 0 for never; got {self.gather_below!r}")
 

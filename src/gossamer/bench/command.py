@@ -16,7 +16,7 @@ from gossamer.bench.cluster import cases_here, is_here, joined, measure_here, me
 from gossamer.bench.conditions import busy_machine
 from gossamer.bench.emulated import MODELS
 from gossamer.bench.in_lab import Record
-from gossamer.bench.listing import listing
+from gossamer.bench.listing import everything, listing
 from gossamer.bench.matrix import (
     RATIO,
     Case,
@@ -49,6 +49,9 @@ SHOWN = {
 
 _CAPTION = f"relative to DDP: median and {SPREAD}; MB: payload of a step; memory: beyond training alone, in gradients"
 
+ALL = "all"
+"""In place of sides: everything that is listed."""
+
 SIDES = ["AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')"]
 
 _WORKLOADS = f"Python files, or emulated models ({', '.join(MODELS)}) with their seconds per step, as in 'ResNet50(2.0)'."
@@ -68,7 +71,10 @@ def bench(
     ] = None,
     hosts: Annotated[list[int] | None, typer.Option(help="Number of emulated hosts; may be given several times.")] = None,
     side: Annotated[
-        list[str] | None, typer.Option(help="A way to train, beside DDP: AllReduce(), Gossip(wire='bf16'), ddp-fp16, horovod.")
+        list[str] | None,
+        typer.Option(
+            help="A way to train, beside DDP: AllReduce(), Gossip(wire='bf16'), ddp-fp16; or all, for all that is listed."
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 20,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a side in its turn.")] = 5,
@@ -91,7 +97,8 @@ def bench(
     try:
         require_matplotlib()  # before an hour of measuring, not after
         require_scipy()
-        plan = Plan(side or SIDES, Turns(rounds, steps, warmup), at_once, memory, again)
+        wanted = [each for given in side or SIDES for each in (everything() if given == ALL else [given])]
+        plan = Plan(list(dict.fromkeys(wanted)), Turns(rounds, steps, warmup), at_once, memory, again)
         path = save_to / "results.jsonl"
         if first:
             save_to.mkdir(parents=True, exist_ok=True)
@@ -99,7 +106,7 @@ def bench(
             _on_cluster(workloads, network, hosts, plan, path)
         else:
             _run(LAB, cases(workloads, network or ["200mbit"], hosts or [4]), plan, Results(path))
-    except (GossamerError, LabError, OSError) as error:
+    except (GossamerError, OSError) as error:
         who = "" if first else f" (rank {os.environ['RANK']})"  # the others may know nothing of it
         typer.echo(f"gossamer bench{who}: {error}", err=True)
         raise typer.Exit(2) from None
@@ -183,6 +190,8 @@ def _run(place: Place, chosen: Sequence[Case], plan: Plan, results: Results, qui
                     if plan.memory:
                         progress.update(bar, description=f"{case}: memory of {len(portion)} sides", total=None)
                         results.add(_with_memory(place, case, rows, {} if plan.again else results.memory(case)))
+                except LabError:  # no other portion will run here either
+                    raise
                 except GossamerError as error:
                     if not place.separate:
                         raise

@@ -18,7 +18,7 @@ from gossamer.bench.demo_report import Report
 from gossamer.bench.demo_run import SCRIPT, DemoError, Run, save_logs, train
 from gossamer.bench.plots import require_matplotlib
 from gossamer.errors import GossamerError
-from gossamer.lab import LabError, LabSpec
+from gossamer.lab import LabSpec
 
 LOGS = Path("out/demo")
 
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for folder in (options.save_to, LOGS):
             folder.mkdir(parents=True, exist_ok=True)
         report = run_demo(options, console)
-    except (GossamerError, LabError, ValueError, OSError) as error:
+    except (GossamerError, OSError) as error:
         Console(stderr=True).print(f"demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:

@@ -5,23 +5,23 @@ python -m gossamer.bench.exchanges --save-to benchmarks/results
 
 import argparse
 import json
-import platform
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
+from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.primitives import PATTERNS
-from gossamer.bench.rows import markdown
+from gossamer.bench.rows import days, markdown
 from gossamer.errors import GossamerError
-from gossamer.lab import LabError, LabSpec
+from gossamer.lab import LabSpec
 
-NETWORKS = ((4, "200mbit"), (4, "1gbit"), (8, "200mbit"))
-"""Hosts and the rate of their links. With more hosts at more than that two cores decide, not the network."""
+NETWORKS = ((4, "200mbit"), (4, "1gbit"), (8, "200mbit"), (8, "1gbit"))
+"""Hosts and the rate of their links. On the last one the processors decide, where two of them carry all hosts."""
 
 console = Console(stderr=True)
 
@@ -55,25 +55,32 @@ def _ratio(plain: Sequence[float], own: Sequence[float]) -> str:
 
 def page(saved: dict[str, Any]) -> str:
     """What ``exchanges.md`` says of what ``exchanges.json`` holds."""
-    return "\n".join([*table(saved["exchanges"]), "", saved["machine"]]) + "\n"
+    rows = saved["exchanges"]
+    machines = sorted({f"{row['cores']} cores of {row['processor']}, PyTorch {row['torch']}" for row in rows})
+    return "\n".join([*table(rows), "", f"Emulated hosts on {'; '.join(machines)}. {days(rows)}"]) + "\n"
 
 
 def main() -> None:
     """Measure everything and save ``exchanges.json`` and ``exchanges.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-to", type=Path, default=Path("out/exchanges"))
-    parser.add_argument("--mbytes", nargs="+", default=["8", "16", "64"], help="sizes in 10^6 bytes")
+    parser.add_argument("--mbytes", nargs="+", default=["0.064", "0.5", "2", "8", "16", "64"], help="sizes in 10^6 bytes")
     parser.add_argument("--patterns", nargs="+", choices=tuple(PATTERNS), default=list(PATTERNS))
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    for line in busy_machine():
+        console.log(line)
     try:
         for hosts, rate in NETWORKS:
             console.log(f"{hosts} hosts, {rate}")
+            load_before = load()
             command = ["-m", "gossamer.bench.primitives", "--repeats", str(options.repeats)]
             command += ["--mbytes", *options.mbytes, "--patterns", *options.patterns]
-            rows += lab_json(LabSpec(hosts=hosts, rate=rate), command)
-    except (GossamerError, LabError) as error:
+            found = lab_json(LabSpec(hosts=hosts, rate=rate), command)
+            told = conditions([], load_before, {}) | {"when": round(time.time())}
+            rows += [row | told for row in found]
+    except GossamerError as error:
         raise SystemExit(f"exchanges: {error}") from None
     finally:
         if rows:  # what was measured before something failed, or somebody had enough, too
@@ -82,8 +89,7 @@ def main() -> None:
 
 def _save(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    machine = f"Emulated hosts; {platform.system()} {platform.machine()}, torch {torch.__version__}"
-    saved = {"machine": machine, "exchanges": rows}
+    saved = {"exchanges": rows}
     (folder / "exchanges.json").write_text(json.dumps(saved, indent=1))
     (folder / "exchanges.md").write_text(page(saved))
     console.log(f"wrote {folder / 'exchanges.md'} and exchanges.json")

@@ -13,6 +13,11 @@ from gossamer.bench.sides import OPTIMIZERS, known_names
 _MARGIN, _WIDTH = 30, 128
 
 
+def everything() -> list[str]:
+    """Every side that needs no settings: the peers, and all algorithms and optimizers with their defaults."""
+    return [*PEERS, *(f"{name}()" for name in (*registry(), *OPTIMIZERS))]
+
+
 def listing() -> list[str]:
     """Lines: peers with what they are and why they cannot run; algorithms and optimizers; what those may be made of."""
     algorithms = dict(registry())

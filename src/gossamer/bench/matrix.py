@@ -285,9 +285,12 @@ def _draw(rows: Sequence[Record], folder: Path) -> Path:
 def _over_hosts(network: str, rows: Sequence[Record]) -> Panel | None:
     """None if no side was measured with several numbers of hosts."""
     seconds: dict[str, dict[int, float]] = {}
+    bounds: dict[str, dict[int, float]] = {}
     for row in rows:
         seconds.setdefault(row["side"], {})[row["hosts"]] = row["step_seconds"]
-    return Panel(network, seconds) if max(map(len, seconds.values())) > 1 else None
+        if row.get("bound_seconds") is not None and row["side"] != BASELINE:
+            bounds.setdefault(row["side"], {})[row["hosts"]] = row["bound_seconds"]
+    return Panel(network, seconds, bounds) if max(map(len, seconds.values())) > 1 else None
 
 
 def _by_side(network: str, rows: Sequence[Record]) -> Bars:

@@ -1,7 +1,7 @@
 """Pictures of measurements."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,11 @@ def _dress(axes: Any, until: float) -> None:
 
 @dataclass(frozen=True)
 class Panel:
-    """Step times of several sides over the number of hosts: ``seconds[side][hosts]``."""
+    """Step times of several sides over the number of hosts, ``seconds[side][hosts]``, and where they are known their bounds."""
 
     title: str
     seconds: dict[str, dict[int, float]]
+    bounds: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
 def times_over_hosts(path: Path, panels: Sequence[Panel], *, title: str) -> None:
@@ -111,6 +112,10 @@ def times_over_hosts(path: Path, panels: Sequence[Panel], *, title: str) -> None
             hosts = sorted(seconds)
             drawn = axis.plot(hosts, [seconds[n] for n in hosts], **looks[side], linewidth=2.0, markersize=5, label=side)
             lines[side] = drawn[0]
+        for side, bounds in panel.bounds.items():
+            hosts = sorted(bounds)
+            under = axis.plot(hosts, [bounds[n] for n in hosts], color=looks[side]["color"], linestyle=":", linewidth=1.2)
+            lines["(dotted: the bound of each)"] = under[0]
         _dress_doubling(axis, panel.seconds.values(), "hosts", panel.title)
     axes[0][0].set_ylabel("seconds per step")
     axes[0][0].set_ylim(bottom=0)

@@ -127,10 +127,6 @@ def measure(runner: TorchRunner, pattern: str, nbytes: int, repeats: int) -> dic
         "payload": sent,
         "seconds": rows,
         "bits_per_second": {name: 8 * sent / median for name, median in medians.items()},
-        "ratio_to_tcp": statistics.median(t / g for t, g in zip(rows["tcp"], rows["gossamer"], strict=True)),
-        "ratio_after_silence": statistics.median(
-            t / g for t, g in zip(rows["tcp"], rows["gossamer_after_silence"], strict=True)
-        ),
     }
 
 

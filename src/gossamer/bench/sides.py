@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from inspect import isabstract
 from typing import Any
 
 import torch.nn as nn
@@ -88,12 +89,14 @@ def known_names() -> dict[str, Any]:
     }
     patterns = {**vars(topology), **vars(digraph)}.items()
     made_of |= {name: made for name, made in patterns if isinstance(made, type) and issubclass(made, Pattern)}
+    made_of = {name: made for name, made in made_of.items() if not isabstract(made)}
     made_of |= {
         "Hierarchical": Hierarchical,
         "after": after,
         "by_size": by_size,
         "in_parts": in_parts,
         "overlap_forward": OverlapForward,
+        "rotated": topology.rotated,
         "with_optimizer": WithOptimizer,
     }
     return made_of | dict(registry()) | {name: partial(partial, kind) for name, kind in _KINDS.items()}

@@ -19,7 +19,7 @@ from gossamer.bench.in_lab import lab_result
 from gossamer.bench.ratios import require_scipy, spread
 from gossamer.bench.rows import days, markdown
 from gossamer.errors import GossamerError
-from gossamer.lab import LabError, LabSpec
+from gossamer.lab import LabSpec
 
 NETWORKS = ("200mbit", "1gbit", "unshaped")
 STEPS = 6
@@ -67,7 +67,7 @@ def main() -> None:
         for workload in options.workloads:
             find_workload(workload)
         _measure_and_save(options, [LabSpec(hosts=options.hosts, rate=rate) for rate in options.networks])
-    except (GossamerError, LabError, ValueError) as error:
+    except GossamerError as error:
         raise SystemExit(f"speed: {error}") from None
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from gossamer.bench.catalogue import find_workload
+from gossamer.bench.catalogue import digest, find_workload
 from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.crossing import Points, crossing, smoothed
 from gossamer.bench.in_lab import Record, lab_json
@@ -59,8 +59,10 @@ class Runs:
         self.rows: list[Record] = read_rows(path)
 
     def find(self, key: Record) -> Record | None:
-        """The run of this key."""
-        return next((row for row in self.rows if key.items() <= row.items()), None)
+        """The run of this key, unless the workload's file was another one then."""
+        of_file = digest(key["workload"])
+        same = (row for row in self.rows if key.items() <= row.items())
+        return next((row for row in same if row.get("digest", of_file) == of_file), None)
 
     def add(self, run: Record) -> None:
         """Keep a run, in place of a shorter one of the same key, and write all down."""
@@ -97,7 +99,7 @@ def train(key: Record, seconds: float, until: float | None, told: Callable[[Reco
     _, *found = lab_json(spec, command, told)
     evaluations = [(each["step"], each["seconds"], each["quality"]) for each in found if "quality" in each]
     measure = next(each["measure"] for each in found if "quality" in each)
-    shared = {"measure": measure, "evaluations": evaluations, "when": round(time.time())}
+    shared = {"measure": measure, "evaluations": evaluations, "when": round(time.time()), "digest": digest(key["workload"])}
     return key | shared | conditions([key["side"]], load_before, {"model and batches": key["seed"]})
 
 
@@ -157,6 +159,8 @@ class Study:
     def __init__(self, options: argparse.Namespace, runs: Runs, console: Console) -> None:
         self._options, self._runs, self._console = options, runs, console
         self.targets: dict[int, float] = {}
+        self.failed: dict[str, str] = {}
+        """Why sides were not trained, by their names."""
 
     @property
     def rows(self) -> list[Record]:
@@ -176,8 +180,11 @@ class Study:
                 for side in others:
                     try:
                         self._train(side, seed, progress)
+                    except LabError:  # no other side will run here either
+                        raise
                     except GossamerError as error:  # a peer that is not installed, or does not run here
-                        progress.log(f"{side}, seed {seed}: {error}", markup=False)
+                        self.failed[side] = f"seed {seed}: {error}"
+                        progress.log(f"{side}, {self.failed[side]}", markup=False)
 
     def _train(self, side: str, seed: int, progress: Progress) -> Record:
         """The run of a side, trained unless there is one that is long enough."""
@@ -236,6 +243,8 @@ def page(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
 def conclude(study: Study, options: argparse.Namespace) -> list[str]:
     """Save the table and the picture; the table's lines."""
     lines, name, measure = page(study.rows, study.targets), find_workload(options.workload).name, study.rows[0]["measure"]
+    for side, why in study.failed.items():
+        lines += ["", f"`{side}` was not trained with {' '.join(why.split())[:400]}"]
     stem = f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-').lower()}-quality"
     options.save_to.mkdir(parents=True, exist_ok=True)
     (options.save_to / f"{stem}.md").write_text("\n".join(lines) + "\n")
@@ -275,7 +284,7 @@ def fetch_data(workload: Workload, hosts: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what is lacking, and show the table; the exit code."""
+    """Train what is lacking, and show the table; the exit code: 1 if a side was not trained."""
     options, console = parse_options(arguments), Console()
     try:
         study = Study(options, Runs(options.save_to / "quality.jsonl"), console)
@@ -287,13 +296,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigurationError(f"{BASELINE} reaches nothing that others could be measured by: name another side first")
         fetch_data(workload, options.hosts)
         study.train_all()
-    except (GossamerError, LabError) as error:
+    except GossamerError as error:
         Console(stderr=True).print(f"time to quality: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         return 130
     console.print("\n".join(conclude(study, options)), markup=False, highlight=False, soft_wrap=True)
-    return 0
+    return 1 if study.failed else 0
 
 
 if __name__ == "__main__":

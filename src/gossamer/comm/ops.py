@@ -161,6 +161,12 @@ class Broadcast(Op):
         depth = (world - 1).bit_length()
         return Traffic(self.nbytes * depth, depth)
 
+    def sent(self, world: int, rank: int) -> Traffic:
+        """To whom it passes the tensor on: in round ``d`` those ``2ᵈ`` nearest to the source, to that many more."""
+        place = (rank - self.source) % world
+        times = sum(place < 2**depth and place + 2**depth < world for depth in range((world - 1).bit_length()))
+        return Traffic(self.nbytes * times, times)
+
     def detail(self) -> str:
         return f", source={self.source}"
 

@@ -20,7 +20,7 @@ from gossamer.data.deal import dealt, dealt_sizes
 from gossamer.data.options import Options, place_in
 from gossamer.data.shares import batches_of, cut, drawn, gathered, in_full
 from gossamer.data.table import Layout, Table, count, load
-from gossamer.errors import CommunicationError, UsageError
+from gossamer.errors import CommunicationError, ConfigurationError, UsageError
 from gossamer.sync.agreement import agree
 from gossamer.sync.backward import alarming
 from gossamer.sync.lagging import patiently
@@ -41,7 +41,9 @@ class RingShuffle(IterableDataset[Any]):
 
     ::
 
-        with gossamer.data.RingShuffle(my_share, batch_size=64) as shuffle:
+        from gossamer.data import RingShuffle
+
+        with RingShuffle(my_share, batch_size=64) as shuffle:
             for epoch in range(epochs):
                 for x, y in shuffle:  # one local epoch: len(shuffle) batches
                     …
@@ -136,6 +138,8 @@ class RingShuffle(IterableDataset[Any]):
         else:
             chosen = list(range(total))
         brought = gathered(runner, len(chosen))
+        if 0 in brought:
+            raise ConfigurationError(f"rank {brought.index(0)} holds no sample; every rank needs a share of the data")
         self._sizes = dealt_sizes(brought) if options.deal else brought
         self._steps = batches_of(self._sizes, options.batch_size, options.drop_last)
         self._widest = max(options.batch_size, -(-max(self._sizes) // self._steps))  # with what is left over behind a batch

@@ -31,8 +31,6 @@ def batches_of(sizes: list[int], batch_size: int, drop_last: bool = False) -> in
     """
     smallest, largest = min(sizes), max(sizes)
     rank, steps = sizes.index(smallest), -(-largest // batch_size)
-    if smallest == 0:
-        raise ConfigurationError(f"rank {rank} holds no sample; every rank needs a share of the data")
     if smallest < batch_size:
         raise ConfigurationError(f"rank {rank} holds {smallest} samples, fewer than one batch of {batch_size}")
     if drop_last:

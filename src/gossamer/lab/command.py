@@ -8,7 +8,8 @@ from typing import Annotated, cast
 
 import typer
 
-from gossamer.lab.launcher import LabError, run_lab
+from gossamer.errors import ConfigurationError, GossamerError
+from gossamer.lab.launcher import run_lab
 from gossamer.lab.spec import LabSpec, Shaping, Slowing
 
 # The first word that is no option is the script, and what follows is its own.
@@ -42,7 +43,7 @@ def lab(
             shaping=cast(Shaping, shaping), timeout=timeout,
         )  # fmt: skip
         code = run_lab(spec, command).exit_code
-    except (ValueError, LabError) as error:
+    except GossamerError as error:
         typer.echo(f"gossamer lab: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
@@ -65,7 +66,7 @@ def _slow(texts: list[str]) -> dict[int, float]:
     try:
         return {host: float(factor) for host, factor in _per_host(texts).items()}
     except ValueError:
-        raise ValueError(f"{','.join(texts)!r} is no slowed host: write HOST=FACTOR, for example 2=3.0") from None
+        raise ConfigurationError(f"{','.join(texts)!r} is no slowed host: write HOST=FACTOR, for example 2=3.0") from None
 
 
 def _slow_links(texts: list[str]) -> dict[int, str]:
@@ -73,7 +74,7 @@ def _slow_links(texts: list[str]) -> dict[int, str]:
     try:
         return _per_host(texts)
     except ValueError:
-        raise ValueError(f"{','.join(texts)!r} is no slow link: write HOST=RATE, for example 2=50mbit") from None
+        raise ConfigurationError(f"{','.join(texts)!r} is no slow link: write HOST=RATE, for example 2=50mbit") from None
 
 
 def _per_host(texts: list[str]) -> dict[int, str]:

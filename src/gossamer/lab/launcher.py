@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab.isolation import advice
 from gossamer.lab.printing import RankPrinter
 from gossamer.lab.spec import LabSpec
@@ -45,7 +46,7 @@ _ONLY_OURS = (
 )
 
 
-class LabError(RuntimeError):
+class LabError(GossamerError, RuntimeError):
     """The lab cannot run here as asked; the message says what is missing and what to do."""
 
 
@@ -74,7 +75,7 @@ def run_lab(
     `env` is added to this process's environment. `on_line(rank, stream, line)` is called with every line, `stream`
     being "stdout" or "stderr"; without it lines are printed, each with its rank. Waits for the run's end, and leaves
     nothing behind. Called from the main thread, Ctrl-C ends the run and raises KeyboardInterrupt, and SIGTERM, where
-    nothing else handles it, SystemExit. Raises LabError where the lab cannot run, ValueError for a bad command.
+    nothing else handles it, SystemExit. Raises LabError where the lab cannot run, ConfigurationError for a bad command.
     """
     if sys.platform != "linux":
         raise LabError("the lab needs Linux: it is made of its namespaces and signals")
@@ -205,13 +206,13 @@ def _handle(event: list[Any], on_line: OnLine, note: Callable[[str], None]) -> d
 
 
 def _python(command: Sequence[str]) -> list[str]:
-    """The full command line; ValueError where there is nothing to run."""
+    """The full command line; ConfigurationError where there is nothing to run."""
     if not command:
-        raise ValueError("no script to run: write it after --, for example: gossamer lab --hosts 4 -- train.py")
+        raise ConfigurationError("no script to run: write it after --, for example: gossamer lab --hosts 4 -- train.py")
     if command[0].startswith("-") and command[0] not in ("-m", "-c"):
-        raise ValueError(f"unknown option {command[0]!r}: what follows -- is a script, or -m and a module")
+        raise ConfigurationError(f"unknown option {command[0]!r}: what follows -- is a script, or -m and a module")
     if not command[0].startswith("-") and not Path(command[0]).is_file():
-        raise ValueError(f"there is no script {command[0]!r} here (for a module, write -m {command[0]})")
+        raise ConfigurationError(f"there is no script {command[0]!r} here (for a module, write -m {command[0]})")
     return [sys.executable, *command]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from gossamer.errors import ConfigurationError
+
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 _RATE = re.compile(rf"{_NUMBER}\s*([kmg]?)(bit|byte)", re.IGNORECASE)
 _DURATION = re.compile(rf"{_NUMBER}\s*(us|ms|s)", re.IGNORECASE)
@@ -33,29 +35,29 @@ class Rate:
 def parse_rate(text: str) -> Rate:
     """Read a rate such as `200mbit`, `1gbit`, `25mbyte` (prefixes are decimal, as in tc) or `unshaped`.
 
-    Raises ValueError, with what was expected, for anything else.
+    Raises ConfigurationError, with what was expected, for anything else.
     """
     word = text.strip().lower()
     if word in _UNSHAPED:
         return Rate(text="unshaped", bps=None)
     match = _RATE.fullmatch(word)
     if match is None:
-        raise ValueError(f"{text!r} is no rate: {_advice(word)}")
+        raise ConfigurationError(f"{text!r} is no rate: {_advice(word)}")
     number, prefix, unit = match.groups()
     bps = float(number) * _PREFIX[prefix] * (8 if unit == "byte" else 1)
     if not _SLOWEST_BPS <= bps <= _FASTEST_BPS:
-        raise ValueError(f"{text!r} is no rate the lab can shape: from 8kbit to 34gbit, or unshaped")
+        raise ConfigurationError(f"{text!r} is no rate the lab can shape: from 8kbit to 34gbit, or unshaped")
     return Rate(text=word.replace(" ", ""), bps=bps)
 
 
 def parse_duration(text: str) -> float:
-    """Read a duration such as `2ms`, `500us`, `0.1s` or `0`, in seconds; ValueError for anything else."""
+    """Read a duration such as `2ms`, `500us`, `0.1s` or `0`, in seconds; ConfigurationError for anything else."""
     word = text.strip().lower()
     if word == "0":
         return 0.0
     match = _DURATION.fullmatch(word)
     if match is None:
-        raise ValueError(f"{text!r} is no duration: write for example 2ms, 500us or 0.1s")
+        raise ConfigurationError(f"{text!r} is no duration: write for example 2ms, 500us or 0.1s")
     return float(match[1]) * _SECONDS[match[2]]
 
 

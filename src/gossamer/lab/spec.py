@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from gossamer.checks import is_whole
+from gossamer.errors import ConfigurationError
 from gossamer.lab.rates import Rate, parse_duration, parse_rate
 
 Shaping = Literal["auto", "namespaces", "runner", "none"]
@@ -24,7 +25,7 @@ class LabSpec:
     `slow_links` maps a host to another rate of its link, both ways. `latency` is added to every packet, one way
     (`"2ms"`). `slow` maps a host to the factor by which its processes are slowed: by `"stopping"` them for the rest of
     the time, or by `"telling"` them, for scripts that emulate compute by waiting and read GOSSAMER_LAB_SLOWDOWN.
-    `timeout` is in seconds, for the whole run. A field that is out of range raises ValueError.
+    `timeout` is in seconds, for the whole run. A field that is out of range raises ConfigurationError.
     """
 
     hosts: int
@@ -43,7 +44,7 @@ class LabSpec:
         _one_of("shaping", self.shaping, get_args(Shaping))
         _one_of("slow_by", self.slow_by, get_args(Slowing))
         if self.timeout is not None and not 0 < self.timeout < math.inf:
-            raise ValueError(f"timeout is {self.timeout}: it must be a positive number of seconds")
+            raise ConfigurationError(f"timeout is {self.timeout}: it must be a positive number of seconds")
         for host, factor in self.slow.items():
             self._check_slow(host, factor)
         for host in self.slow_links:
@@ -60,7 +61,7 @@ class LabSpec:
         """One rate per host."""
         texts = self.rate.split(",") if isinstance(self.rate, str) else list(self.rate)
         if len(texts) not in (1, self.hosts):
-            raise ValueError(f"{len(texts)} rates for {self.hosts} hosts: give one rate, or one per host")
+            raise ConfigurationError(f"{len(texts)} rates for {self.hosts} hosts: give one rate, or one per host")
         texts = texts * self.hosts if len(texts) == 1 else texts
         return tuple(parse_rate(self.slow_links.get(host, text)) for host, text in enumerate(texts))
 
@@ -83,18 +84,18 @@ class LabSpec:
     def _check_slow(self, host: int, factor: float) -> None:
         self._check_host("slow", host)
         if not 1 <= factor <= 100:
-            raise ValueError(f"host {host} is slowed by {factor}: the factor must be from 1 to 100")
+            raise ConfigurationError(f"host {host} is slowed by {factor}: the factor must be from 1 to 100")
 
     def _check_host(self, name: str, host: int) -> None:
         if host not in range(self.hosts):
-            raise ValueError(f"{name} names host {host}: hosts are 0 to {self.hosts - 1}")
+            raise ConfigurationError(f"{name} names host {host}: hosts are 0 to {self.hosts - 1}")
 
 
 def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(choices)}")
+        raise ConfigurationError(f"{name} is {value!r}: it must be one of {', '.join(choices)}")
 
 
 def _whole(name: str, value: int, low: int, high: int) -> None:
     if not is_whole(value, low, high):
-        raise ValueError(f"{name} is {value!r}: it must be a whole number from {low} to {high}")
+        raise ConfigurationError(f"{name} is {value!r}: it must be a whole number from {low} to {high}")

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -26,6 +26,8 @@ def check_model(model: Any) -> None:
     """Refuse what cannot be replicated in place, with the reason."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"replicate() takes a torch.nn.Module; got {type(model).__name__}")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ConfigurationError("scripted modules (torch.jit) cannot be replicated: pass the model as it was before")
     for module in model.modules():
         _check_wrapper(module)
     for name, parameter in named_parameters(model).items():
@@ -157,10 +159,13 @@ class Watch:
 
     def release(self) -> None:
         """The replica is closed; its parameters may be replicated again."""
-        for parameter in self._own:
-            _replicated.pop(id(parameter), None)
+        release(self._own)
+
+
+def release(parameters: Iterable[Parameter]) -> None:
+    """They are replicated no more, and may be again."""
+    for parameter in parameters:
+        _replicated.pop(id(parameter), None)
 
 
 _again = "call replica.close() and gossamer.replicate() again after changing the model"
-
-Check = Callable[[], None]

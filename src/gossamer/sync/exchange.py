@@ -59,9 +59,8 @@ class Exchange:
     def adopt(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
         kept, extras = self.state_by_name(), self.extras_by_name()
-        self.plan, self.buckets = plan, []
+        self.plan, self.buckets = plan, [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
         self.arrange(range(len(plan.layouts)))
-        self.buckets = [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
         for layout in plan.layouts:
             self.step_states.setdefault(layout.label, State(torch.zeros(())))
         self.handlers = [self.algorithm.of(layout.label) for layout in plan.layouts]
@@ -73,6 +72,9 @@ class Exchange:
         self.order = list(order)
         lanes = Plan(tuple(self.plan.layouts[index] for index in self.order)).lanes(self.runner.lanes)
         self._lanes = tuple(lane for _, lane in sorted(zip(self.order, lanes, strict=True)))
+        last = {self.plan.layouts[index].label: index for index in self.order}
+        for bucket in self.buckets:
+            bucket.is_last = last[bucket.layout.label] == bucket.index
 
     def context(self, step: int) -> Context:
         """What flows of this step may know."""

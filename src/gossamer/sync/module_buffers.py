@@ -28,8 +28,8 @@ def resolve_buffers(buffers: Buffers | None, subject: str) -> Buffers:
 
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """All buffers by name, shared ones once."""
-    return dict(model.named_buffers())
+    """All buffers by name, shared ones once; names as in the uncompiled model."""
+    return {name.replace("_orig_mod.", ""): tensor for name, tensor in model.named_buffers()}
 
 
 def floating(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

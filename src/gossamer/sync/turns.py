@@ -8,6 +8,7 @@ from torch import Tensor
 from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
 from gossamer.sync.backward import Backward
+from gossamer.sync.scaling import LossScale
 
 logger = logging.getLogger("gossamer")
 
@@ -15,12 +16,16 @@ logger = logging.getLogger("gossamer")
 class Turns:
     """Which backward passes each of several optimizers has taken steps for.
 
-    ``weight``: any of the weights, where it is these that travel. Then a pass inside ``no_sync()`` is one to take a step for.
+    ``weight``: any of the weights, where it is these that travel. Then a pass inside ``no_sync()`` is one to take a step for,
+    unless the loss is scaled: only at the end of a synchronised one all agree on whether to skip the step.
     """
 
-    def __init__(self, runner: Runner, backward: Backward, optimizers: int, weight: Tensor | None) -> None:
-        self._runner, self._backward, self._weight = runner, backward, weight
-        self._seen = [0] * optimizers
+    def __init__(
+        self, runner: Runner, backward: Backward, optimizers: int, weight: Tensor | None, loss_scale: LossScale
+    ) -> None:
+        self._runner, self._backward, self._weight, self._loss_scale = runner, backward, weight, loss_scale
+        self._seen = [(0, 0)] * optimizers
+        """Of each optimizer's last step: how many passes there had been, and how many synchronised ones."""
         self._versions = -1
         self._version = -1 if weight is None else weight._version
         """Of the weight, in the first pass after the last step."""
@@ -29,15 +34,17 @@ class Turns:
 
     def note_step(self, index: int) -> None:
         """An optimizer has taken its step."""
-        self._seen[index] = self._passes
-
-    @property
-    def _passes(self) -> int:
-        return self._backward.passes if self._weight is not None else self._backward.synchronised_passes
+        self._seen[index] = (self._backward.passes, self._backward.synchronised_passes)
 
     def require_backward(self, index: int, step: int) -> None:
         """Raise if an optimizer is about to take a step, and there is no backward pass to take it for."""
-        if self._runner.world == 1 or self._passes != self._seen[index]:
+        passes, synchronised = self._seen[index]
+        alone_counts = self._weight is not None and not self._loss_scale.on
+        if (
+            self._runner.world == 1
+            or self._backward.synchronised_passes != synchronised
+            or (alone_counts and self._backward.passes != passes)
+        ):
             return
         only_local = " outside of no_sync()" if self._backward.passes > self._backward.synchronised_passes else ""
         raise UsageError(
@@ -50,7 +57,8 @@ class Turns:
         ``no_sync()`` between: what that one gave is either accumulated on, or was not used."""
         apart = self._backward.passes - self._backward.synchronised_passes
         apart, self._apart = apart - self._apart, apart
-        waiting = self._backward.passes - max(self._seen)
+        passes, synchronised = map(max, zip(*self._seen, strict=True))
+        waiting = self._backward.passes - passes
         if self._weight is not None and waiting == 0:
             self._version = self._weight._version
         if self._weight is not None and waiting == _MANY and self._weight._version != self._version:
@@ -58,7 +66,7 @@ class Turns:
                 "rank %d: the weights have changed during %d backward passes, but the optimizer given to replicate() took "
                 "no step, so nothing was exchanged; give it the optimizer whose step() is called", self._runner.rank, waiting
             )  # fmt: skip
-        return not apart and self._backward.synchronised_passes > max(self._seen)
+        return not apart and self._backward.synchronised_passes > synchronised
 
     def weights_moved(self, weights: Iterable[Tensor]) -> bool:
         """Whether any of ``weights`` has changed since this was asked last."""
