@@ -461,7 +461,7 @@ def hooks_of_ddp(here: Here) -> None:
     low_rank = under_gossamer(here, with_adamw(mlp), algorithm=hook)
     plain(low_rank)
     assert_same_on_all_ranks(here, low_rank.bare)
-    assert state.iter == 2, "it counts a step by its last bucket, as far as to its start"
+    assert state.iter > 2, "it counts a step by its last bucket"
     assert state.error_dict, "it compresses from then on"
     assert max((a - b).abs().max() for a, b in zip(low_rank.bare.parameters(), exact.bare.parameters(), strict=True)) > 1e-6
 
@@ -493,7 +493,8 @@ def more_hooks_of_ddp(here: Here) -> None:
     for narrow in (default_hooks.fp16_compress_hook, wrapped):
         assert 0 < (trained(narrow) - exact).abs().max() < 0.02
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
-    assert (trained(powerSGD_hook.batched_powerSGD_hook, state) - exact).abs().max() > 1e-6
+    half = default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
+    assert (trained(half, state) - exact).abs().max() > 1e-6
 
 
 def hooks_that_return_something_else(here: Here) -> None:

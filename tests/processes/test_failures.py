@@ -101,7 +101,7 @@ def test_every_rank_is_told(ended: list[Process], scenario: str) -> None:
 
 @pytest.mark.parametrize("scenario", ["late", "late_with_gossip"])
 def test_a_late_rank_is_named_in_a_warning(ended: list[Process], scenario: str) -> None:
-    check_warnings(require(ended, scenario), 1.2)
+    check_warnings(require(ended, scenario))
 
 
 @pytest.mark.slow
