@@ -68,7 +68,7 @@ class TestAlone:
         assert [record["step"] for record in evaluations] == [1, 2, 3]
         for step, evaluation in zip(records[::2], evaluations, strict=True):
             # The evaluation itself takes 30 forward passes.
-            assert evaluation["seconds"] - step["seconds"] < 0.02
+            assert evaluation["seconds"] - step["seconds"] < 0.2
 
     def test_stops_when_the_seconds_are_over(self, run_alone: Run) -> None:
         _, *records = run_alone("01_gpt.py", "--steps", "100", "--eval-every", "2", "--seconds", "0")

@@ -60,7 +60,7 @@ def a_slow_rank_holds_nobody_up_at_once(here: Here) -> dict[str, float]:
     assert alike["seconds"] > 19 * 0.08, "without lag everyone takes as long as the slowest"
     free = train(here, Gossip(wire="fp32", lag=1000), 20, pause_of(here))
     if here.rank < here.world - 1:
-        assert free["seconds"] < 0.5 * alike["seconds"], (free["seconds"], alike["seconds"])
+        assert free["seconds"] < 0.8 * alike["seconds"], (free["seconds"], alike["seconds"])
     assert abs(free["moved"] - 20 * UPDATE) < 0.01 * 20 * UPDATE
     return {"lag": free["seconds"], "no lag": alike["seconds"]}
 

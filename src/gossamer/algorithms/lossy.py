@@ -43,7 +43,7 @@ def check_codec(codec: object, remembers: bool) -> None:
         raise ConfigurationError(f"codec must be a codec, such as Quantize(bits=8); got {codec!r}")
     if isinstance(codec, ErrorFeedback):
         raise ConfigurationError("give the codec alone: the algorithm itself remembers what is lost (see its fields)")
-    if remembers and contraction(codec) <= 0:
+    if remembers and codec.unbiased and contraction(codec) <= 0:  # biased ones round to what is near
         raise ConfigurationError(
             f"{codec!r} makes what it encodes longer, so that what is remembered of it would grow from step to step: take one "
             "that does not (RandomK with unbiased=False, Quantize with more bits), or no error feedback"

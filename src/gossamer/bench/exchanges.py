@@ -64,7 +64,7 @@ def main() -> None:
     """Measure everything and save ``exchanges.json`` and ``exchanges.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-to", type=Path, default=Path("out/exchanges"))
-    parser.add_argument("--mbytes", nargs="+", default=["0.064", "0.5", "2", "8", "16", "64"], help="sizes in 10^6 bytes")
+    parser.add_argument("--mbytes", nargs="+", default=["0.5", "2", "8", "16", "64"], help="sizes in 10^6 bytes")
     parser.add_argument("--patterns", nargs="+", choices=tuple(PATTERNS), default=list(PATTERNS))
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()

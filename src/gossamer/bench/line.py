@@ -5,6 +5,7 @@ import math
 import os
 import socket
 from collections.abc import Sequence
+from random import SystemRandom
 
 import torch.distributed as dist
 
@@ -18,8 +19,8 @@ REPEATS = 3
 def plain_tcp() -> list[list[float]]:
     """For every rank, what its line reached in each repeat. Collective.
 
-    Empty where hosts have several ranks which share a line; where a host does not let others connect to its ports from 29700
-    on; and where messages may not go over TCP at all (a process group of another backend than Gloo).
+    Empty where hosts have several ranks which share a line; where a host does not let others connect to its ports from 20000
+    to 30000; and where messages may not go over TCP at all (a process group of another backend than Gloo).
 
     Around a ring everyone waits for the slowest line. So there is one ring for every rate that some host has: of the
     hosts which have it or a higher one. A host that is alone with its rate sends all it has over the line of another, and
@@ -46,15 +47,20 @@ def rings(rates: Sequence[float]) -> list[list[int]]:
 def _ring(members: Sequence[int], rate: float) -> list[float]:
     """Bits per second of each repeat around a ring of ``members``, told to all ranks; empty if they cannot connect."""
     rank, addresses = dist.get_rank(), _addresses()
+    port = of_all(_DICE.randrange(*_PORTS))[0]  # another launch may be measuring on this machine
     reached: list[float] = []
     if rank in members:
         nbytes = round(min(max(rate / 8 * 0.5, 1e6), 16e6))  # half a second
         own = [addresses[member] for member in members]
         with contextlib.suppress(OSError):
-            seconds = line_rate(members.index(rank), len(members), own, "ring", nbytes, REPEATS)
+            seconds = line_rate(members.index(rank), len(members), own, "ring", nbytes, REPEATS, port=port)
             reached = [8 * nbytes / each for each in seconds]
     found = of_all(reached)
     return found[members[0]] if all(found[member] for member in members) else []
+
+
+_PORTS, _DICE = (20000, 29000), SystemRandom()
+"""Ports that systems do not give to connections by themselves, and what chooses among them: no seed is touched."""
 
 
 def _addresses() -> list[str]:

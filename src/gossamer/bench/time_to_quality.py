@@ -244,7 +244,7 @@ def conclude(study: Study, options: argparse.Namespace) -> list[str]:
     """Save the table and the picture; the table's lines."""
     lines, name, measure = page(study.rows, study.targets), find_workload(options.workload).name, study.rows[0]["measure"]
     for side, why in study.failed.items():
-        lines += ["", f"`{side}` was not trained with {' '.join(why.split())[:400]}"]
+        lines += ["", f"`{side}` was not trained with {' '.join(why.split())[-400:]}"]
     stem = f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-').lower()}-quality"
     options.save_to.mkdir(parents=True, exist_ok=True)
     (options.save_to / f"{stem}.md").write_text("\n".join(lines) + "\n")

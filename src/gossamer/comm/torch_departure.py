@@ -60,7 +60,7 @@ def let_groups_end() -> None:
     imports them by way of ``torch._dynamo``, mostly after ``init_process_group()``, they hold the group for ever; and a thread
     of Gloo that drops a tensor while the interpreter is torn down aborts the process.
     """
-    if dist.is_available():
+    if dist.is_available() and not dist.is_initialized():
         import_module("torch.distributed.nn.functional")
 
 
