@@ -674,11 +674,13 @@ def test_groups_have_names_of_their_own() -> None:
 
 
 def test_what_cannot_be_replicated_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another algorithm may be tried then: the momentum is back, and no parameter counts as replicated."""
+    """Another algorithm may be tried then: the momentum is there, and no parameter counts as replicated."""
 
     def body(rank: int) -> None:
         model = nn.ParameterList([nn.Parameter(torch.zeros(8))])
         optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model[0].grad = torch.ones(8)
+        optimizer.step()
         sparse = ChunkSparse(momentum_correction=True)
         with pytest.raises(ConfigurationError, match="compresses matrices"):
             gossamer.replicate(model, optimizer, Hierarchical(sparse, inner=PowerSGD(), ranks_per_node=1))
@@ -687,6 +689,7 @@ def test_what_cannot_be_replicated_is_left_as_it_was(monkeypatch: pytest.MonkeyP
         with pytest.raises(MemoryError):
             gossamer.replicate(model, optimizer, sparse)
         assert optimizer.param_groups[0]["momentum"] == 0.9
+        assert torch.equal(optimizer.state[model[0]]["momentum_buffer"], torch.ones(8))
         monkeypatch.undo()
         gossamer.replicate(model, optimizer, sparse).close()
 
@@ -700,3 +703,20 @@ def test_a_scripted_model_is_refused() -> None:
     model = torch.jit.script(nn.Linear(3, 2))
     with pytest.raises(ConfigurationError, match="scripted modules"):
         gossamer.replicate(model, SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_scripted_part_without_parameters_is_welcome(overlap: bool) -> None:
+    def body(rank: int) -> Tensor:
+        model = nn.Sequential(nn.Linear(3, 2), torch.jit.script(nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2, affine=False))))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, overlap_forward=overlap)
+        for step in range(5):
+            optimizer.zero_grad()
+            model(torch.arange(12.0).view(4, 3) * (rank + step - 1)).square().sum().backward()
+            optimizer.step()
+        replica.close()
+        return model[0].weight.detach()
+
+    first, second = loopback(body, 2)
+    assert torch.equal(first, second)

@@ -302,6 +302,8 @@ def test_an_old_velocity_does_not_come_back_with_the_momentum() -> None:
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     replica = gossamer.replicate(model, optimizer, ChunkSparse(chunk=4, momentum_correction=True))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
     replica.close()
     weights_before = model.weight.detach().clone()
     optimizer.zero_grad(set_to_none=False)

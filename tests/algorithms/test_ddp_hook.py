@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import AllReduce, DDPHook, Hierarchical, loopback
+from gossamer import AllReduce, ChunkSparse, DDPHook, Gossip, Hierarchical, loopback
 from gossamer.algorithms import Algorithm, after, by_size
 from gossamer.algorithms.ddp_hook import HookBucket
-from gossamer.buckets import Bucket, make_layout
+from gossamer.buckets import Bucket, make_layout, make_plan
+from gossamer.comm.runner import solo_runner
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, step_time
+from gossamer.sync.exchange import Exchange
 
 
 def averaging(state: Any, bucket: Any) -> Tensor:
@@ -69,8 +71,9 @@ def test_alone_nothing_is_asked_of_it() -> None:
 
 def test_its_bucket_looks_like_ddp_s() -> None:
     bucket = Bucket(3, make_layout({"a": torch.empty(2, 3), "b": torch.empty(4)}))
-    handed = HookBucket(bucket.holding(torch.arange(10.0)))
+    handed = HookBucket(bucket.holding(torch.arange(10.0)), is_last=True)
     assert handed.index() == 3
+    assert handed.is_last()
     assert [list(view.shape) for view in handed.gradients()] == [[2, 3], [4]]
     handed.gradients()[1].zero_()
     assert handed.buffer().tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 0, 0]
@@ -78,6 +81,31 @@ def test_its_bucket_looks_like_ddp_s() -> None:
     assert handed.gradients()[0].sum() == 6
     with pytest.raises(ConfigurationError, match="asks for the parameters"):
         handed.parameters()
+
+
+@pytest.mark.parametrize("turn", [1, -1], ids=["in order", "reversed"])
+def test_each_hook_has_one_last_bucket_whatever_shares_the_step_with_it(turn: int) -> None:
+    """ChunkSparse has buckets of two labels, and so has the hook whose time comes after it."""
+    tensors = {name: torch.empty(64, 64) for name in "abc"} | {name: torch.empty(64) for name in "xyz"}
+    hook, other = DDPHook(averaging, bucket_bytes=1), DDPHook(averaging, bucket_bytes=1)
+
+    def last_buckets(algorithm: Algorithm) -> list[list[str]]:
+        exchange = Exchange(solo_runner(), replace(algorithm, bucket_bytes=64))
+        exchange.adopt(make_plan(tensors, exchange.algorithm))
+        exchange.arrange(range(6)[::turn])
+        last = [[b for b in exchange.buckets if any(leaf is which for leaf in b.last_of)] for which in (hook, other)]
+        return [[bucket.segments[0].name for bucket in buckets] for buckets in last]
+
+    last, last_large = ("z", "c") if turn > 0 else ("a", "a")
+    assert last_buckets(after(3, hook, before=ChunkSparse(chunk=16, bucket_bytes=64))) == [[last], []]
+    assert last_buckets(after(3, hook, before=other)) == [[last], [last]]
+    inside = Hierarchical(Gossip(), inner=hook, ranks_per_node=2).part("gradients")
+    assert inside is not None
+    assert inside.serial
+    assert last_buckets(inside) == [[last], []]
+    assert last_buckets(by_size(1000, small=hook, large=hook)) == [[last], []]
+    assert last_buckets(by_size(1000, small=AllReduce(bucket_bytes=1), large=hook)) == [[last_large], []]
+    assert last_buckets(by_size(1000, small=hook, large=other)) == [["z" if turn > 0 else "x"], [last_large]]
 
 
 @pytest.mark.parametrize("hook", [None, "mean", 3])

@@ -29,9 +29,9 @@ def a_place(fails=(), forgets=(), separate=True):
     return Place(lambda case, sides: [], measure, memory, separate)
 
 
-def run(place, tmp_path, sides, memory=False):
+def run(place, tmp_path, sides, memory=False, at_once=1):
     results = Results(tmp_path / "results.jsonl")
-    plan = Plan(sides, TURNS, 1, memory, False)
+    plan = Plan(sides, TURNS, at_once, memory, False)
     command._run(place, [CASE], plan, results, quiet=True)
 
 
@@ -43,6 +43,15 @@ def test_a_portion_that_fails_leaves_the_next_one_unharmed(tmp_path):
     with pytest.raises(GossamerError, match=r"what was measured is kept(.|\n)*QSGD\(\): rank 1 fell over"):
         run(a_place(fails=["QSGD()"]), tmp_path, ["QSGD()", "Gossip()"])
     assert kept(tmp_path).keys() == {"ddp", "compute", "Gossip()"}
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_side_that_fails_takes_none_of_its_portion_along(tmp_path, memory):
+    sides = ["AllReduce()", "QSGD()", "Gossip()", "ScatterReduce()"]
+    with pytest.raises(GossamerError) as caught:
+        run(a_place(fails=["QSGD()"]), tmp_path, sides, memory, at_once=3)
+    assert str(caught.value).splitlines()[1:] == [f"{CASE}, ddp, compute, QSGD(): rank 1 fell over"]
+    assert kept(tmp_path).keys() == {"ddp", "compute", *sides} - {"QSGD()"}
 
 
 def test_where_all_are_measured_by_the_same_ranks_it_is_the_end(tmp_path):

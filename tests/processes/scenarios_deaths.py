@@ -3,14 +3,12 @@
 Each is a script of its own: what it raises ends its process, and nothing is closed by hand.
 """
 
-import contextlib
 import importlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +21,7 @@ from gossamer import AllReduce, Gossip
 from gossamer.algorithms import all_reduce
 from gossamer.comm import bulletin
 from processes.scenarios_features import mlp, numbers
-from processes.worker import Here, ends_the_process
+from processes.worker import Here, ends_the_process, threads
 
 STEP = 4
 """The step in which the victim ends."""
@@ -181,15 +179,6 @@ def leaves_nothing(here: Here) -> list[str]:
     while any("gloo" in name for name in threads()) and time.monotonic() < end:
         time.sleep(0.02)
     return threads()
-
-
-def threads() -> list[str]:
-    """The names of this process's threads."""
-    found = []
-    for place in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            found.append(place.read_text().strip())
-    return found
 
 
 @ends_the_process

@@ -51,16 +51,20 @@ def mean_of(model: nn.Module) -> float:
         return float(torch.cat([p.reshape(-1).double() for p in model.parameters()]).mean())
 
 
-def pause_of(here: Here, slow: float = 0.08) -> float:
+SLOW = 0.16
+"""Seconds that a step of the slow rank takes."""
+
+
+def pause_of(here: Here, slow: float = SLOW) -> float:
     return slow if here.rank == here.world - 1 else 0.004
 
 
 def a_slow_rank_holds_nobody_up_at_once(here: Here) -> dict[str, float]:
     alike = train(here, Gossip(wire="fp32"), 20, pause_of(here))
-    assert alike["seconds"] > 19 * 0.08, "without lag everyone takes as long as the slowest"
+    assert alike["seconds"] > 19 * SLOW, "without lag everyone takes as long as the slowest"
     free = train(here, Gossip(wire="fp32", lag=1000), 20, pause_of(here))
     if here.rank < here.world - 1:
-        assert free["seconds"] < 0.8 * alike["seconds"], (free["seconds"], alike["seconds"])
+        assert free["seconds"] < 0.5 * alike["seconds"], (free["seconds"], alike["seconds"])
     assert abs(free["moved"] - 20 * UPDATE) < 0.01 * 20 * UPDATE
     return {"lag": free["seconds"], "no lag": alike["seconds"]}
 
@@ -68,7 +72,7 @@ def a_slow_rank_holds_nobody_up_at_once(here: Here) -> dict[str, float]:
 def nobody_lags_further_than_allowed(here: Here) -> float:
     bounded = train(here, Gossip(lag=1), 20, pause_of(here))
     # An exchange takes a slow step, and at most 1 + 1 fast ones: ten slow steps at least for twenty fast ones.
-    assert bounded["seconds"] > 8 * 0.08, bounded["seconds"]
+    assert bounded["seconds"] > 8 * SLOW, bounded["seconds"]
     return bounded["seconds"]
 
 

@@ -1,5 +1,6 @@
 """Worker: one rank of a launch. Runs the named scenarios of a module in sequence and saves a report of each."""
 
+import contextlib
 import importlib
 import os
 import sys
@@ -110,6 +111,15 @@ def ends_the_process(scenario: Callable[[Here], Any]) -> Callable[[Here], Any]:
     """Mark a scenario as a script of its own: what it raises is not caught, and its replicas are not closed."""
     scenario.ends_the_process = True  # type: ignore[attr-defined]
     return scenario
+
+
+def threads() -> list[str]:
+    """The names of this process's threads."""
+    found = []
+    for place in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found.append(place.read_text().strip())
+    return found
 
 
 def meet(rank: int, world: int, name: str) -> None:

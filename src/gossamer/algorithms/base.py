@@ -225,6 +225,11 @@ class Algorithm(ABC):
         """The algorithm for the buckets with this label."""
         return self
 
+    @property
+    def leaves(self) -> tuple["Algorithm", ...]:
+        """The algorithms that it is made of, where it is a combination, down to those that are none."""
+        return (self,)
+
     def attach(self, optimizers: Sequence[Optimizer]) -> "Algorithm":
         """What to run with these optimizers. An algorithm that takes something over from them (their momentum) does so here."""
         return self

@@ -22,6 +22,10 @@ class Combination(Algorithm, register=False):
         """The algorithms that it is made of."""
 
     @property
+    def leaves(self) -> tuple[Algorithm, ...]:
+        return tuple(leaf for part in self.parts for leaf in part.leaves)
+
+    @property
     def serial(self) -> bool:  # type: ignore[override]
         """As the strictest part."""
         return any(part.serial for part in self.parts)

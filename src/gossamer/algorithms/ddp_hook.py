@@ -51,15 +51,16 @@ class DDPHook(Algorithm, register=False):
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:
             return bucket.flat.clone()
-        handed = HookBucket(bucket.holding(bucket.flat.clone()))
+        is_last = any(algorithm is self for algorithm in bucket.last_of)
+        handed = HookBucket(bucket.holding(bucket.flat.clone()), is_last)
         return (yield from foreign(handed.buffer(), repr(self), lambda: self.hook(self.state, handed)))
 
 
 class HookBucket:
     """Looks to a hook as ``torch.distributed.GradBucket`` does."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
+    def __init__(self, bucket: Bucket, is_last: bool) -> None:
+        self._bucket, self._is_last = bucket, is_last
 
     def buffer(self) -> Tensor:
         """The flat gradients, 1-D."""
@@ -78,8 +79,8 @@ class HookBucket:
         return self._bucket.index
 
     def is_last(self) -> bool:
-        """Whether no bucket of this step comes after it: hooks count their steps by that."""
-        return self._bucket.is_last
+        """Whether no other bucket comes to the hook after it in this step: hooks count their steps by that."""
+        return self._is_last
 
     def parameters(self) -> list[Tensor]:
         """Refused: algorithms never see parameters."""

@@ -239,6 +239,15 @@ class Inside(Algorithm, register=False):
     inner: Algorithm
     ranks_per_node: int | None
 
+    @property
+    def leaves(self) -> tuple[Algorithm, ...]:
+        return self.inner.leaves
+
+    @property
+    def serial(self) -> bool:  # type: ignore[override]
+        """As what runs inside."""
+        return self.inner.serial
+
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         node = machine(ctx, machines_of(ctx, self.ranks_per_node))
         return (yield from average_inside(self.inner, bucket, state, ctx, node))

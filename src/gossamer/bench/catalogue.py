@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ def digest(text: str | Path) -> str | None:
     """What tells one version of a workload's file from another; None of an emulated model, or where there is no file."""
     path = Path(text)
     return None if is_emulated(text) or not path.is_file() else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+def is_of(row: Mapping[str, Any], of_file: str | None) -> bool:
+    """Whether a result is of the workload's file with this :func:`digest`. Old ones do not tell, and count as such."""
+    return bool(row.get("digest", of_file) == of_file)
 
 
 def is_emulated(text: str | Path) -> bool:

@@ -1,6 +1,7 @@
 """Bench command: ``gossamer bench``, for Typer."""
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated
 import torch.distributed as dist
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from gossamer.bench.cluster import cases_here, is_here, joined, measure_here, measure_memory_here
@@ -18,6 +19,7 @@ from gossamer.bench.emulated import MODELS
 from gossamer.bench.in_lab import Record
 from gossamer.bench.listing import everything, listing
 from gossamer.bench.matrix import (
+    ALWAYS,
     RATIO,
     Case,
     Results,
@@ -130,12 +132,14 @@ class Plan:
         """The sides that are to be measured."""
         return list(self.sides) if self.again else results.lacking(case, self.sides, self.turns)
 
-    def portions(self, case: Case, results: Results, missing: set[str]) -> Iterator[list[str]]:
-        """Those of them that are not ``missing``, as they are to be measured together: one portion after the other."""
-        wanted = [side for side in self.lacking(case, results) if side not in missing]
-        for portion in portions(wanted, self.at_once):
-            if self.again or results.lacking(case, portion, self.turns):
-                yield portion
+    def portions(self, case: Case, results: Results, sides: Sequence[str], at_once: int) -> list[list[str]]:
+        """``sides`` as they are to be measured together: portions of ``at_once`` of them, without those that are there."""
+        return [each for each in portions(sides, at_once) if self.again or results.lacking(case, each, self.turns)]
+
+    def apart(self, case: Case, results: Results, portion: Sequence[str]) -> list[list[str]]:
+        """The portions to try in place of one that has failed; none if it cannot be taken apart."""
+        own = [side for side in portion if side not in ALWAYS]
+        return self.portions(case, results, own, 1) if len(own) > 1 else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,34 +178,48 @@ def _run(place: Place, chosen: Sequence[Case], plan: Plan, results: Results, qui
     with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
         _say(progress, busy_machine())
         for case in chosen:
-            missing = place.absent(case, plan.lacking(case, results))
+            wanted = plan.lacking(case, results)
+            missing = place.absent(case, wanted)
             results.add(missing)
             _log(progress, case, missing)
-            for portion in plan.portions(case, results, {row["side"] for row in missing}):
-                bar = progress.add_task(f"{case}: {len(portion)} sides", total=plan.turns.rounds)
-
-                def note(record: Record, bar: TaskID = bar) -> None:
-                    if "round" in record:
-                        progress.update(bar, completed=record["round"])
-
+            present = [side for side in wanted if side not in {row["side"] for row in missing}]
+            waiting = deque(plan.portions(case, results, present, plan.at_once))
+            while waiting:
+                portion = waiting.popleft()
                 try:
-                    rows = place.measure(case, portion, plan.turns, note)
-                    results.add(rows)
-                    if plan.memory:
-                        progress.update(bar, description=f"{case}: memory of {len(portion)} sides", total=None)
-                        results.add(_with_memory(place, case, rows, {} if plan.again else results.memory(case)))
+                    _log(progress, case, _measured(place, case, portion, plan, results, progress))
                 except LabError:  # no other portion will run here either
                     raise
                 except GossamerError as error:
                     if not place.separate:
                         raise
-                    failed.append(f"{case}, {', '.join(portion)}: {error}")
-                    _say(progress, failed[-1:])
-                else:
-                    _log(progress, case, rows)
-                progress.remove_task(bar)
+                    told, apart = f"{case}, {', '.join(portion)}: {error}", plan.apart(case, results, portion)
+                    _say(progress, [told, "each of these sides is measured by itself now"] if apart else [told])
+                    waiting.extendleft(reversed(apart))
+                    failed += [] if apart else [told]
     if failed:
         raise GossamerError("what was measured is kept; this failed:\n" + "\n".join(failed))
+
+
+def _measured(
+    place: Place, case: Case, portion: Sequence[str], plan: Plan, results: Results, progress: Progress
+) -> list[Record]:
+    """The rows of sides that share a run; they are kept as soon as they are there, and once more with their memory."""
+    bar = progress.add_task(f"{case}: {len(portion)} sides", total=plan.turns.rounds)
+
+    def note(record: Record) -> None:
+        if "round" in record:
+            progress.update(bar, completed=record["round"])
+
+    try:
+        rows = place.measure(case, portion, plan.turns, note)
+        results.add(rows)
+        if plan.memory:
+            progress.update(bar, description=f"{case}: memory of {len(portion)} sides", total=None)
+            results.add(_with_memory(place, case, rows, {} if plan.again else results.memory(case)))
+    finally:
+        progress.remove_task(bar)
+    return rows
 
 
 def _log(progress: Progress, case: Case, rows: Sequence[Record]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gossamer.bench.catalogue import digest, find_workload, is_emulated
+from gossamer.bench.catalogue import digest, find_workload, is_emulated, is_of
 from gossamer.bench.in_lab import Record, lab_json, lab_result
 from gossamer.bench.memory import FIGURES, beyond, read
 from gossamer.bench.network import parse_network
@@ -95,7 +95,7 @@ class Results:
     def _of_file(self, workload: str) -> list[Record]:
         """Rows that are not of another version of this workload's file."""
         of_file = digest(workload)
-        return [row for row in self.rows if _is_of(row, of_file)]
+        return [row for row in self.rows if is_of(row, of_file)]
 
     def add(self, rows: Sequence[Record]) -> None:
         """Keep rows, in place of older ones of the same case and side, and write them down.
@@ -108,11 +108,6 @@ class Results:
         self.rows = [row for row in self.rows if _key(row) not in fresh] + list(rows)
         if self._writes:
             write_rows(self._path, self.rows)
-
-
-def _is_of(row: Record, of_file: str | None) -> bool:
-    """Whether a row is of this workload's file. Old ones do not tell."""
-    return row.get("digest", of_file) == of_file
 
 
 def _turns(row: Record) -> Turns:
@@ -199,7 +194,7 @@ def table(rows: Sequence[Record]) -> list[str]:
 
 
 def _cells(row: Record, of_file: str | None) -> list[str]:
-    older = "" if _is_of(row, of_file) else " (another version of its file)"
+    older = "" if is_of(row, of_file) else " (another version of its file)"
     undelayed = " (not delayed)" if row.get("runner_latency") and row["side"] in PEERS else ""
     case = [row["name"] + older, row["network"] + undelayed, str(row["hosts"]), f"`{row['side']}`"]
     measured = day(row["when"]) if "when" in row else ""

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from gossamer.bench.catalogue import digest, find_workload
+from gossamer.bench.catalogue import digest, find_workload, is_of
 from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.crossing import Points, crossing, smoothed
 from gossamer.bench.in_lab import Record, lab_json
@@ -61,8 +61,7 @@ class Runs:
     def find(self, key: Record) -> Record | None:
         """The run of this key, unless the workload's file was another one then."""
         of_file = digest(key["workload"])
-        same = (row for row in self.rows if key.items() <= row.items())
-        return next((row for row in same if row.get("digest", of_file) == of_file), None)
+        return next((row for row in self.rows if key.items() <= row.items() and is_of(row, of_file)), None)
 
     def add(self, run: Record) -> None:
         """Keep a run, in place of a shorter one of the same key, and write all down."""

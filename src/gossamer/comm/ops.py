@@ -162,10 +162,13 @@ class Broadcast(Op):
         return Traffic(self.nbytes * depth, depth)
 
     def sent(self, world: int, rank: int) -> Traffic:
-        """To whom it passes the tensor on: in round ``d`` those ``2ᵈ`` nearest to the source, to that many more."""
-        place = (rank - self.source) % world
-        times = sum(place < 2**depth and place + 2**depth < world for depth in range((world - 1).bit_length()))
+        times = len(self.receivers(world, rank))
         return Traffic(self.nbytes * times, times)
+
+    def receivers(self, world: int, rank: int) -> list[int]:
+        """To whom ``rank`` passes the tensor on: in round ``d`` those ``2ᵈ`` nearest to the source, to that many more."""
+        place, rounds = (rank - self.source) % world, range((world - 1).bit_length())
+        return [(rank + 2**depth) % world for depth in rounds if place < 2**depth and place + 2**depth < world]
 
     def detail(self) -> str:
         return f", source={self.source}"

@@ -23,6 +23,7 @@ _hooks: "WeakKeyDictionary[Optimizer, Any]" = WeakKeyDictionary()
 
 def lend_momentum(optimizers: Sequence[Optimizer]) -> float:
     """Set momentum and weight decay of every param group to 0, and return what the momentum was: one value, of plain SGD.
+    What it has accumulated goes with the first step that is taken without it.
 
     Raises ConfigurationError for other optimizers, other kinds of momentum, or several values.
     """
@@ -43,8 +44,6 @@ def lend_momentum(optimizers: Sequence[Optimizer]) -> float:
         group[_LENT], group["momentum"] = momentum, 0.0
         group[_DECAY], group["weight_decay"] = group.get(_DECAY, group["weight_decay"]), 0.0
     for optimizer in optimizers:
-        for state in optimizer.state.values():
-            state.pop("momentum_buffer", None)  # or it would come back, as it is now, when the momentum is given back
         if optimizer not in _hooks:
             _hooks[optimizer] = optimizer.register_step_pre_hook(_decay)
     return momentum
@@ -58,6 +57,8 @@ def _decay(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "momentum_correction has taken the momentum out of the optimizer, and a loaded state, or an added param group, has "
             "brought one back: it would be applied twice. Load the optimizer's state before gossamer.replicate()"
         )
+    for state in optimizer.state.values():
+        state.pop("momentum_buffer", None)  # or it would come back, as it is now, when the momentum is given back
     overflow = getattr(optimizer, "found_inf", None)  # from a GradScaler, to optimizers that skip the step by themselves
     if overflow is not None and overflow.item() > 0:
         return

@@ -42,12 +42,8 @@ def _(op: AllGather, machines: Sequence[int]) -> int:
 
 @leaving.register
 def _(op: Broadcast, machines: Sequence[int]) -> int:
-    """A binomial tree: in each round all that have it send to as many others, counted from the source."""
-    world, edges = len(machines), []
-    for depth in range((world - 1).bit_length()):
-        edges += [(rank, rank + 2**depth) for rank in range(min(2**depth, world - 2**depth))]
-    at = [machines[(op.source + place) % world] for place in range(world)]
-    return op.nbytes * _most([(at[sender], at[receiver]) for sender, receiver in edges])
+    world = len(machines)
+    return op.nbytes * _most([(machines[rank], machines[to]) for rank in range(world) for to in op.receivers(world, rank)])
 
 
 def _most(edges: Sequence[tuple[int, int]]) -> int:

@@ -19,15 +19,23 @@ _replicated: "weakref.WeakValueDictionary[int, Parameter]" = weakref.WeakValueDi
 
 def named_parameters(model: nn.Module) -> dict[str, Parameter]:
     """All parameters by name, shared (tied) ones once; names as in the uncompiled model."""
-    return {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
+    return {uncompiled(name): parameter for name, parameter in model.named_parameters()}
+
+
+def uncompiled(name: str) -> str:
+    """The name that a parameter or buffer has in the model as it was before ``torch.compile``."""
+    return name.replace("_orig_mod.", "")
 
 
 def check_model(model: Any) -> None:
     """Refuse what cannot be replicated in place, with the reason."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"replicate() takes a torch.nn.Module; got {type(model).__name__}")
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise ConfigurationError("scripted modules (torch.jit) cannot be replicated: pass the model as it was before")
+    scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+    if any(next(module.parameters(), None) is not None for module in scripted):
+        raise ConfigurationError(
+            "scripted modules (torch.jit) with parameters cannot be replicated: pass the model as it was before"
+        )
     for module in model.modules():
         _check_wrapper(module)
     for name, parameter in named_parameters(model).items():
@@ -124,7 +132,9 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:
-        self._places: list[dict[str, Any]] = [place for m in model.modules() for place in (m._parameters, m._modules)]
+        # Scripted modules have no parameters here, and keep places of another kind.
+        plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self._places: list[dict[str, Any]] = [place for module in plain for place in (module._parameters, module._modules)]
         self._before, self._ids = [dict(place) for place in self._places], _ids(self._places)
         self._groups = [(optimizer, [id(p) for p in held_by(optimizer)]) for optimizer in optimizers]
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}

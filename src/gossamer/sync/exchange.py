@@ -60,10 +60,10 @@ class Exchange:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
         kept, extras = self.state_by_name(), self.extras_by_name()
         self.plan, self.buckets = plan, [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
+        self.handlers = [self.algorithm.of(layout.label) for layout in plan.layouts]
         self.arrange(range(len(plan.layouts)))
         for layout in plan.layouts:
             self.step_states.setdefault(layout.label, State(torch.zeros(())))
-        self.handlers = [self.algorithm.of(layout.label) for layout in plan.layouts]
         self._prompt = self._alone and all(handler.prompt for handler in self.handlers)
         self.load_state_by_name(kept, {key: owned for key, owned in extras.items() if not key.startswith(_BUCKET)})
 
@@ -72,9 +72,9 @@ class Exchange:
         self.order = list(order)
         lanes = Plan(tuple(self.plan.layouts[index] for index in self.order)).lanes(self.runner.lanes)
         self._lanes = tuple(lane for _, lane in sorted(zip(self.order, lanes, strict=True)))
-        last = {self.plan.layouts[index].label: index for index in self.order}
+        last = {id(leaf): (leaf, index) for index in self.order for leaf in self.handlers[index].leaves}
         for bucket in self.buckets:
-            bucket.is_last = last[bucket.layout.label] == bucket.index
+            bucket.last_of = tuple(leaf for leaf, index in last.values() if index == bucket.index)
 
     def context(self, step: int) -> Context:
         """What flows of this step may know."""

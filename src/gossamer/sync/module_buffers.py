@@ -13,6 +13,7 @@ from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import ConfigurationError
 from gossamer.sync.agreement import same_from_rank, unflatten
+from gossamer.sync.checks import uncompiled
 from gossamer.sync.hooks import OwnHook
 
 Buffers = Literal["broadcast", "average", "local"]
@@ -29,7 +30,7 @@ def resolve_buffers(buffers: Buffers | None, subject: str) -> Buffers:
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
     """All buffers by name, shared ones once; names as in the uncompiled model."""
-    return {name.replace("_orig_mod.", ""): tensor for name, tensor in model.named_buffers()}
+    return {uncompiled(name): tensor for name, tensor in model.named_buffers()}
 
 
 def floating(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

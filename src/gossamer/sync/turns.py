@@ -38,19 +38,22 @@ class Turns:
 
     def require_backward(self, index: int, step: int) -> None:
         """Raise if an optimizer is about to take a step, and there is no backward pass to take it for."""
-        passes, synchronised = self._seen[index]
-        alone_counts = self._weight is not None and not self._loss_scale.on
-        if (
-            self._runner.world == 1
-            or self._backward.synchronised_passes != synchronised
-            or (alone_counts and self._backward.passes != passes)
-        ):
+        if self._runner.world == 1:
             return
-        only_local = " outside of no_sync()" if self._backward.passes > self._backward.synchronised_passes else ""
-        raise UsageError(
-            f"rank {self._runner.rank}: optimizer.step() at step {step}, but no backward pass{only_local} has reached "
-            "a parameter of the model since the last one; the other ranks wait for this one's gradients"
-        )
+        passes, synchronised = self._seen[index]
+        weights_travel, apart = self._weight is not None, self._backward.passes - self._backward.synchronised_passes
+        alone_counts = weights_travel and not self._loss_scale.on
+        here = f"rank {self._runner.rank}: optimizer.step() at step {step}, but"
+        if self._backward.synchronised_passes == synchronised and not (alone_counts and self._backward.passes != passes):
+            raise UsageError(
+                f"{here} no backward pass{' outside of no_sync()' if apart else ''} has reached a parameter of the model since "
+                "the last one; the other ranks wait for this one's gradients"
+            )
+        if weights_travel and self._loss_scale.on and apart != self._apart:
+            raise UsageError(
+                f"{here} a backward pass inside no_sync() came after the last one outside of it, at whose end the ranks agreed "
+                "on whether to skip the step (scaler=); the last pass before a step must be outside"
+            )
 
     def begin_backward(self) -> bool:
         """A synchronised pass begins. Whether it follows another one, with neither an optimizer's step nor a pass inside
