@@ -69,12 +69,14 @@ class Memory:
             self._spare = tensor
 
 
-def reused(old: Tensor | None, like: Tensor) -> Tensor:
-    """An uninitialised tensor like ``like``: ``old``, if that fits and nobody uses it any more."""
+def reused(old: Tensor | None, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised tensor like ``like``, of type ``dtype`` if that is given: ``old``, if that fits and nobody uses it any
+    more."""
+    dtype = like.dtype if dtype is None else dtype
     if old is None or not is_alone(old):
-        return torch.empty_like(like)
-    fits = old.shape == like.shape and old.dtype == like.dtype and old.device == like.device
-    return old if fits else torch.empty_like(like)
+        return torch.empty_like(like, dtype=dtype)
+    fits = old.shape == like.shape and old.dtype == dtype and old.device == like.device
+    return old if fits else torch.empty_like(like, dtype=dtype)
 
 
 def is_alone(tensor: Tensor) -> bool:

@@ -127,9 +127,10 @@ class State:
         """What was written under this name since the last commit; None if nothing was."""
         return self.flats.draft.get(name)
 
-    def fresh(self, name: str, like: Tensor) -> Tensor:
-        """An uninitialised tensor like ``like``, for the next value of ``name``: the one before the last, if it fits."""
-        return reused(self.flats.replaced.pop(name, None), like)
+    def fresh(self, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor like ``like``, of type ``dtype`` if that is given, for the next value of ``name``: the one
+        before the last, if it fits."""
+        return reused(self.flats.replaced.pop(name, None), like, dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.flats.kept)
@@ -233,8 +234,8 @@ class _Scoped(State):
     def written(self, name: str) -> Tensor | None:
         return super().written(self._prefix + name)
 
-    def fresh(self, name: str, like: Tensor) -> Tensor:
-        return super().fresh(self._prefix + name, like)
+    def fresh(self, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return super().fresh(self._prefix + name, like, dtype)
 
     def _forget(self, prefix: str) -> None:
         super()._forget(self._prefix + prefix)

@@ -77,8 +77,8 @@ def test_training_stays_together(codec: Codec) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: LowPrecisionDecentralized(codec=ErrorFeedback(Quantize())), "codec without error feedback"),
-        (lambda: LowPrecisionDecentralized(codec=8), "codec without error feedback"),  # type: ignore[arg-type]
+        (lambda: LowPrecisionDecentralized(codec=ErrorFeedback(Quantize())), "give the codec alone"),
+        (lambda: LowPrecisionDecentralized(codec=8), "codec must be a codec"),  # type: ignore[arg-type]
         (lambda: LowPrecisionDecentralized(rate=0), "rate must be a number above 0"),
         (lambda: LowPrecisionDecentralized(rate=True), "rate must be a number above 0"),
         (lambda: LowPrecisionDecentralized(codec=RandomK(unbiased=True)), "makes what it encodes longer"),

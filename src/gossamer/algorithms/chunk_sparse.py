@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.chunks import evenly, largest, pack, put
-from gossamer.algorithms.lossy import EXACT, Lossy, Memories, bounded, check_codec, leave_out, narrowed, turn_over, wide
+from gossamer.algorithms.lossy import EXACT, Lossy, Memories, bounded, check_codec, keep_back, leave_out, turn_over, wide
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM, MomentumAllReduce
 from gossamer.algorithms.parts import scatter_reduce
 from gossamer.buckets import Bucket
@@ -73,7 +73,7 @@ class ChunkSparse(Lossy):
         check_wire("residual", self.residual)
         check_density(self.density)
         check_chunk(self.chunk)
-        check_codec(self.codec, True)
+        check_codec(self.codec)
         if 4 * self.chunk > self.bucket_bytes:
             raise ConfigurationError(
                 f"a chunk of {self.chunk} elements is larger than a bucket of {self.bucket_bytes} bytes: "
@@ -141,7 +141,7 @@ class ChunkSparse(Lossy):
         put(lost, chosen, self.chunk, kept)
         norms[chosen.to(norms.device)] = chunk_norms(came, lost, self.chunk)
         state.set_extra(NORMS, bounded(norms))
-        state[RESIDUAL] = narrowed(kept, self.residual)
+        keep_back(state, kept, self.residual)
 
     def _chosen(self, state: State, numel: int) -> Tensor:
         """Indices of the chunks to send; all of them until there was a choice."""

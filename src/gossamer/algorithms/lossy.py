@@ -14,6 +14,7 @@ from gossamer.codecs.cast import Wire, wire_codec
 from gossamer.codecs.contraction import contraction
 from gossamer.codecs.error_feedback import ErrorFeedback
 from gossamer.errors import ConfigurationError
+from gossamer.memory import portions
 from gossamer.state import RESIDUAL, State
 
 EXACT = "exact"
@@ -36,7 +37,7 @@ class Lossy(Algorithm, register=False):
         return AllReduce(bucket_bytes=self.bucket_bytes) if label == EXACT else self
 
 
-def check_codec(codec: object, remembers: bool) -> None:
+def check_codec(codec: object, *, remembers: bool = True) -> None:
     """Raise ConfigurationError unless it is a codec that leaves what it loses to the algorithm; and loses less than there
     was, where the algorithm ``remembers`` what was lost and sends it later."""
     if not isinstance(codec, Codec):
@@ -46,7 +47,7 @@ def check_codec(codec: object, remembers: bool) -> None:
     if remembers and codec.unbiased and contraction(codec) <= 0:  # biased ones round to what is near
         raise ConfigurationError(
             f"{codec!r} makes what it encodes longer, so that what is remembered of it would grow from step to step: take one "
-            "that does not (RandomK with unbiased=False, Quantize with more bits), or no error feedback"
+            "that does not (RandomK with unbiased=False, Quantize with more bits), or an algorithm without error feedback"
         )
 
 
@@ -55,26 +56,32 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def narrowed(rest: Tensor, residual: Wire) -> Tensor:
-    """The remainder in the type in which it is kept: itself, if it is that already. What is too large for it is kept as the
-    largest that it has: one worker alone must not come to inf, for which all would have to forget this step."""
+def keep_back(state: State, rest: Tensor, residual: Wire) -> None:
+    """Remember ``rest`` as what is owed, in the type in which that is kept: itself, if it is that already.
+
+    What is too large for that type is kept as the largest that it has: one worker alone must not come to inf, for which all
+    would have to forget this step.
+    """
     dtype = wire_codec(residual).wire_dtype(rest.dtype)
-    if dtype == torch.float16 and rest.dtype != dtype:
-        largest = torch.finfo(dtype).max
-        return (rest.clamp(-largest, largest) + 0 * rest).to(dtype)  # what is not finite comes out as NaN
-    return rest.to(dtype)
+    if dtype == rest.dtype:
+        state[RESIDUAL] = rest
+        return
+    state[RESIDUAL] = narrow = state.fresh(RESIDUAL, rest, dtype)
+    largest = torch.finfo(dtype).max
+    for part, out in portions(rest, narrow):
+        out.copy_(part.clamp(-largest, largest) + 0 * part)  # what is not finite comes out as NaN
 
 
 def turn_over(bucket: Bucket, flat: Tensor, state: State, residual: Wire) -> tuple[Tensor, Tensor]:
     """Memory for what remains of ``flat`` (its own: to be written in place), and for the result of the exchange.
 
-    ``flat``: :func:`wide` of the bucket's. Where the remainder is kept as it is (not in a narrower ``residual``), the
-    bucket's memory becomes the residual's, and the result goes to where the residual before the last one was.
+    ``flat``: :func:`wide` of the bucket's. Where the remainder is kept as it is, the bucket's memory becomes the residual's,
+    and the result goes to where the residual before the last one was. Where it is kept in a narrower ``residual``, both are
+    the same memory: the result may be written when :func:`keep_back` has copied the remainder.
     """
-    stays = wire_codec(residual).wire_dtype(flat.dtype) == flat.dtype
-    if flat is not bucket.flat:
-        return flat, state.fresh(RESIDUAL, flat) if stays else torch.empty_like(flat)
-    return (bucket.give(), state.fresh(RESIDUAL, flat)) if stays else (flat, bucket.fresh())
+    if wire_codec(residual).wire_dtype(flat.dtype) != flat.dtype:
+        return flat, flat
+    return bucket.give() if flat is bucket.flat else flat, state.fresh(RESIDUAL, flat)
 
 
 Memories = Sequence[tuple[Tensor, Tensor]]

@@ -6,11 +6,10 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Meeting, add_difference
-from gossamer.algorithms.lossy import wide
+from gossamer.algorithms.lossy import check_codec, wide
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.contraction import contraction
-from gossamer.codecs.error_feedback import ErrorFeedback
 from gossamer.codecs.quantize import Quantize
 from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Ring, Topology
@@ -50,19 +49,13 @@ class LowPrecisionDecentralized(Meeting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.codec, Codec) or isinstance(self.codec, ErrorFeedback):
-            raise ConfigurationError(
-                f"codec must be a codec without error feedback, such as Quantize(bits=8); got {self.codec!r}"
-            )
+        check_codec(self.codec)
         if self.rate is not None and (
             isinstance(self.rate, bool) or not isinstance(self.rate, int | float) or not 0 < self.rate <= 1
         ):
             raise ConfigurationError(f"rate must be a number above 0 and at most 1, or None; got {self.rate!r}")
         if contraction(self.codec) <= 0:
-            raise ConfigurationError(
-                f"{self.codec!r} makes what it encodes longer, so replicas would run away from what they stand for: take one "
-                "that does not (RandomK with unbiased=False, Quantize with more bits)"
-            )
+            raise ConfigurationError(f"{self.codec!r} brings no replica closer to what it stands for: take one with less loss")
 
     @property
     def pace(self) -> float:
@@ -82,6 +75,7 @@ class LowPrecisionDecentralized(Meeting):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         weights, partners = wide(bucket.flat), self.topology.at(0, ctx.world).permutations
+        rate = self.pace / (len(partners) + 1)
         first = OWN not in state
         # The same seed everywhere: workers that agree send the same, and stay where they are.
         seed = replace(ctx, rank=0).seed(bucket.index)
@@ -93,7 +87,7 @@ class LowPrecisionDecentralized(Meeting):
         delta = weights.zero_()  # what was sent and what is remembered are copies
         for number, handle in enumerate(handles):
             theirs = self._follow(f"{FROM} {number}", (yield wait(handle)), weights, state, first)
-            add_difference(theirs, own, self.pace / (len(handles) + 1), delta, fresh=False)
+            add_difference(theirs, own, rate, delta, fresh=False)
         return bucket.flat.copy_(delta)
 
     def _follow(self, key: str, payload: Tensor, like: Tensor, state: State, first: bool) -> Tensor:

@@ -1,13 +1,17 @@
 """Parts: the flow in which every worker averages one part of a tensor, and everything travels encoded."""
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.lossy import wide
 from gossamer.codecs.base import Codec
 from gossamer.comm.ops import SMALL, AllGather, AllToAll, Flow, all_gather, start, wait
 
@@ -42,37 +46,43 @@ def scatter_reduce(
     rest: Tensor | None,
     feedback: Feedback = Feedback(),
     gather_below: int = SMALL,
+    on_rest: Callable[[], None] = lambda: None,
 ) -> Flow[list[Tensor]]:
     """The mean of ``flat + owed`` over the workers into ``mean``; what this worker owes from now on into ``rest``.
 
-    With all ``feedback``, ``rest`` may be ``flat`` itself: no element of it is read once its remainder is written.
+    With all ``feedback``, ``rest`` may be ``flat`` itself: no element of it is read once its remainder is written. ``mean`` may
+    be the same memory, too, if ``on_rest`` copies the remainder: it is called when that is complete, and ``mean`` is not begun.
 
-    Long tensors go in pieces: one is encoded or decoded while others are on the wire. A tensor of which at most
+    Long tensors go in pieces: one is encoded or decoded while those before it are on the wire. A tensor of which at most
     ``gather_below`` bytes arrive is gathered whole from all workers instead, in one round of messages.
 
     Returns witnesses: numbers that are all finite exactly if ``mean`` and ``rest`` are (``Codec.witness``); or nothing.
     """
     if ctx.world == 1:
-        torch.add(flat, 0 if owed is None else owed, out=mean)
+        total = flat.clone() if owed is None else flat + owed
         if rest is not None:
             rest.zero_()
+        on_rest()
+        mean.copy_(total)
         return []
     if rest is not None and not feedback.all:
         rest.zero_()  # nobody writes all of it
     if (ctx.world - 1) * payload_bytes(codec, flat.numel(), flat.dtype) <= gather_below:
-        return (yield from Piece(codec, ctx, index, feedback, flat, owed, mean, rest).gather())
+        return (yield from Piece(codec, ctx, index, feedback, flat, owed, mean, rest).gather(on_rest))
     size = elements_per_piece(codec, flat.numel(), flat.dtype)
     pieces = []
     for number, begin in enumerate(range(0, max(1, flat.numel()), size)):
         cut, seeds = slice(begin, begin + size), index + number * _MANY_BUCKETS
         own, kept = None if owed is None else owed[cut], None if rest is None else rest[cut]
         pieces.append(Piece(codec, ctx, seeds, feedback, flat[cut], own, mean[cut], kept))
-    scattered, gathered = [], []
-    for piece in pieces:
-        scattered.append((yield start(AllToAll(piece.shares()))))
-    for piece, handle in zip(pieces, scattered, strict=True):
-        arrived = yield wait(handle)
-        gathered.append((yield start(AllGather(piece.reduce(arrived)))))
+    scattered, gathered = deque[Any](), []
+    for number in range(len(pieces) + _AHEAD):
+        if number < len(pieces):
+            scattered.append((yield start(AllToAll(pieces[number].shares()))))
+        if number >= _AHEAD:
+            arrived = yield wait(scattered.popleft())
+            gathered.append((yield start(AllGather(pieces[number - _AHEAD].reduce(arrived)))))
+    on_rest()
     witnesses: list[Tensor] = []
     for piece, handle in zip(pieces, gathered, strict=True):
         payloads = yield wait(handle)
@@ -89,6 +99,9 @@ def _witnesses(codec: Codec, payloads: Tensor, numel: int) -> list[Tensor]:
 
 PIECE_BYTES = 2**19
 """About the payload of a piece: several messages of less each would cost more than they hide."""
+
+_AHEAD = 2
+"""How many pieces are on their way when the first one is waited for. Long operations are posted by whoever waits."""
 
 _MANY_BUCKETS = 2**20
 """More than there are: pieces of different buckets have different seeds."""
@@ -159,15 +172,17 @@ class Piece:
     def _encode(self, rank: int) -> Tensor:
         """The payload for ``rank``."""
         remembers, seed = self.feedback.worker, self.ctx.seed(self.index, rank)
-        owed = self._at(rank, self.owed) if remembers and self.owed is not None else None
+        owed = wide(self._at(rank, self.owed)) if remembers and self.owed is not None else None
         rest = self._at(rank, self.rest) if remembers and self.rest is not None else None
         return _encode(self.codec, self._at(rank, self.flat), owed, seed, rest, self.parts.size)
 
-    def gather(self) -> Flow[list[Tensor]]:
+    def gather(self, on_rest: Callable[[], None]) -> Flow[list[Tensor]]:
         """Whole, from all workers to all, once: who averages has nothing more to encode, so nothing more to lose."""
         numel, seed = self.flat.numel(), self.ctx.seed(self.index, self.ctx.rank)
-        owed, rest = (self.owed, self.rest) if self.feedback.worker else (None, None)
+        owed = wide(self.owed) if self.feedback.worker and self.owed is not None else None
+        rest = self.rest if self.feedback.worker else None
         payloads = yield from all_gather(_encode(self.codec, self.flat, owed, seed, rest, numel))
+        on_rest()
         self.mean.zero_()
         for payload in payloads:
             self.codec.add_decoded(payload, self.mean)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.lossy import Lossy, narrowed, turn_over, wide
+from gossamer.algorithms.lossy import Lossy, keep_back, turn_over, wide
 from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
 from gossamer.codecs.cast import Wire, check_wire
@@ -71,6 +71,8 @@ class PowerSGD(Lossy):
         owed = state.get(RESIDUAL)
         # In place: what is sent is subtracted later, and the rest is what is remembered.
         wanted, result = turn_over(bucket, flat, state, self.residual)
+        if result is wanted:  # what is subtracted is written there first
+            result = bucket.fresh() if flat is bucket.flat else torch.empty_like(flat)
         if owed is not None:
             wanted.add_(owed)
         thin = [segment for segment in bucket.segments if self.shrinks(segment.shape)]
@@ -90,7 +92,7 @@ class PowerSGD(Lossy):
         for segment, left, right in zip(thin, lefts, rights, strict=True):
             put(segment, result, left @ right.T)
             place(segment, wanted).sub_(place(segment, result))
-        state[RESIDUAL] = narrowed(wanted, self.residual)
+        keep_back(state, wanted, self.residual)
         return result.to(bucket.flat.dtype)
 
     def _right(self, segment: Segment, like: Tensor, state: State) -> Tensor:

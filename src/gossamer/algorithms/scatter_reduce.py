@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.lossy import Lossy, check_codec, narrowed, turn_over, wide
+from gossamer.algorithms.lossy import Lossy, check_codec, keep_back, turn_over, wide
 from gossamer.algorithms.parts import Feedback, scatter_reduce
 from gossamer.buckets import Bucket
 from gossamer.checks import is_whole
@@ -47,7 +47,7 @@ class ScatterReduce(Lossy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire("residual", self.residual)
-        check_codec(self.codec, self.keeps_back)
+        check_codec(self.codec, remembers=self.keeps_back)
         if not is_whole(self.gather_below, 0):
             raise ConfigurationError(f"gather_below must be a number of bytes, or 0 for never; got {self.gather_below!r}")
 
@@ -58,18 +58,21 @@ class ScatterReduce(Lossy):
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         flat = wide(bucket.flat)
         feedback = Feedback(self.worker_feedback, self.server_feedback)
-        owed = wide(state[RESIDUAL]) if feedback.any and RESIDUAL in state else None
+        owed = state.get(RESIDUAL) if feedback.any else None
         rest: Tensor | None
         if feedback.all:
             rest, mean = turn_over(bucket, flat, state, self.residual)
         else:
-            rest = state.fresh(RESIDUAL, flat) if feedback.any else None
+            rest = torch.empty_like(flat) if feedback.any else None
             mean = bucket.fresh() if flat is bucket.flat else torch.empty_like(flat)
+
+        def keep() -> None:
+            if rest is not None:
+                keep_back(state, rest, self.residual)
+
         witnesses = yield from scatter_reduce(
-            flat, owed, self.codec, ctx, bucket.index, mean, rest, feedback, self.gather_below
+            flat, owed, self.codec, ctx, bucket.index, mean, rest, feedback, self.gather_below, keep
         )
-        if rest is not None:
-            state[RESIDUAL] = kept = narrowed(rest, self.residual)
-            if witnesses and kept is rest and flat is bucket.flat:  # narrower ones may overflow
-                state.vouch(witnesses, mean, rest)
+        if witnesses and rest is not None and state.written(RESIDUAL) is rest and flat is bucket.flat:
+            state.vouch(witnesses, mean, rest)  # narrower ones may overflow
         return mean.to(bucket.flat.dtype)

@@ -1,0 +1,84 @@
+"""The residual in fewer bits: what is sent and comes back is the same, and the bucket needs no second memory for it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer import ChunkSparse, PowerSGD, ScatterReduce, loopback
+from gossamer.algorithms import Algorithm
+from gossamer.algorithms.base import Context
+from gossamer.algorithms.lossy import keep_back
+from gossamer.buckets import Bucket, make_layout
+from gossamer.codecs import Quantize
+from gossamer.comm.connect import connect
+from gossamer.state import State
+
+LENGTH = 5000
+
+
+def steps(algorithm: Algorithm, world: int, dtype: torch.dtype, count: int) -> list[list[tuple[Tensor, Tensor, bool]]]:
+    """For every rank and step the result, what is owed, and whether the result lies where the gradient was."""
+
+    def body(rank: int) -> list[tuple[Tensor, Tensor, bool]]:
+        runner, found = connect(), []
+        bucket = Bucket(0, make_layout({"a": torch.empty(50, 100, dtype=dtype)}))
+        state = State(bucket.flat)
+        for step in range(count):
+            bucket.renew()
+            source = torch.Generator().manual_seed(10 * step + rank)
+            bucket.flat.copy_(torch.randn(LENGTH, generator=source))
+            place = bucket.flat.data_ptr()
+            ctx = Context(step, rank, tuple(range(world)), None)
+            result: Tensor = runner.run(lambda ctx=ctx: algorithm.exchange(bucket, state, ctx), "an exchange")
+            found.append((result.clone(), state["residual"].clone(), result.data_ptr() == place))
+            bucket.adopt(result)
+            state.commit()
+        return found
+
+    return loopback(body, world)
+
+
+WAYS = [
+    ScatterReduce(gather_below=0),
+    ScatterReduce(),
+    ScatterReduce(gather_below=0, server_feedback=False),
+    ChunkSparse(chunk=50, density=0.3),
+    ChunkSparse(chunk=50, density=0.3, codec=Quantize(bits=4)),
+    PowerSGD(),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("algorithm", WAYS, ids=repr)
+def test_what_is_kept_in_fewer_bits_changes_nothing_of_the_step(algorithm: Any, world: int, dtype: torch.dtype) -> None:
+    wide, narrow = (steps(replace(algorithm, residual=residual), world, dtype, 1) for residual in ("fp32", "bf16"))
+    for one, other in zip(wide, narrow, strict=True):
+        assert torch.equal(one[0][0], other[0][0])
+        assert other[0][1].dtype == torch.bfloat16
+        assert torch.equal(one[0][1].to(torch.bfloat16), other[0][1])
+
+
+# Not where something is forgotten, which has no place of its own; nor PowerSGD, which subtracts the mean.
+IN_PLACE = [way for way in WAYS if not isinstance(way, PowerSGD) and getattr(way, "server_feedback", True)]
+
+
+@pytest.mark.parametrize("algorithm", IN_PLACE, ids=repr)
+def test_the_mean_is_written_where_the_gradient_was(algorithm: Any) -> None:
+    for rank in steps(replace(algorithm, residual="bf16"), 3, torch.float32, 4):
+        assert all(in_place for _, _, in_place in rank)
+    for rank in steps(algorithm, 3, torch.float32, 4):
+        assert not any(in_place for _, _, in_place in rank)
+
+
+def test_what_is_too_large_for_fewer_bits_is_kept_as_the_largest() -> None:
+    """One worker alone must not come to inf."""
+    for residual, largest in (("fp16", 65504.0), ("bf16", torch.finfo(torch.bfloat16).max)):
+        state = State(torch.empty(5))
+        rest = torch.tensor([1.0, 3.4e38, -3.4e38, float("inf"), float("nan")])
+        keep_back(state, rest, residual)
+        assert state["residual"][:3].tolist() == [1.0, largest, -largest]
+        assert state["residual"][3:].isnan().all()
