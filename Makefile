@@ -109,7 +109,8 @@ bench-relaxations: $(READY) ## step time of the relaxations of gradients and wei
 
 bench-memory: $(READY) ## memory of the relaxations beside DDP's, ResNet-50 with emulated compute on 2 hosts (about 10 minutes)
 	$(VENV)/bin/gossamer bench 'ResNet50(0.3)' --network 1gbit --hosts 2 --rounds 2 --steps 2 --warmup 3 \
-	  --side 'AllReduce()' --side 'ScatterReduce()' --side 'ChunkSparse()' --side 'PowerSGD()' --side 'Gossip()' \
+	  --side 'AllReduce()' --side 'ScatterReduce()' --side 'ChunkSparse()' --side "ScatterReduce(residual='bf16')" \
+	  --side "ChunkSparse(residual='bf16')" --side 'PowerSGD()' --side 'Gossip()' \
 	  --side 'QuantizedGossip()' --side 'in_parts(8, Gossip())' --save-to benchmarks/results/memory
 
 bench-peers: peers ## step time beside whatever else a user of PyTorch could take, 4 hosts at 200 Mbit/s and 1 Gbit/s (about 20 minutes)
@@ -123,7 +124,7 @@ bench-bounds: $(READY) ## step time beside its bound with emulated compute, on e
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 20mbit --network 100mbit --network 200mbit --network 500mbit --network 1gbit \
 	  --network unshaped --network 200mbit/slow-link=50mbit --network 200mbit/slow-host=2x --network 200mbit+2ms --hosts 4 \
 	  --side 'AllReduce()' --side 'ScatterReduce()' --side 'ChunkSparse()' --side "Gossip(wire='bf16')" --side 'QuantizedGossip()' \
-	  --no-memory --rounds 4 --steps 4 --warmup 3 --save-to benchmarks/results/bounds
+	  --side 'QuantizedGossip(bits=8)' --side 'overlap_forward(AllReduce())' --no-memory --rounds 4 --steps 4 --warmup 3 --save-to benchmarks/results/bounds
 	$(VENV)/bin/gossamer bench 'ResNet50(3)' --network 500mbit --network 1gbit --hosts 4 --side 'AllReduce()' \
 	  --side 'overlap_forward(AllReduce())' --no-memory --rounds 3 --steps 3 --warmup 4 --save-to benchmarks/results/bounds
 

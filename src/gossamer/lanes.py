@@ -86,7 +86,8 @@ class PromptTicket(Ticket[T]):
     def wait(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
         while not self._left and not self.done.is_set():
-            if not self._port.arrives(self._begun.handle, max(0.0, end - time.monotonic())):
+            handle = self._begun.handle
+            if self._port.patient(handle) and not self._port.arrives(handle, max(0.0, end - time.monotonic())):
                 return False
             self._go_on()
         return self.done.wait(max(0.0, end - time.monotonic()))

@@ -9,7 +9,11 @@ from torch import Tensor, nn
 import gossamer
 from gossamer import AllReduce, Gossip, Hierarchical, ScatterReduce, after
 from gossamer.algorithms import Algorithm, registry
-from gossamer.comm.topology import ShiftOne
+from gossamer.comm.connect import connect
+from gossamer.comm.ops import AllGather, AllToAll, Broadcast, Flow, Permute, all_gather, start, wait, within
+from gossamer.comm.ops import AllReduce as Reduce
+from gossamer.comm.runner import Runner
+from gossamer.comm.topology import ShiftOne, shift
 from processes.worker import Here
 
 WORLDS = (1, 2, 3, 4, 5)
@@ -88,6 +92,50 @@ def train_real(algorithm: Algorithm, rank: int, world: int, **options: Any) -> l
         optimizer.step()
     replica.close()
     return [p.detach().clone() for p in model.parameters()]
+
+
+def long_messages(runner: Runner) -> list[Tensor]:
+    """Operations that go in rounds, several under way, others among them, some waited for before those that came earlier."""
+    world, source = runner.world, torch.Generator().manual_seed(runner.rank)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randint(-99, 99, shape, generator=source).float()
+
+    def flow() -> Flow[list[Tensor]]:
+        handles = []
+        for length in (600_000, 33, 150_000, 0):  # of 4 bytes: three pieces, all at once, one piece
+            handles.append((yield start(AllToAll(numbers(world, length)))))
+            handles.append((yield start(Permute(numbers(length + 1), shift(1, world)))))
+            handles.append((yield start(AllGather(numbers(length + 2)))))
+        if world > 2:  # among some of them, on connections of their own
+            some = tuple(rank for rank in range(world) if rank != 1)
+            if runner.rank != 1:
+                found_there = yield from within(all_gather(numbers(200_000)), some)
+            handles.append((yield start(AllToAll(numbers(world, 150_000)))))
+        handles.append((yield start(Broadcast(numbers(10), source=world - 1))))
+        handles.append((yield start(Reduce(numbers(70_000)))))
+        handles.append((yield start(AllGather(numbers(300_000)))))
+        found = {}
+        for place in (2, 0, 12, 7, *range(len(handles))):
+            if place not in found:
+                found[place] = (yield wait(handles[place])).clone()
+        there = [found_there] if world > 2 and runner.rank != 1 else []
+        return [*(found[place] for place in range(len(handles))), *there]
+
+    return runner.run(flow, "long messages")
+
+
+def long_messages_in_every_world(here: Here) -> dict[int, list[Tensor]]:
+    """What this rank got in every world that it belongs to."""
+    found = {}
+    for world in WORLDS[1:]:
+        group = dist.new_group(list(range(world)))
+        if here.rank < world:
+            runner = connect(group, timeout=30.0)
+            runner.agree_on_opening()
+            found[world] = long_messages(runner)
+            runner.close()
+    return found
 
 
 def every_world(here: Here) -> dict[tuple[str, str, int], list[Any]]:

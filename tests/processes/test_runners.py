@@ -6,13 +6,19 @@ import pytest
 import torch
 
 from gossamer import loopback
-from processes.harness import launch, require
-from processes.scenarios_runners import WORLDS, algorithms, is_exact, train_exact, train_real
+from gossamer.comm.connect import connect
+from processes.harness import Process, launch, require
+from processes.scenarios_runners import WORLDS, algorithms, is_exact, long_messages, train_exact, train_real
 
 
 @pytest.fixture(scope="module")
-def seen() -> list[Any]:
-    return require(launch("scenarios_runners", ["every_world"], max(WORLDS), timeout=240), "every_world")
+def processes() -> list[Process]:
+    return launch("scenarios_runners", ["every_world", "long_messages_in_every_world"], max(WORLDS), timeout=240)
+
+
+@pytest.fixture(scope="module")
+def seen(processes: list[Process]) -> list[Any]:
+    return require(processes, "every_world")
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -43,3 +49,12 @@ def test_all_ranks_are_bit_identical(seen: list[Any], name: str, world: int) -> 
     for kind in ("exact", "real"):
         for rank in range(world if (kind, name, world) in seen[0] else 0):
             assert all(map(torch.equal, seen[rank][kind, name, world], seen[0][kind, name, world])), (kind, rank)
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_messages_in_rounds_arrive_where_they_should(processes: list[Process], world: int) -> None:
+    outside = require(processes, "long_messages_in_every_world")
+    inside = loopback(lambda rank: long_messages(connect()), world)
+    for rank in range(world):
+        assert len(outside[rank][world]) == len(inside[rank])
+        assert all(map(torch.equal, outside[rank][world], inside[rank])), rank

@@ -109,6 +109,19 @@ def test_connections_are_found_and_cut(pair: tuple[socket.socket, socket.socket,
     assert one.recv(100) == b""
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="TCP tells nobody else")
+def test_tcp_says_how_far_the_other_end_is(pair: tuple[socket.socket, socket.socket, int]) -> None:
+    one, other, port = pair
+    (found,) = (connection for connection in sockets.connections() if connection.port == port)
+    one.sendall(b"there")
+    other.sendall(other.recv(5))
+    assert one.recv(5) == b"there"
+    seconds = sockets.round_trip([found])
+    assert seconds is not None
+    assert 1e-6 <= seconds < 0.05
+    assert sockets.round_trip([]) is None
+
+
 def test_a_line_is_cut_when_the_other_side_closes(pair: tuple[socket.socket, socket.socket, int]) -> None:
     one, other, _ = pair
     line = _Line({one.fileno()})

@@ -30,8 +30,8 @@ class PowerSGD(Lossy):
     would not make smaller, and vectors, are all-reduced exactly.
 
     Two all-reduces per bucket, one after the other, so twice the messages of an exact one; together ``rank``·(m+n)
-    elements per matrix, in full precision.
-    Memory: one residual per element. Compute: four products with thin matrices and a QR decomposition.
+    elements per matrix, in full precision. Memory: one residual per element (``residual="bf16"``: in 16 bits). Compute: four
+    products with thin matrices and a QR decomposition.
 
     Not the choice for models of vectors or tiny matrices, or where computation, not the network, is what is short; nor
     with Adam, which makes large what little there is outside of these directions: the GPT ends 0.5 nats behind. With SGD

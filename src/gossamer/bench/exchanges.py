@@ -16,7 +16,7 @@ from rich.console import Console
 from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.primitives import PATTERNS
-from gossamer.bench.rows import days, markdown
+from gossamer.bench.rows import days, markdown, merged
 from gossamer.errors import GossamerError
 from gossamer.lab import LabSpec
 
@@ -61,10 +61,12 @@ def page(saved: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure everything and save ``exchanges.json`` and ``exchanges.md``."""
+    """Measure, and save ``exchanges.json`` and ``exchanges.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-to", type=Path, default=Path("out/exchanges"))
     parser.add_argument("--mbytes", nargs="+", default=["0.5", "2", "8", "16", "64"], help="sizes in 10^6 bytes")
+    networks = [f"{hosts}x{rate}" for hosts, rate in NETWORKS]
+    parser.add_argument("--networks", nargs="+", choices=networks, default=networks, metavar="HOSTSxRATE")
     parser.add_argument("--patterns", nargs="+", choices=tuple(PATTERNS), default=list(PATTERNS))
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
@@ -72,7 +74,7 @@ def main() -> None:
     for line in busy_machine():
         console.log(line)
     try:
-        for hosts, rate in NETWORKS:
+        for hosts, rate in (network for network in NETWORKS if "{}x{}".format(*network) in options.networks):
             console.log(f"{hosts} hosts, {rate}")
             load_before = load()
             command = ["-m", "gossamer.bench.primitives", "--repeats", str(options.repeats)]
@@ -88,9 +90,12 @@ def main() -> None:
 
 
 def _save(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Rows that this run did not measure again are kept."""
     folder.mkdir(parents=True, exist_ok=True)
-    saved = {"exchanges": rows}
-    (folder / "exchanges.json").write_text(json.dumps(saved, indent=1))
+    path = folder / "exchanges.json"
+    before = json.loads(path.read_text())["exchanges"] if path.exists() else []
+    saved = {"exchanges": merged(before, rows, ("rate", "hosts", "pattern", "bytes"))}
+    path.write_text(json.dumps(saved, indent=1))
     (folder / "exchanges.md").write_text(page(saved))
     console.log(f"wrote {folder / 'exchanges.md'} and exchanges.json")
 

@@ -55,8 +55,11 @@ def exact(message: Tensor, world: int) -> Flow[Tensor]:
 
 
 def scatter_reduce(message: Tensor, world: int) -> Flow[Tensor]:
-    """The sum of all of one part on each: rank ``j`` gets every rank's part ``j`` and adds up."""
-    return (yield from all_to_all(message.view(world, -1))).sum(0)
+    """The sum of all of one part on each: rank ``j`` gets every rank's part ``j`` and adds up, in place."""
+    arrived = yield from all_to_all(message.view(world, -1))
+    for other in arrived[1:]:
+        arrived[0] += other
+    return arrived[0]
 
 
 def gather(message: Tensor, world: int) -> Flow[Tensor]:

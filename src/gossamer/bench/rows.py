@@ -42,6 +42,12 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+def merged(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], key: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of both, in the order of the first time that each was measured; the newer one where both have it."""
+    rows = {tuple(row[name] for name in key): row for row in (*before, *now)}
+    return list(rows.values())
+
+
 def day(when: float) -> str:
     """Of a time in seconds since 1970, in UTC."""
     return datetime.fromtimestamp(when, UTC).date().isoformat()

@@ -17,7 +17,7 @@ from rich.console import Console
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.in_lab import lab_result
 from gossamer.bench.ratios import require_scipy, spread
-from gossamer.bench.rows import days, markdown
+from gossamer.bench.rows import days, markdown, merged
 from gossamer.errors import GossamerError
 from gossamer.lab import LabSpec
 
@@ -45,12 +45,6 @@ def page(saved: dict[str, Any]) -> str:
     """What ``speed.md`` says of what ``speed.json`` holds."""
     when = days(saved["steps"])
     return "\n".join([*steps_table(saved["steps"]), "", saved["machine"] + (f". {when}" if when else "")]) + "\n"
-
-
-def merged(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]], key: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of both, in the order of the first time that each was measured; the newer one where both have it."""
-    rows = {tuple(row[name] for name in key): row for row in (*before, *now)}
-    return list(rows.values())
 
 
 def main() -> None:

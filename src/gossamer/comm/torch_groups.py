@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossamer.comm.device import Device
 from gossamer.comm.ops import Group
-from gossamer.comm.sockets import Connection, connections
+from gossamer.comm.sockets import Connection, connections, round_trip
 from gossamer.comm.torch_ports import Circle
 from gossamer.comm.torch_store import QuietStore
 from gossamer.errors import ConfigurationError, DisagreementError
@@ -141,8 +141,10 @@ class Groups:
             # Later, lanes open groups side by side; a thread that waits for a key blocks every other call on a connection.
             store = stores.pop() if stores else self._store.origin.clone()
             name = f"{number}/{','.join(map(str, members))}"
+            known = self.connections
             up, down = (self._gloo(last_resort, store, f"{name}/{way}", members, way) for way in ("up", "down"))
-            return Circle(up, down, members)
+            rtt = round_trip(self.connections - known)
+            return Circle(up, down, members, near=rtt is not None and rtt < _NEAR)
 
         return open_circle
 
@@ -191,6 +193,10 @@ class Groups:
         for group in list(self._on_devices):
             group.shutdown()
         self._on_devices.clear()
+
+
+_NEAR = 1e-3
+"""Seconds of a round trip up to which messages wait for each other: 256 kB per round trip and a half are 1.4 Gbit/s then."""
 
 
 def _warm(group: Any, world: int, device: Device) -> None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from gossamer.comm import ops
 from gossamer.comm.ops import Decide, Group, Op
+from gossamer.comm.outbox import AT_ONCE, Outbox, Post
 from gossamer.comm.runner import Meter, Ticket, alone
 from gossamer.comm.shaper import Shaper
 
@@ -43,6 +45,8 @@ class Circle:
     up: Any
     down: Any
     names: Group
+    near: bool = False
+    """Whether a message takes so short a time that one may wait for another."""
 
     @property
     def rank(self) -> int:
@@ -93,6 +97,7 @@ class GlooPort:
         self.ticket: Ticket[Any] | None = None
         self._open_circle, self._meter, self._shaper = open_circle, meter, shaper
         self._everyone, self._circles = everyone, {everyone.names: everyone}
+        self._outbox = Outbox()
 
     def start(self, op: Op, group: Group | None = None) -> Pending:
         circle = self._everyone if group is None else self._circle(group)
@@ -155,8 +160,9 @@ class GlooPort:
     def decide(self, decision: Decide) -> Any:
         return decision.fn()
 
-    @staticmethod
-    def _issue(op: Op, circle: Circle) -> Pending:
+    def _issue(self, op: Op, circle: Circle) -> Pending:
+        if isinstance(op, ops.Foreign | ops.AllReduce | ops.Broadcast):
+            self._outbox.empty()
         if isinstance(op, ops.Foreign):
             return call_foreign(op)
         if isinstance(op, ops.AllReduce):
@@ -168,16 +174,34 @@ class GlooPort:
         result = ops.result_like(op, circle.world, circle.rank)
         if isinstance(op, ops.Push):
             outgoing = [(to, op.tensor) for to in op.graph.destinations(circle.rank)]
-            return Pending(op, _post(circle, outgoing, list(zip(op.graph.sources(circle.rank), result, strict=True))), result)
+            incoming = list(zip(op.graph.sources(circle.rank), result, strict=True))
+            return Pending(op, self._outbox.put_at_once(lambda: _post(circle, outgoing, incoming)), result)
         if isinstance(op, ops.Permute):
             there, back = op.permutation.destination(circle.rank), op.permutation.source(circle.rank)
-            return Pending(op, _post(circle, [(there, op.tensor)], [(back, result)]), result)
+            if there == circle.rank:  # a bye, which waits for nobody
+                return Pending(op, _post(circle, [(there, op.tensor)], [(back, result)]), result)
+            post = partial(_post, circle, [(there, op.tensor)], [(back, result)])
+            return Pending(op, self._outbox.put_at_once(post), result)
         if isinstance(op, ops.AllToAll):
-            return Pending(op, _post(circle, list(enumerate(op.tensor)), list(enumerate(result))), result)
+            return Pending(op, self._exchange_all(circle, op.tensor.unbind(), result), result)
         if isinstance(op, ops.AllGather):
-            outgoing = [(rank, op.tensor) for rank in range(circle.world)]
-            return Pending(op, _post(circle, outgoing, list(enumerate(result))), result)
+            return Pending(op, self._exchange_all(circle, [op.tensor] * circle.world, result), result)
         raise TypeError(f"the torch runner does not know {op}")
+
+    def _exchange_all(self, circle: Circle, outgoing: Sequence[Tensor], incoming: Tensor) -> Sequence[Any]:
+        """To and from every rank: in rounds, unless it is little, or they are far from each other. In round ``k`` each sends to
+        the one ``k`` before it."""
+        me, world = circle.rank, circle.world
+        nbytes = incoming[0].nbytes
+        if world == 2 or not circle.near or (world - 1) * nbytes <= AT_ONCE:
+            return self._outbox.put_at_once(partial(_post, circle, list(enumerate(outgoing)), list(enumerate(incoming))))
+        incoming[me].copy_(outgoing[me])
+        messages: list[tuple[Post, int]] = []
+        for distance in range(1, world):
+            to, source = (me - distance) % world, (me + distance) % world
+            for out, into in zip(pieces(outgoing[to]), pieces(incoming[source]), strict=True):
+                messages.append((partial(_post, circle, [(to, out)], [(source, into)]), out.nbytes))
+        return self._outbox.put(messages)
 
 
 def _describe(handle: Pending) -> None:

@@ -1,0 +1,128 @@
+"""Outbox: the messages of one lane over Gloo, posted in the order in which they were asked for, a few at a time.
+
+What everyone sends to everyone at once arrives from all sides at once: streams crowd each other out in turns, and the
+slowest decides. So such operations go in rounds, in each of which every rank sends to one and receives from another one.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from gossamer.errors import CommunicationError
+
+Post = Callable[[], Sequence[Any]]
+"""Hand something to the transport; returns what to wait for."""
+
+AT_ONCE = 2**18
+"""Bytes of messages in rounds that may be under way at a time; and two messages, however long they are. Four hosts, 8 to
+64 MB at 1 Gbit/s: everything at once reaches 0.82 to 0.92 of plain TCP, two messages of 1 MiB 0.91 to 1.00, four of them
+0.83 to 0.95; 0.5 MB at 200 Mbit/s 0.72 at once, 0.85 so."""
+
+
+class Message:
+    """One part of an operation: what Gloo is told together."""
+
+    __slots__ = ("_outbox", "_post", "_works", "done", "nbytes")
+
+    def __init__(self, outbox: "Outbox", post: Post, nbytes: int) -> None:
+        """``nbytes``: what this rank sends with it."""
+        self._outbox, self.nbytes = outbox, nbytes
+        self._post: Post | None = post
+        self._works: deque[Any] = deque()
+        self.done = False
+
+    @property
+    def posted(self) -> bool:
+        """Whether the transport has it."""
+        return self._post is None
+
+    def post(self) -> None:
+        """Hand it to the transport. For its outbox."""
+        assert self._post is not None
+        post, self._post = self._post, None
+        self._works += post()
+
+    def wait(self) -> None:
+        """Block until it is done, and so is, if need be, what has to be posted before it."""
+        if self.done:
+            return
+        try:
+            self._outbox.reach(self)
+            self.finish()
+        except BaseException:
+            self._outbox.clear()
+            raise
+        self._outbox.go_on()
+
+    def finish(self) -> None:
+        """Block until it is done; it is posted."""
+        while self._works:
+            self._works[0].wait()
+            self._works.popleft()  # one that is done must not be waited for again, if another one fails
+        self.done = True
+
+    def is_completed(self) -> bool:
+        """Whether it is known to have ended, well or not."""
+        return self.posted and all(work.is_completed() for work in self._works)
+
+
+class Outbox:
+    """Of one lane. Operations are started on one thread at a time, and waited for on one, which may be another one."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Message] = deque()
+        self._under_way: deque[Message] = deque()
+        self._lock = threading.Lock()
+        """While messages are posted: Gloo tells those between two ranks apart by their order."""
+
+    def put(self, posts: Iterable[tuple[Post, int]]) -> list[Message]:
+        """Messages of an operation in rounds, each with its number of bytes: posted in turn, as those before them are done."""
+        messages = [Message(self, *each) for each in posts]
+        with self._lock:
+            self._waiting += messages
+        self.go_on()
+        return messages
+
+    def put_at_once(self, post: Post) -> Sequence[Any]:
+        """What an operation without rounds waits for: it is posted now, unless something before it is not."""
+        with self._lock:
+            if not self._waiting:
+                return post()
+        return self.put([(post, 0)])
+
+    def empty(self) -> None:
+        """Post everything: what comes now does not go through here, and does not wait for what others have not posted."""
+        with self._lock:
+            while self._waiting:
+                self._post_next()
+
+    def reach(self, message: Message) -> None:
+        """Wait for what is under way until ``message`` is posted. Raises CommunicationError if it never will be."""
+        while not message.posted:
+            if not self._under_way:
+                raise CommunicationError("a message before this one has failed")
+            self._under_way[0].finish()
+            self.go_on()
+
+    def clear(self) -> None:
+        """Something has failed: nothing more is posted, and nothing kept of it."""
+        with self._lock:
+            self._waiting.clear()
+            self._under_way.clear()
+
+    def go_on(self) -> None:
+        """Post as much as there is room for."""
+        with self._lock:
+            self._under_way = deque(message for message in self._under_way if not message.done)
+            while self._waiting and self._has_room():
+                self._post_next()
+
+    def _has_room(self) -> bool:
+        nbytes = sum(message.nbytes for message in self._under_way) + self._waiting[0].nbytes
+        return len(self._under_way) < 2 or nbytes <= AT_ONCE
+
+    def _post_next(self) -> None:
+        message = self._waiting.popleft()
+        message.post()
+        self._under_way.append(message)

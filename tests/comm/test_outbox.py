@@ -1,0 +1,108 @@
+"""Outbox: in which order messages are posted, and how many are under way."""
+
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer.comm.outbox import AT_ONCE, Message, Outbox
+from gossamer.errors import CommunicationError
+
+
+class Wire:
+    """What was posted, in order, and what of it is done."""
+
+    def __init__(self) -> None:
+        self.posted: list[int] = []
+        self.done: set[int] = set()
+        self.waits: list[int] = []
+        self.sizes: dict[int, int] = {}
+
+    def post(self, number: int, nbytes: int) -> list[Any]:
+        self.posted.append(number)
+        self.sizes[number] = nbytes
+        return [Work(self, number)]
+
+    def under_way(self) -> list[int]:
+        return [number for number in self.posted if number not in self.done]
+
+
+class Work:
+    """A message of Gloo's: it only says that it is done when somebody has waited for it."""
+
+    def __init__(self, wire: Wire, number: int, error: str = "") -> None:
+        self._wire, self._number, self._error = wire, number, error
+
+    def wait(self) -> None:
+        if self._error:
+            raise RuntimeError(self._error)
+        self._wire.waits.append(self._number)
+        self._wire.done.add(self._number)
+
+    def is_completed(self) -> bool:
+        return self._number in self._wire.done
+
+
+sizes = st.lists(st.sampled_from([1, AT_ONCE // 8, AT_ONCE // 3, AT_ONCE, 4 * AT_ONCE]), min_size=1, max_size=12)
+
+
+@given(st.lists(sizes, min_size=1, max_size=4), st.randoms())
+def test_messages_are_posted_in_order_and_few_at_a_time_in_whatever_order_they_are_waited_for(
+    operations: list[list[int]], random: Any
+) -> None:
+    wire, outbox, messages = Wire(), Outbox(), list[Message]()
+    wanted = [*chain.from_iterable(operations)]
+    for operation in operations:
+        first = len(messages)
+        messages += outbox.put((partial(wire.post, first + n, size), size) for n, size in enumerate(operation))
+    for message in random.sample(messages, len(messages)):
+        busy = wire.under_way()
+        assert len(busy) <= 2 or sum(wire.sizes[number] for number in busy) <= AT_ONCE
+        left = [number for number in range(len(messages)) if number not in wire.posted]
+        if left:  # no room for the next one
+            assert len(busy) >= 2
+            assert sum(wire.sizes[n] for n in busy) + wanted[left[0]] > AT_ONCE
+        message.wait()
+        assert message.done
+        assert message.is_completed()
+    assert wire.posted == sorted(wire.posted) == [*range(len(messages))]
+    assert wire.done == set(wire.posted)
+
+
+def test_what_needs_no_rounds_waits_its_turn() -> None:
+    wire, outbox = Wire(), Outbox()
+    assert isinstance(outbox.put_at_once(partial(wire.post, 0, 1))[0], Work), "nothing is before it"
+    messages = outbox.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in (1, 2, 3))
+    (late,) = outbox.put_at_once(partial(wire.post, 4, 1))
+    assert wire.posted == [0, 1, 2]
+    messages[0].wait()
+    assert wire.posted == [0, 1, 2, 3]
+    late.wait()
+    assert wire.posted == [0, 1, 2, 3, 4]
+    assert wire.done == {1, 2, 4}, "what is posted already is waited for by whoever needs it"
+
+
+def test_all_is_posted_before_something_that_goes_another_way() -> None:
+    wire, outbox = Wire(), Outbox()
+    outbox.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in range(9))
+    assert len(wire.posted) == 2
+    outbox.empty()
+    assert wire.posted == [*range(9)]
+
+
+def test_after_an_error_nothing_more_is_posted_and_nobody_waits() -> None:
+    wire, outbox = Wire(), Outbox()
+    (broken,) = outbox.put([(lambda: [Work(wire, 0), Work(wire, 9, "connection closed")], 1)])
+    others = outbox.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in range(1, 5))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="connection closed"):
+            broken.wait()
+    others[0].wait()
+    for message in others[1:]:
+        with pytest.raises(CommunicationError, match="before this one has failed"):
+            message.wait()
+    assert wire.posted == [1]
+    assert wire.waits == [0, 1], "what is done is not waited for again"
