@@ -1,14 +1,16 @@
 """AllReduce: the exact mean of the gradients, in fused buckets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
+from gossamer.checks import is_whole
 from gossamer.codecs.cast import Wire, wire_codec
-from gossamer.comm.ops import Flow, total
+from gossamer.comm.ops import SMALL, Flow, total
+from gossamer.errors import ConfigurationError
 from gossamer.state import State
 
 
@@ -17,8 +19,10 @@ class AllReduce(Algorithm):
     """Every worker uses the mean gradient of all: DDP's result, over GradientFlow's lazy (fused) all-reduce.
 
     Per bucket and step, one ring all-reduce: 2·(p−1)/p of the gradient's bytes (half of that with a 16-bit
-    ``wire``), in 2·(p−1) messages that wait for each other; a bucket of a few kilobytes is gathered from all at once
-    instead. The mean is divided before the wire, because a half-precision sum overflows.
+    ``wire``), in 2·(p−1) messages that wait for each other; a bucket of which a worker would receive at most ``gather_below``
+    bytes is gathered from all at once instead (with ``overlap_forward`` at least 256 kB: it is needed soon, and each message
+    of a ring would wait for what longer buckets have on the line). The mean is divided before the wire, because a
+    half-precision sum overflows.
 
     Not the choice when the network is the bottleneck and the accuracy can stand less than exact gradients.
 
@@ -31,14 +35,24 @@ class AllReduce(Algorithm):
 
     bucket_bytes: int = 2**22
     wire: Wire = "fp32"
+    gather_below: int = SMALL
 
     def __post_init__(self) -> None:
         super().__post_init__()
         wire_codec(self.wire)
+        if not is_whole(self.gather_below, 0):
+            raise ConfigurationError(f"gather_below must be a number of bytes, or 0 for never; got {self.gather_below!r}")
+
+    def overtaking(self) -> "AllReduce":
+        return replace(self, gather_below=max(self.gather_below, _BESIDE_LONGER))
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         share = bucket.flat if bucket.holds_shares else bucket.flat.mul_(1 / ctx.world)
         # A narrow wire needs a copy; full precision does not.
         sent = share.to(wire_codec(self.wire).wire_dtype(share.dtype))
-        mean = yield from total(sent, ctx.world)
+        mean = yield from total(sent, ctx.world, self.gather_below)
         return share if mean is share else share.copy_(mean)
+
+
+_BESIDE_LONGER = 2**18
+"""Bytes up to which a bucket is gathered that is needed before longer ones, which are on the line."""

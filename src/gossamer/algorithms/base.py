@@ -230,6 +230,10 @@ class Algorithm(ABC):
         """The algorithms that it is made of, where it is a combination, down to those that are none."""
         return (self,)
 
+    def overtaking(self) -> "Algorithm":
+        """The same for buckets of which some are needed while longer ones are on the line (``overlap_forward``)."""
+        return self
+
     def attach(self, optimizers: Sequence[Optimizer]) -> "Algorithm":
         """What to run with these optimizers. An algorithm that takes something over from them (their momentum) does so here."""
         return self

@@ -270,9 +270,10 @@ that waits for another one also waits for what is queued before it (2.4 kB among
 as a ring)."""
 
 
-def total(tensor: Tensor, world: int) -> Flow[Tensor]:
-    """The sum of ``tensor`` over all ``world`` ranks; a small one is gathered and summed by everyone in the same order."""
-    if 1 < world <= 1 + SMALL / max(1, tensor.nbytes):
+def total(tensor: Tensor, world: int, gather_below: int = SMALL) -> Flow[Tensor]:
+    """The sum of ``tensor`` over all ``world`` ranks; one of which at most ``gather_below`` bytes arrive is gathered and
+    summed by everyone in the same order."""
+    if 1 < world <= 1 + gather_below / max(1, tensor.nbytes):
         return torch.sum((yield from all_gather(tensor)), 0, dtype=tensor.dtype)
     return (yield from all_reduce(tensor))
 

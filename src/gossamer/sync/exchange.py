@@ -61,14 +61,19 @@ class Exchange:
         kept, extras = self.state_by_name(), self.extras_by_name()
         self.plan, self.buckets = plan, [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
         self.handlers = [self.algorithm.of(layout.label) for layout in plan.layouts]
-        self.arrange(range(len(plan.layouts)))
+        self._launch_in(range(len(plan.layouts)))
         for layout in plan.layouts:
             self.step_states.setdefault(layout.label, State(torch.zeros(())))
         self._prompt = self._alone and all(handler.prompt for handler in self.handlers)
         self.load_state_by_name(kept, {key: owned for key, owned in extras.items() if not key.startswith(_BUCKET)})
 
     def arrange(self, order: Sequence[int]) -> None:
-        """Launch the buckets in another order than the plan's. It changes when they travel, and nothing else."""
+        """Launch the buckets in another order than the plan's, so that some overtake others, which are under way when they are
+        needed. It changes when they travel, and how."""
+        self._launch_in(order)
+        self.handlers = [handler.overtaking() for handler in self.handlers]
+
+    def _launch_in(self, order: Sequence[int]) -> None:
         self.order = list(order)
         lanes = Plan(tuple(self.plan.layouts[index] for index in self.order)).lanes(self.runner.lanes)
         self._lanes = tuple(lane for _, lane in sorted(zip(self.order, lanes, strict=True)))
