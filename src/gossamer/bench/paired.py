@@ -77,7 +77,7 @@ def _time(side: Trained, own: Pace) -> Round:
         _meet(side)
         seconds = (time.perf_counter() - begin) / own.timed_steps
         counted = Counters.read(side.joined.replica).per_step(before, own.timed_steps)
-        side.joined.model.zero_grad()  # while others take their turns, their memory is needed
+        _end_turn(side)
         return Round(seconds, counted)
 
 
@@ -87,7 +87,15 @@ def warm_up(side: Trained, steps: int) -> None:
         for _ in range(side.timed(steps)):
             side.step()
         _meet(side)
-        side.joined.model.zero_grad()
+        _end_turn(side)
+
+
+def _end_turn(side: Trained) -> None:
+    """Leave nothing on the line, where it would be in another side's way, nor in memory that others need."""
+    if side.joined.replica is not None:
+        side.joined.replica.wait_for_exchanges()
+    side.joined.model.zero_grad()
+    dist.barrier()
 
 
 def _meet(side: Trained) -> None:
