@@ -37,7 +37,7 @@ def faked(backend: str) -> Iterator[FakeDevice]:
     with (
         mock.patch.object(torch_runner, "transport_for", return_value=transport),
         mock.patch.object(torch_groups, "nccl", gloo_for_nccl),
-        mock.patch.object(GlooPort, "_issue", staticmethod(only_pinned(device, GlooPort._issue))),
+        mock.patch.object(GlooPort, "_issue", only_pinned(device, GlooPort._issue)),
     ):
         yield device
 
@@ -45,9 +45,9 @@ def faked(backend: str) -> Iterator[FakeDevice]:
 def only_pinned(device: FakeDevice, issue: Any) -> Any:
     """Gloo reads the host's memory only."""
 
-    def checked(op: Any, circle: Any) -> Any:
+    def checked(port: GlooPort, op: Any, circle: Any) -> Any:
         assert op.name == "foreign" or device.is_pinned(op.tensor), f"{op} would hand memory of the device to Gloo"
-        return issue(op, circle)
+        return issue(port, op, circle)
 
     return checked
 

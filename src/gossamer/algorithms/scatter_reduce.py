@@ -63,7 +63,9 @@ class ScatterReduce(Lossy):
         if feedback.all:
             rest, mean = turn_over(bucket, flat, state, self.residual)
         else:
-            rest = torch.empty_like(flat) if feedback.any else None
+            rest = None
+            if feedback.any:
+                rest = state.fresh(RESIDUAL, flat) if self.residual == "fp32" else torch.empty_like(flat)
             mean = bucket.fresh() if flat is bucket.flat else torch.empty_like(flat)
 
         def keep() -> None:

@@ -95,6 +95,8 @@ def _end_turn(side: Trained) -> None:
     if side.joined.replica is not None:
         side.joined.replica.wait_for_exchanges()
     side.joined.model.zero_grad()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     dist.barrier()
 
 

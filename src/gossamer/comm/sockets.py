@@ -57,7 +57,8 @@ def _round_trip(connection: Connection) -> int:
             told = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4)
     except OSError:
         return 0
-    return int.from_bytes(told[_MIN_RTT : _MIN_RTT + 4], sys.byteorder)
+    microseconds = int.from_bytes(told[_MIN_RTT : _MIN_RTT + 4], sys.byteorder)
+    return 0 if microseconds == 2**32 - 1 else microseconds  # before the first measurement
 
 
 _MIN_RTT = 148

@@ -109,7 +109,7 @@ def step_time(
 
     def run(overlap: bool) -> list[float]:
         clock = Clock()
-        made = {subject: Part(plans[subject], part, lanes, members, nodes) for subject, part in parts.items()}
+        made = {subject: Part(plans[subject], part, lanes, members, nodes, overlap_forward) for subject, part in parts.items()}
         wire = Wire(clock, link, world, nodes if ranks_per_node > 1 else (), inside)
         of_gradients, of_weights = made.get("gradients"), made.get("weights")
         return _per_step(Training(clock, wire, compute, lanes, of_gradients, of_weights, preludes, overlap), steps, warmup)

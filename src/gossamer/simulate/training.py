@@ -33,14 +33,21 @@ class Part:
     """
 
     def __init__(
-        self, plan: Plan, algorithm: Algorithm, lanes: int, members: tuple[int, ...], nodes: tuple[Group, ...]
+        self,
+        plan: Plan,
+        algorithm: Algorithm,
+        lanes: int,
+        members: tuple[int, ...],
+        nodes: tuple[Group, ...],
+        overtakes: bool = False,
     ) -> None:
         self.algorithm = algorithm
         self._lanes = [0] * len(plan.layouts) if algorithm.serial else plan.lanes(lanes)
         self.buckets = [Bucket(index, replace(layout, device=META)) for index, layout in enumerate(plan.layouts)]
         self.under_way: list[Event] = []
         self.finishing: list[Event] = []
-        self._handlers = [algorithm.of(bucket.layout.label) for bucket in self.buckets]
+        handlers = [algorithm.of(bucket.layout.label) for bucket in self.buckets]
+        self._handlers = [handler.overtaking() for handler in handlers] if overtakes else handlers
         self._states = [State(bucket.flat) for bucket in self.buckets]
         self._step_states = {bucket.layout.label: State(torch.zeros((), device=META)) for bucket in self.buckets}
         self._members, self._nodes = members, nodes

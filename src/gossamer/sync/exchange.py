@@ -33,7 +33,7 @@ class Exchange:
     def __init__(self, runner: Runner, algorithm: Algorithm, alone: bool = False) -> None:
         """``alone``: nothing else of this runner uses its data lanes."""
         self.runner, self.algorithm = runner, algorithm
-        self._alone, self._prompt = alone, False
+        self._alone, self._prompt, self._overtakes = alone, False, False
         self.plan = Plan(())
         self.buckets: list[Bucket] = []
         self.handlers: list[Algorithm] = []
@@ -61,25 +61,27 @@ class Exchange:
         kept, extras = self.state_by_name(), self.extras_by_name()
         self.plan, self.buckets = plan, [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
         self.handlers = [self.algorithm.of(layout.label) for layout in plan.layouts]
-        self._launch_in(range(len(plan.layouts)))
+        if self._overtakes:
+            self.let_overtake()
+        self.arrange(range(len(plan.layouts)))
         for layout in plan.layouts:
             self.step_states.setdefault(layout.label, State(torch.zeros(())))
         self._prompt = self._alone and all(handler.prompt for handler in self.handlers)
         self.load_state_by_name(kept, {key: owned for key, owned in extras.items() if not key.startswith(_BUCKET)})
 
     def arrange(self, order: Sequence[int]) -> None:
-        """Launch the buckets in another order than the plan's, so that some overtake others, which are under way when they are
-        needed. It changes when they travel, and how."""
-        self._launch_in(order)
-        self.handlers = [handler.overtaking() for handler in self.handlers]
-
-    def _launch_in(self, order: Sequence[int]) -> None:
+        """Launch the buckets in another order than the plan's. It changes when they travel, and nothing else."""
         self.order = list(order)
         lanes = Plan(tuple(self.plan.layouts[index] for index in self.order)).lanes(self.runner.lanes)
         self._lanes = tuple(lane for _, lane in sorted(zip(self.order, lanes, strict=True)))
         last = {id(leaf): (leaf, index) for index in self.order for leaf in self.handlers[index].leaves}
         for bucket in self.buckets:
             bucket.last_of = tuple(leaf for leaf, index in last.values() if index == bucket.index)
+
+    def let_overtake(self) -> None:
+        """Some buckets are needed while longer ones are under way (``overlap_forward``): on all ranks, for good."""
+        self._overtakes = True
+        self.handlers = [handler.overtaking() for handler in self.handlers]
 
     def context(self, step: int) -> Context:
         """What flows of this step may know."""

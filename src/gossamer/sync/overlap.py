@@ -67,6 +67,7 @@ class ForwardOverlap(NoOverlap):
 
     def __init__(self, runner: Runner, model: nn.Module, optimizer: Optimizer, gradients: GradientSync) -> None:
         self._runner, self._model, self._optimizer, self._gradients = runner, model, optimizer, gradients
+        gradients.exchange.let_overtake()
         self._calls: dict[nn.Module, int] = {}
         """The place of each module in the forward pass, until the order is known."""
         self._needs: dict[nn.Module, tuple[int, ...]] = {}
