@@ -5,12 +5,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.base import Algorithm, Context, check_gather_below
 from gossamer.buckets import Bucket
-from gossamer.checks import is_whole
 from gossamer.codecs.cast import Wire, wire_codec
 from gossamer.comm.ops import SMALL, Flow, total
-from gossamer.errors import ConfigurationError
 from gossamer.state import State
 
 
@@ -40,8 +38,7 @@ class AllReduce(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         wire_codec(self.wire)
-        if not is_whole(self.gather_below, 0):
-            raise ConfigurationError(f"gather_below must be a number of bytes, or 0 for never; got {self.gather_below!r}")
+        check_gather_below(self.gather_below)
 
     def overtaking(self) -> "AllReduce":
         return replace(self, gather_below=max(self.gather_below, _BESIDE_LONGER))

@@ -242,6 +242,12 @@ class Algorithm(ABC):
         """Give back what :meth:`attach` took."""
 
 
+def check_gather_below(nbytes: object) -> None:
+    """Raise ConfigurationError unless it is a number of bytes below which a bucket is gathered whole from all."""
+    if not is_whole(nbytes, 0):
+        raise ConfigurationError(f"gather_below must be a number of bytes, or 0 for never; got {nbytes!r}")
+
+
 def left_alone(bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
     """In place of an exchange of gradients that is not due while another bucket's is: they stay this worker's own."""
     yield from ()

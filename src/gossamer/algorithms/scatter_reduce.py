@@ -5,16 +5,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.base import Context
+from gossamer.algorithms.base import Context, check_gather_below
 from gossamer.algorithms.lossy import Lossy, check_codec, keep_back, turn_over, wide
 from gossamer.algorithms.parts import Feedback, scatter_reduce
 from gossamer.buckets import Bucket
-from gossamer.checks import is_whole
 from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Wire, check_wire
 from gossamer.codecs.quantize import Quantize
 from gossamer.comm.ops import SMALL, Flow
-from gossamer.errors import ConfigurationError
 from gossamer.state import RESIDUAL, State
 
 
@@ -48,8 +46,7 @@ class ScatterReduce(Lossy):
         super().__post_init__()
         check_wire("residual", self.residual)
         check_codec(self.codec, remembers=self.keeps_back)
-        if not is_whole(self.gather_below, 0):
-            raise ConfigurationError(f"gather_below must be a number of bytes, or 0 for never; got {self.gather_below!r}")
+        check_gather_below(self.gather_below)
 
     @property
     def keeps_back(self) -> bool:

@@ -65,8 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-to", type=Path, default=Path("out/exchanges"))
     parser.add_argument("--mbytes", nargs="+", default=["0.5", "2", "8", "16", "64"], help="sizes in 10^6 bytes")
-    networks = [f"{hosts}x{rate}" for hosts, rate in NETWORKS]
-    parser.add_argument("--networks", nargs="+", choices=networks, default=networks, metavar="HOSTSxRATE")
+    networks = {f"{hosts}x{rate}": (hosts, rate) for hosts, rate in NETWORKS}
+    parser.add_argument("--networks", nargs="+", choices=tuple(networks), default=list(networks), metavar="HOSTSxRATE")
     parser.add_argument("--patterns", nargs="+", choices=tuple(PATTERNS), default=list(PATTERNS))
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
@@ -74,7 +74,7 @@ def main() -> None:
     for line in busy_machine():
         console.log(line)
     try:
-        for hosts, rate in (network for network in NETWORKS if "{}x{}".format(*network) in options.networks):
+        for hosts, rate in map(networks.__getitem__, options.networks):
             console.log(f"{hosts} hosts, {rate}")
             load_before = load()
             command = ["-m", "gossamer.bench.primitives", "--repeats", str(options.repeats)]

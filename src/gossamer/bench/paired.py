@@ -95,9 +95,7 @@ def _end_turn(side: Trained) -> None:
     if side.joined.replica is not None:
         side.joined.replica.wait_for_exchanges()
     side.joined.model.zero_grad()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    dist.barrier()
+    _meet(side)
 
 
 def _meet(side: Trained) -> None:
