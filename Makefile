@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow test-triton test-gpu check format readme topologies bench-exchanges bench-speed bench-kernels bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
+.PHONY: help setup peers demo test test-slow test-triton test-gpu check format readme topologies bench-exchanges bench-speed bench-kernels bench-overhead bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -161,6 +161,9 @@ bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, besi
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (on a processor ten seconds)
 	$(RUN) -m gossamer.bench.kernels --save-to benchmarks/results
+
+bench-overhead: $(READY) ## what exact all-reduce adds to a step where nothing travels, beside DDP (a minute)
+	$(RUN) -m gossamer.bench.overhead --save-to benchmarks/results
 
 clean: ## remove what was built, and out/ with what was measured and not saved elsewhere
 	rm -rf $(VENV) out build dist .mypy_cache .ruff_cache src/*.egg-info

@@ -3,41 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from gossamer.comm import ops
+from gossamer.bench.absent import EchoPort
 from gossamer.comm.device import Device
-from gossamer.comm.ops import Group, Op
-from gossamer.comm.runner import CONTROL, InlineRunner, LocalPort, Meter, Ticket
+from gossamer.comm.runner import CONTROL, InlineRunner, Meter, Ticket
 from gossamer.lanes import StreamLanes
-
-
-class EchoPort(LocalPort):
-    """All ranks have the same."""
-
-    def __init__(self) -> None:
-        super().__init__(Meter())
-        self.ticket: Any = None
-
-    def start(self, op: Op, group: Group | None = None) -> Op:
-        return op
-
-    def wait(self, handle: Op) -> Tensor:
-        if isinstance(handle, ops.AllReduce):
-            return handle.tensor.mul_(2) if handle.reduce == "sum" else handle.tensor
-        if isinstance(handle, ops.AllGather):
-            return torch.stack([handle.tensor, handle.tensor])
-        return handle.tensor if isinstance(handle, ops.Broadcast) else handle.tensor.clone()
 
 
 class EchoRunner(InlineRunner):
     """Data lanes on streams of a device, as with NCCL; agreements at once."""
 
     def __init__(self, device: Device, port: Any = None) -> None:
-        super().__init__(EchoPort(), Meter(), 0, 2)
+        super().__init__(EchoPort(2, Meter()), Meter(), 0, 2)
         self.device, self.lanes = device, 2
-        self.data = StreamLanes(port or EchoPort(), device, 2)
+        self.data = StreamLanes(port or EchoPort(2, Meter()), device, 2)
 
     def submit(self, make_flow: Callable[[], Any], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[Any]:
         if lane == CONTROL:

@@ -40,6 +40,11 @@ _MOMENTARY = 2**22
 _of_thread = threading.local()
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in at least full precision, itself if it is that already: sums of half-precision ones need it."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 class Memory:
     """Tensors of one bucket that are used again in every step.
 

@@ -171,3 +171,20 @@ def test_parts_of_by_size_may_move_gradients_as_well(algorithm: gossamer.Algorit
 def test_what_by_size_cannot_combine(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        after(3, AllReduce(), before=AllReduce(bucket_bytes=1)),
+        after(3, AllReduce(), before=None),
+        Hierarchical(AllReduce(), ranks_per_node=2),
+        Hierarchical(Gossip(), ranks_per_node=2).part("gradients"),
+    ],
+    ids=repr,
+)
+def test_short_buckets_overtake_in_combinations_too(algorithm):
+    overtaking = algorithm.overtaking()
+    assert type(overtaking) is type(algorithm)
+    assert [leaf.gather_below for leaf in overtaking.leaves] == [2**18] * len(algorithm.leaves)
+    assert [leaf.bucket_bytes for leaf in overtaking.leaves] == [leaf.bucket_bytes for leaf in algorithm.leaves]

@@ -12,7 +12,10 @@ from gossamer.errors import ConfigurationError
 from hand_clock import set_clock
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("AlexNet", 61_100_840), ("ResNet50", 25_557_032), ("Convnet", 1_630_090)])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("AlexNet", 61_100_840), ("ResNet50", 25_557_032), ("Convnet", 1_630_090), ("GPT2", 124_439_808)],
+)
 def test_the_models_have_the_published_numbers_of_parameters(name, parameters):
     assert sum(prod(shape) for layer in MODELS[name]() for shape in layer.shapes) == parameters
 

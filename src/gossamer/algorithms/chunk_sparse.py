@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.chunks import evenly, largest, pack, put
-from gossamer.algorithms.lossy import EXACT, Lossy, Memories, bounded, check_codec, keep_back, leave_out, turn_over, wide
+from gossamer.algorithms.lossy import EXACT, Lossy, Memories, bounded, check_codec, keep_back, leave_out, turn_over
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM, MomentumAllReduce
 from gossamer.algorithms.parts import scatter_reduce
 from gossamer.buckets import Bucket
@@ -20,7 +20,7 @@ from gossamer.codecs.kernels import accumulate, chunk_norms
 from gossamer.codecs.sparse import check_chunk, check_density
 from gossamer.comm.ops import AllReduce, Flow, decide, start, total, wait
 from gossamer.errors import ConfigurationError
-from gossamer.memory import portions
+from gossamer.memory import portions, wide
 from gossamer.optim.momentum import lend_momentum, return_momentum
 from gossamer.state import RESIDUAL, State
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.lossy import wide
 from gossamer.comm.ops import Group
 from gossamer.errors import ConfigurationError
+from gossamer.memory import wide
 
 
 class Combination(Algorithm, register=False):

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Gossip, check_steps
-from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce, maximum
-from gossamer.memory import portions
+from gossamer.memory import portions, wide
 from gossamer.state import State
 
 

@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.algorithms.combination import Combination, joined, refuse_lag, refuse_momentum, split, total
-from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket, Segment, is_buffer
 from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow, Group, all_reduce, broadcast, within
 from gossamer.errors import ConfigurationError
+from gossamer.memory import wide
 from gossamer.pieces import part_of
 from gossamer.state import State
 
@@ -94,6 +94,9 @@ class Hierarchical(Combination, register=False):
         if outer is not None:
             return replace(self, outer=outer)
         return Inside(inner=self.inner, ranks_per_node=self.ranks_per_node) if subject == "gradients" else None
+
+    def overtaking(self) -> "Hierarchical":
+        return replace(self, outer=self.outer.overtaking(), inner=self.inner.overtaking())
 
     def due(self, step: int) -> bool:
         """Gradients are averaged inside the machine in every step."""
@@ -264,6 +267,9 @@ class Inside(Algorithm, register=False):
 
     def of(self, label: str) -> Algorithm:
         return replace(self, inner=self.inner.of(label))
+
+    def overtaking(self) -> "Inside":
+        return replace(self, inner=self.inner.overtaking())
 
     def owed(self, state: State, ctx: Context) -> Tensor | None:
         return self.inner.owed(state.scoped(_INNER), ctx)

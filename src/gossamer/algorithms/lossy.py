@@ -51,9 +51,9 @@ def check_codec(codec: object, *, remembers: bool = True) -> None:
         )
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """The tensor in at least full precision: sums and remainders of half-precision gradients need it."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+def stays_as_it_is(rest: Tensor, residual: Wire) -> bool:
+    """Whether a remainder has the type already in which it is kept."""
+    return wire_codec(residual).wire_dtype(rest.dtype) == rest.dtype
 
 
 def keep_back(state: State, rest: Tensor, residual: Wire) -> None:
@@ -62,10 +62,10 @@ def keep_back(state: State, rest: Tensor, residual: Wire) -> None:
     What is too large for that type is kept as the largest that it has: one worker alone must not come to inf, for which all
     would have to forget this step.
     """
-    dtype = wire_codec(residual).wire_dtype(rest.dtype)
-    if dtype == rest.dtype:
+    if stays_as_it_is(rest, residual):
         state[RESIDUAL] = rest
         return
+    dtype = wire_codec(residual).wire_dtype(rest.dtype)
     state[RESIDUAL] = narrow = state.fresh(RESIDUAL, rest, dtype)
     largest = torch.finfo(dtype).max
     for part, out in portions(rest, narrow):
@@ -79,7 +79,7 @@ def turn_over(bucket: Bucket, flat: Tensor, state: State, residual: Wire) -> tup
     and the result goes to where the residual before the last one was. Where it is kept in a narrower ``residual``, both are
     the same memory: the result may be written when :func:`keep_back` has copied the remainder.
     """
-    if wire_codec(residual).wire_dtype(flat.dtype) != flat.dtype:
+    if not stays_as_it_is(flat, residual):
         return flat, flat
     return bucket.give() if flat is bucket.flat else flat, state.fresh(RESIDUAL, flat)
 

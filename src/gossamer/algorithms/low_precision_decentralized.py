@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Meeting, add_difference
-from gossamer.algorithms.lossy import check_codec, wide
+from gossamer.algorithms.lossy import check_codec
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.contraction import contraction
@@ -14,6 +14,7 @@ from gossamer.codecs.quantize import Quantize
 from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Ring, Topology
 from gossamer.errors import ConfigurationError
+from gossamer.memory import wide
 from gossamer.state import State
 
 

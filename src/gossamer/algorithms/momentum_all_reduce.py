@@ -8,9 +8,9 @@ from torch import Tensor
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow
+from gossamer.memory import wide
 from gossamer.state import State
 
 MOMENTUM = "momentum"

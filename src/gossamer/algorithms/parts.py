@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.lossy import wide
 from gossamer.codecs.base import Codec
 from gossamer.comm.ops import SMALL, AllGather, AllToAll, Flow, all_gather, start, wait
+from gossamer.memory import wide
 
 _ALIGNMENT = 64  # elements; a part begins at a whole byte of every code, and at a cache line
 

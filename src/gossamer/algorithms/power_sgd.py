@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.lossy import Lossy, keep_back, turn_over, wide
+from gossamer.algorithms.lossy import Lossy, keep_back, turn_over
 from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
 from gossamer.codecs.cast import Wire, check_wire
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.errors import ConfigurationError
+from gossamer.memory import wide
 from gossamer.state import RESIDUAL, State
 
 FACTOR = "right factor"

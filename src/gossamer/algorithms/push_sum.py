@@ -8,13 +8,12 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Meeting
-from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.digraph import digraph
 from gossamer.comm.ops import Flow, Push, start, wait
 from gossamer.comm.topology import OnePeerExponential, Pattern
-from gossamer.memory import portions
+from gossamer.memory import portions, wide
 from gossamer.state import State
 
 

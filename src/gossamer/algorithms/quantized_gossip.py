@@ -8,12 +8,12 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Meeting
-from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket
 from gossamer.codecs.modulo import ModuloGrid, largest, pieces, scale_blocks
 from gossamer.comm.ops import Flow, Permute, maximum, start, wait
 from gossamer.comm.topology import Dissemination, Topology
 from gossamer.errors import ConfigurationError
+from gossamer.memory import wide
 from gossamer.state import State
 
 Bits = Literal[8, 4]

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context, check_gather_below
-from gossamer.algorithms.lossy import Lossy, check_codec, keep_back, turn_over, wide
+from gossamer.algorithms.lossy import Lossy, check_codec, keep_back, stays_as_it_is, turn_over
 from gossamer.algorithms.parts import Feedback, scatter_reduce
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Wire, check_wire
 from gossamer.codecs.quantize import Quantize
 from gossamer.comm.ops import SMALL, Flow
+from gossamer.memory import wide
 from gossamer.state import RESIDUAL, State
 
 
@@ -62,7 +63,7 @@ class ScatterReduce(Lossy):
         else:
             rest = None
             if feedback.any:
-                rest = state.fresh(RESIDUAL, flat) if self.residual == "fp32" else torch.empty_like(flat)
+                rest = state.fresh(RESIDUAL, flat) if stays_as_it_is(flat, self.residual) else torch.empty_like(flat)
             mean = bucket.fresh() if flat is bucket.flat else torch.empty_like(flat)
 
         def keep() -> None:

@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.algorithms.combination import Combination, check_parts, joined, split, total
-from gossamer.algorithms.lossy import wide
 from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
+from gossamer.memory import wide
 from gossamer.state import RESIDUAL, State
 
 
@@ -104,6 +104,10 @@ class Switch(Combination, register=False):
             before=None if self.before is None else self.before.of(before),
             then=None if self.then is None else self.then.of(then),
         )
+
+    def overtaking(self) -> "Switch":
+        before, then = (None if a is None else a.overtaking() for a in (self.before, self.then))
+        return replace(self, before=before, then=then)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         part, handed = self.at(ctx.step), bucket

@@ -88,7 +88,21 @@ def convnet() -> list[Layer]:
     ]
 
 
-MODELS = {"AlexNet": alexnet, "ResNet50": resnet50, "Convnet": convnet}
+def gpt2() -> list[Layer]:
+    """GPT-2 on 1024 tokens (Radford et al. 2019, the smallest): 124.4 million parameters. The head shares the embedding's."""
+    width, tokens, words = 768, 1024, 50257
+    vectors = ((width,), (width,))
+    layers = [Layer("embedding", ((words, width), (tokens, width)), 0)]
+    for number in range(1, 13):
+        mixing = tokens * 4 * width * width + 2 * tokens * tokens * width
+        shapes = (*vectors, (3 * width, width), (3 * width,), (width, width), (width,))
+        layers.append(Layer(f"attention{number}", shapes, mixing))
+        shapes = (*vectors, (4 * width, width), (4 * width,), (width, 4 * width), (width,))
+        layers.append(Layer(f"perceptron{number}", shapes, tokens * 8 * width * width))
+    return [*layers, Layer("head", vectors, tokens * words * width)]
+
+
+MODELS = {"AlexNet": alexnet, "ResNet50": resnet50, "Convnet": convnet, "GPT2": gpt2}
 
 
 class _Compute(torch.autograd.Function):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.algorithms.lossy import wide
+from gossamer.memory import wide
 
 Write = Callable[[int, Tensor], None]
 """``write(index, place)``: put what is to be averaged for the parameter of this index into ``place``, a tensor of its shape."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gossamer.algorithms.lossy import wide
 from gossamer.comm.runner import Runner
+from gossamer.memory import wide
 from gossamer.sync.checks import held_by
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.module_buffers import average

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, left_alone, wrong_shape
-from gossamer.algorithms.lossy import wide
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM
 from gossamer.buckets import Bucket, Plan, Segment
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import CONTROL, Runner, Ticket
+from gossamer.memory import wide
 from gossamer.state import RESIDUAL, WHOLE, State, named
 from gossamer.sync.scaling import any_non_finite, where_they_are
 

@@ -7,11 +7,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from gossamer.algorithms.lossy import wide
 from gossamer.buckets import buffer_name
 from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import ConfigurationError
+from gossamer.memory import wide
 from gossamer.sync.agreement import same_from_rank, unflatten
 from gossamer.sync.checks import uncompiled
 from gossamer.sync.hooks import OwnHook

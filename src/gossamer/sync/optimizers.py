@@ -7,10 +7,10 @@ from torch import Tensor
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
-from gossamer.algorithms.lossy import wide
 from gossamer.buckets import make_plan
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import CONTROL, Runner
+from gossamer.memory import wide
 from gossamer.optim.communicating import Write
 from gossamer.sync.exchange import Exchange, Kept
 from gossamer.sync.statistics import Statistics

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.algorithms.lossy import wide
 from gossamer.buckets import make_plan
 from gossamer.comm.runner import Runner
+from gossamer.memory import wide
 from gossamer.pieces import cut, part_of
 from gossamer.sync.agreement import agree
 from gossamer.sync.exchange import Exchange, Kept

@@ -1,0 +1,187 @@
+"""Overhead: what exact all-reduce adds to a step where nothing travels, beside what PyTorch's DDP adds to it.
+
+    python -m gossamer.bench.overhead --save-to benchmarks/results
+
+One process. With a world of one there is nobody to send to; with several ranks torch's fake process group stands for the
+others: its operations are over as soon as they begin. What remains is the work beside the network: hooks, copies into
+buckets, the launch of every exchange, the wait for it. The models have the parameters of ResNet-50 and GPT-2 and compute
+next to nothing, so that nothing hides it. On a GPU, where one is there, the time is that of the GPU: the host's counts as
+far as the GPU waits for it.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed import GradBucket, HashStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import gossamer
+from gossamer.algorithms import AllReduce
+from gossamer.bench.absent import AbsentRunner
+from gossamer.bench.clock import Clock, clock_for
+from gossamer.bench.conditions import conditions, load
+from gossamer.bench.emulated import MODELS, Emulated
+from gossamer.bench.ratios import ENOUGH, interval, require_scipy
+from gossamer.bench.rows import markdown, write_rows
+from gossamer.replica import Replica
+
+SIZES = ("ResNet50", "GPT2")
+WORLDS = (1, 8)
+ALONE = "alone"
+OURS = "AllReduce()"
+
+Step = Callable[[], None]
+console = Console(stderr=True)
+
+
+def _ours(model: nn.Module, optimizer: SGD, device: torch.device) -> nn.Module:
+    if dist.get_world_size() == 1:
+        gossamer.replicate(model, optimizer, AllReduce())
+    else:
+        Replica(model, (optimizer,), AllReduce(), AbsentRunner(device), "local", None, False)
+    return model
+
+
+def _ddp(model: nn.Module, views: bool) -> nn.Module:
+    network = DistributedDataParallel(model, gradient_as_bucket_view=views)
+    if dist.get_world_size() > 1:
+        network.register_comm_hook(None, _answered)
+    return network
+
+
+def _answered(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """What DDP does by itself, but for the answer: it cannot read that of a fake process group."""
+    flat = bucket.buffer().div_(dist.get_world_size())
+    dist.all_reduce(flat, async_op=True)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(flat)
+    return future
+
+
+SIDES: Mapping[str, Callable[[nn.Module, SGD, torch.device], nn.Module]] = {
+    ALONE: lambda model, optimizer, device: model,
+    "ddp": lambda model, optimizer, device: _ddp(model, views=False),
+    "ddp, gradient_as_bucket_view": lambda model, optimizer, device: _ddp(model, views=True),
+    OURS: _ours,
+}
+"""What is trained, by name: how a model is made to be trained so."""
+
+
+@contextmanager
+def group_of(world: int, device: torch.device) -> Iterator[None]:
+    """A default process group: this process alone, or this one of ``world`` ranks of which no other is there."""
+    if world == 1:
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl", store=HashStore(), rank=0, world_size=1)
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trained(size: str, side: str, device: torch.device) -> Step:
+    """A step of a model of this size, trained in this way."""
+    torch.manual_seed(0)
+    model = Emulated(MODELS[size](), 0.0).to(device)
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    network, signal = SIDES[side](model, optimizer, device), torch.rand(1, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        network(signal).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def seconds_per_step(step: Step, clock: Clock, steps: int) -> float:
+    """The mean of so many."""
+    clock.finish()
+    begin = clock.now()
+    for _ in range(steps):
+        step()
+    end = clock.now()
+    clock.finish()
+    return clock.seconds(begin, end) / steps
+
+
+def measure(size: str, world: int, device: torch.device, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds per step in each of the interleaved rounds, by side; the order of the sides turns from round to round."""
+    clock = clock_for(device)
+    with group_of(world, device):
+        sides = {name: trained(size, name, device) for name in SIDES}
+        for step in sides.values():
+            seconds_per_step(step, clock, 4)  # buckets are laid out, kernels compiled, memory touched
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        names = list(sides)
+        for number in range(rounds):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                times[name].append(seconds_per_step(sides[name], clock, steps))
+    return times
+
+
+def rows_of(size: str, world: int, times: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """One per side: the median step time, and what it has beyond training alone in the same round."""
+    rows = []
+    for side, seconds in times.items():
+        beyond = [own - alone for own, alone in zip(seconds, times[ALONE], strict=True)]
+        low, high = interval(beyond) if len(beyond) >= ENOUGH else (min(beyond), max(beyond))
+        row = {"model": size, "world": world, "side": side, "step_seconds": statistics.median(seconds)}
+        rows.append(row | {"beyond": statistics.median(beyond), "low": low, "high": high, "seconds": list(seconds)})
+    return rows
+
+
+def page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What ``overhead.md`` says: one line per side."""
+    lines = []
+    for row in rows:
+        beyond = "" if row["side"] == ALONE else f"{_ms(row['beyond'])} ({_ms(row['low'])} to {_ms(row['high'])})"
+        lines.append([row["model"], str(row["world"]), f"`{row['side']}`", _ms(row["step_seconds"]), beyond])
+    first = rows[0]
+    where = first.get("accelerator") or f"one thread of {first['processor']}"
+    table = markdown(("parameters of", "ranks", "side", "ms per step", "ms beyond training alone (95 % interval)"), lines)
+    return "\n".join([*table, "", f"{where}; torch {first['torch']}; {len(first['seconds'])} rounds."]) + "\n"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
+
+
+def main() -> None:
+    """Measure everything and save ``overhead.jsonl`` and ``overhead.md``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save-to", type=Path, default=Path("out/overhead"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sizes", nargs="+", choices=sorted(MODELS), default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=4)
+    options = parser.parse_args()
+    require_scipy()
+    torch.set_num_threads(1)
+    device, load_before, rows = torch.device(options.device), load(), []
+    for size in options.sizes:
+        for world in WORLDS:
+            console.log(f"{size} on {device}, {world} {'rank' if world == 1 else 'ranks'}: {options.rounds} rounds")
+            rows += rows_of(size, world, measure(size, world, device, options.rounds, options.steps))
+    told = conditions(SIDES, load_before, 0)
+    rows = [row | told for row in rows]
+    write_rows(options.save_to / "overhead.jsonl", rows)
+    (options.save_to / "overhead.md").write_text(page(rows))
+    console.log(f"wrote {options.save_to / 'overhead.md'} and {options.save_to / 'overhead.jsonl'}")
+
+
+if __name__ == "__main__":
+    main()

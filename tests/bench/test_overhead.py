@@ -1,0 +1,53 @@
+"""The bench of the overhead: every side is timed with and without others, and trains."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gossamer.bench import overhead
+from gossamer.bench.absent import AbsentRunner
+
+
+def test_every_side_is_timed_beside_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["--device", "cpu", "--sizes", "Convnet", "--rounds", "2", "--steps", "1", "--save-to", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["overhead", *asked])
+    overhead.main()
+    assert not dist.is_initialized()
+    rows = [json.loads(line) for line in (tmp_path / "overhead.jsonl").read_text().splitlines()]
+    assert [(row["world"], row["side"]) for row in rows] == [(world, side) for world in (1, 8) for side in overhead.SIDES]
+    assert all(row["step_seconds"] > 0 and len(row["seconds"]) == 2 for row in rows)
+    assert all((row["beyond"] == 0) == (row["side"] == overhead.ALONE) for row in rows)
+    assert (tmp_path / "overhead.md").read_text().count("| Convnet | 8 |") == len(overhead.SIDES)
+
+
+@pytest.mark.parametrize("side", overhead.SIDES)
+@pytest.mark.parametrize("world", [1, 8])
+def test_every_side_does_what_training_with_others_does(side: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(1, 3)
+    monkeypatch.setattr(overhead, "Emulated", lambda layers, seconds: model)
+    with overhead.group_of(world, torch.device("cpu")):
+        step = overhead.trained("Convnet", side, torch.device("cpu"))
+        for _ in range(4):
+            before = model.bias.detach().clone()
+            step()
+            # Of the sum of all ranks' gradients there is only this one's, a one.
+            share = 1 if side == overhead.ALONE else world
+            torch.testing.assert_close(before - model.bias, torch.full((3,), 1e-3 / share), rtol=1e-3, atol=1e-7)
+
+
+def test_what_goes_wrong_in_a_lane_is_raised_where_it_is_waited_for() -> None:
+    with overhead.group_of(8, torch.device("cpu")):
+        runner = AbsentRunner(torch.device("cpu"))
+
+        def broken():
+            raise ValueError("on purpose")
+            yield
+
+        with pytest.raises(ValueError, match="on purpose"):
+            runner.wait(runner.submit(broken, "a flow"))
+        runner.close()
