@@ -58,9 +58,11 @@ topologies: $(READY) ## draw the topologies and how they mix, for docs/topologie
 bench-exchanges: $(READY) ## measure single exchanges and collectives beside plain TCP on emulated networks (about 15 minutes)
 	$(RUN) -m gossamer.bench.exchanges --save-to benchmarks/results
 
-bench-speed: $(READY) ## measure the step time of exact all-reduce and gossip beside DDP (about 20 minutes)
+bench-speed: $(READY) ## measure the step time of exact all-reduce and gossip beside DDP (about an hour)
 	$(RUN) -m gossamer.bench.speed --networks 200mbit --save-to benchmarks/results
 	$(RUN) -m gossamer.bench.speed --networks 1gbit unshaped --rounds 40 --save-to benchmarks/results
+	$(RUN) -m gossamer.bench.speed --networks 100mbit 500mbit 200mbit/slow-host=2x --steps 4 --save-to benchmarks/results
+	$(RUN) -m gossamer.bench.speed --networks 20mbit 200mbit/slow-link=50mbit --steps 2 --save-to benchmarks/results
 
 bench-convergence: $(READY) ## train every relaxation with 1 to 64 workers in one process (hours, resumable)
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351

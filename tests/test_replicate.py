@@ -720,3 +720,94 @@ def test_a_scripted_part_without_parameters_is_welcome(overlap: bool) -> None:
 
     first, second = loopback(body, 2)
     assert torch.equal(first, second)
+
+
+# -- the average ----------------------------------------------------------------------------------------------------
+
+
+class Packed(nn.Module):
+    """A frozen base in 8 bits, and what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Parameter(torch.arange(256).to(torch.uint8), requires_grad=False)
+        self.large = nn.Parameter(torch.tensor([2**30 + 7], dtype=torch.int32), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(3))
+
+
+def test_frozen_integers_are_not_averaged() -> None:
+    def body(rank: int) -> None:
+        model = Packed()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, Gossip())
+        (model.weight * (rank + 1)).sum().backward()
+        optimizer.step()
+        replica.consensus_distance()
+        with replica.consensus():
+            assert model.packed.equal(torch.arange(256).to(torch.uint8))
+        replica.close(average=True)
+        assert model.packed.equal(torch.arange(256).to(torch.uint8))
+        assert model.large.item() == 2**30 + 7
+
+    loopback(body, 7)
+
+
+def test_closing_inside_of_consensus_is_refused_because_it_would_be_undone() -> None:
+    def body(rank: int) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = SGD(model.parameters(), lr=1.0)
+        replica = gossamer.replicate(model, optimizer, Gossip())
+        (model.weight * rank).sum().backward()
+        optimizer.step()
+        with replica.consensus(), pytest.raises(UsageError, match="close the replica after that block"):
+            replica.close(average=True)
+        replica.close(average=True)
+        return model.weight.item()
+
+    weights = loopback(body, 2)
+    assert weights[0] == weights[1]
+
+
+def test_an_expanded_buffer_is_refused_by_its_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("pos", torch.arange(4).expand(3, -1))
+    with pytest.raises(ConfigurationError, match=r"buffer '0\.pos' is expanded .*register it as pos\.clone\(\)"):
+        gossamer.replicate(model, SGD(model.parameters(), lr=0.1), Gossip())
+
+
+def test_loading_into_other_weights_is_told() -> None:
+    """``replicate()`` copies rank 0's weights to all ranks: a model that was loaded before it is not this rank's any more."""
+
+    def made(loaded: Any = None) -> tuple[nn.Module, Any, gossamer.Replica]:
+        model = make(0 if loaded is None else 1)
+        if loaded is not None:
+            model.load_state_dict(loaded)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        return model, optimizer, gossamer.replicate(model, optimizer, Gossip())
+
+    def saved(rank: int) -> Any:
+        model, optimizer, replica = made()
+        for _ in range(3):
+            gradient_pass(model, rank)
+            optimizer.step()
+        found = copy.deepcopy((model.state_dict(), replica.state_dict()))
+        replica.close()
+        return found
+
+    files = loopback(saved, 2)
+
+    def resumed(rank: int) -> None:
+        model, _, replica = made()
+        model.load_state_dict(files[rank][0])
+        replica.load_state_dict(files[rank][1])
+        replica.close()
+
+    def resumed_wrongly(rank: int) -> None:
+        _, _, replica = made(files[rank][0])
+        replica.load_state_dict(files[rank][1])
+        replica.close()
+
+    loopback(resumed, 2)
+    with pytest.warns(UserWarning, match=r"rank 1: the model has not the weights .* then load the model") as told:
+        loopback(resumed_wrongly, 2)
+    assert len(told) == 1

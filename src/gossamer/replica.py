@@ -28,6 +28,7 @@ from gossamer.sync.module_buffers import (
     Buffers,
     averaged,
     beside_parameters,
+    floating,
     hook_forward,
     named_buffers,
     synchronise_buffers,
@@ -136,7 +137,7 @@ class Replica:
             return
         self._refuse_in_join("consensus()")
         self.wait_for_exchanges()
-        tensors: dict[str, Tensor] = {**self._parameters, **beside_parameters(self._model)}
+        tensors: dict[str, Tensor] = {**floating(self._parameters), **beside_parameters(self._model)}
         self._at_average = True
         try:
             with at_average(self._runner, tensors, self._weigh):
@@ -154,7 +155,7 @@ class Replica:
             return 0.0
         self._refuse_in_join("consensus_distance()")
         self.wait_for_exchanges()
-        return distance(self._runner, self._parameters, self._weigh)
+        return distance(self._runner, floating(self._parameters), self._weigh)
 
     def catch_up(self) -> None:
         """Where exchanges may lag (``lag=``): wait until every rank is here and all have taken part in the same ones.
@@ -196,7 +197,8 @@ class Replica:
         And as of now: ``residual_norm``, the L2 norm of what is not sent yet, relative to that of the last exchange. (With
         ``overlap_forward``: of the last step that was complete after it was asked for before.)"""
         exchanges = [sync.exchange for sync in self._weights] + [link.exchange for link in self._links]
-        shares = [exchange.residual_share() for exchange in exchanges]
+        shares = [sync.exchange.residual_share() for sync in self._weights]
+        shares += [link.residual_share() for link in self._links]
         exchanged = sum(exchange.exchanged_bytes for exchange in exchanges) + sum(link.exact_bytes for link in self._links)
         if self._gradients is not None:
             shares.append(self._gradients.residual_share())
@@ -209,10 +211,15 @@ class Replica:
         self._overlap.conclude()
         self.catch_up()
         state = checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
+        if self._weights:
+            state[checkpoint.fingerprint_key(self._runner.rank)] = checkpoint.fingerprint(self._parameters.values())
         return state | {"scale": self._loss_scale.saved()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what :meth:`state_dict` returned, after the model and the optimizer were loaded. Collective.
+        """Put back what :meth:`state_dict` returned on this rank. Collective.
+
+        Load the optimizer first, before :func:`gossamer.replicate`; then the model, because ``replicate()`` copies rank 0's
+        weights to all ranks; then this. Where weights travel, a warning tells if they are not those of the saved state.
 
         With another number of ranks give every rank the merged dictionaries of all old ones: what was not sent yet is
         summed and shared out (its mean stays), an exchange of weights begins anew, and a warning says so.
@@ -224,6 +231,7 @@ class Replica:
             self._overlap.conclude()
             self._overlap.drop()
             self.step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
+            checkpoint.compare_weights(state, self._runner, self._parameters.values())
             self._loss_scale.load(state.get("scale"), None if self._gradients is None else self._gradients.exchange.rescale)
             self._overlap.restart()
 
@@ -233,9 +241,14 @@ class Replica:
         ``average``: it then holds the average of all replicas, the model of the whole run. Every rank closes with it.
 
         Collective where exchanges may lag (``lag=``): a rank that fails had better end without it, so that the others are told.
+
+        Raises:
+            UsageError: inside :meth:`consensus`, whose end would undo it.
         """
         if self._closed:
             return
+        if self._at_average:
+            raise UsageError("close() inside consensus() would be undone at its end: close the replica after that block")
         self._closed = True
         try:
             self._overlap.complete()
@@ -258,7 +271,7 @@ class Replica:
                 self._land(index)
             if average and self._weights and self._runner.world > 1:
                 beside = beside_parameters(self._model)
-                become_average(self._runner, self._optimizers, self._parameters, beside, self._weigh)
+                become_average(self._runner, self._optimizers, floating(self._parameters), beside, self._weigh)
         finally:
             self._runner.close()
 

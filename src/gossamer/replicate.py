@@ -201,7 +201,7 @@ def _facts(
             for name, p in parameters.items()
         ),
         "model buffers": "\n".join(f"{name}: {b.dtype} {list(b.shape)}" for name, b in named_buffers(model).items()),
-        "optimizers": "\n".join(f"{_described(o)}: {', '.join(names[id(p)] for p in held_by(o))}" for o in optimizers),
+        "optimizers": "\n".join(f"{_described(o)}: {names[id(p)]}" for o in optimizers for p in held_by(o)),
     }
 
 

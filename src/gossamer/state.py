@@ -114,7 +114,7 @@ class State:
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device) if value is None else value
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self.flats.draft[name] = value
+        self.flats.draft[name] = value.contiguous()  # parameters' shares are views of it
 
     def __contains__(self, name: str) -> bool:
         return self.flats.get(name) is not None

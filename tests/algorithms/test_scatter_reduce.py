@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from contracts.cases import exchange, noise
-from gossamer import QSGD, ByteGrad, ScatterReduce
+from contracts.cases import bucket_of, exchange, flow_of, noise, own_runner
+from gossamer import QSGD, ByteGrad, ScatterReduce, loopback
 from gossamer.codecs import Codec, ErrorFeedback, Quantize, RandomK, Sign, TopK
 from gossamer.comm.ops import AllGather, AllToAll
 from gossamer.errors import ConfigurationError
+from gossamer.state import RESIDUAL, State
 
 CODECS: list[Codec] = [Quantize(), Quantize(bits=4), Quantize(bits=2, scheme="symmetric"), Sign(), TopK(density=0.2)]
 
@@ -103,3 +104,22 @@ def test_what_makes_longer_what_it_encodes_goes_without_a_memory() -> None:
         with pytest.raises(ConfigurationError, match="would grow from step to step"):
             ScatterReduce(codec=RandomK(unbiased=True), **feedback)
     ScatterReduce(codec=RandomK(unbiased=True), worker_feedback=False, server_feedback=False)
+
+
+@pytest.mark.parametrize("feedback", [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("gather_below", [0, 2**16])
+def test_what_is_owed_anywhere_is_sent_whoever_remembers(feedback: tuple[bool, bool], gather_below: int) -> None:
+    """After parts were cut elsewhere, or for a parameter that nobody used, a worker owes more than its own part's."""
+    algorithm = ScatterReduce(worker_feedback=feedback[0], server_feedback=feedback[1], gather_below=gather_below)
+
+    def body(rank: int) -> torch.Tensor:
+        runner, bucket = own_runner(), bucket_of([(1000,)], torch.float32)
+        bucket.renew()
+        state = State(bucket.flat)
+        state[RESIDUAL] = torch.ones(1000)
+        state.commit()
+        bucket.flat.zero_()
+        return runner.run(lambda: flow_of(algorithm, bucket, state, runner, 0), "an exchange").clone()
+
+    for mean in loopback(body, 2):
+        torch.testing.assert_close(mean, torch.ones(1000), rtol=0, atol=1e-2)

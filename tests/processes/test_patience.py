@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gossamer.comm import bulletin, patience
-from gossamer.comm.bulletin import Bulletin
+from gossamer.comm.bulletin import Bulletin, StoreSilentError
 from gossamer.comm.patience import Patience, first_line, is_connection_error
 from gossamer.comm.runner import Ticket
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, PeerLeftError
@@ -207,7 +207,7 @@ def test_explanations() -> None:
     waiting, boards = three()
     later(0.3, lambda: boards[1].check(0, "x"))
     text = str(waiting.explain(failed_with(gloo)))
-    assert "no longer answering: rank 2" in text
+    assert "no answer (ended, or busy with something else): rank 2" in text
     assert text.endswith("Connection closed by peer [1.2.3.4]:5)")
     waiting, _ = three(store=Gone())
     assert "the key-value store is lost too: gone" in str(waiting.explain(failed_with(gloo)))
@@ -219,3 +219,24 @@ def test_what_a_connection_error_is() -> None:
     assert not is_connection_error(RuntimeError("shape mismatch"))
     assert not is_connection_error(ValueError("Connection"))
     assert first_line(RuntimeError("one\ntwo")) == "one"
+
+
+class Silent(Shelf):
+    """Its host is stopped."""
+
+    def has(self, key: str) -> bool:
+        raise StoreSilentError("the process of rank 0 has not answered for 10 s")
+
+    def set(self, key: str, value: str) -> None:
+        raise StoreSilentError("the process of rank 0 has not answered for 10 s")
+
+
+def test_a_silent_store_is_no_lost_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Its host may be stopped for a while: it is named, and the timeout is the limit."""
+    waiting, _ = three(timeout=0.6, store=Silent())
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(CommunicationTimeout, match=r"; the process of rank 0 has not answered"),
+    ):
+        waiting.wait(ticket(), nothing)
+    assert "(the process of rank 0 has not answered for 10 s)" in caplog.text

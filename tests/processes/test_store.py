@@ -1,10 +1,12 @@
 """The store of a process group, asked quietly; and the sockets of this process."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -12,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from gossamer.comm import sockets
-from gossamer.comm.bulletin import StoreLostError
+from gossamer.comm.bulletin import StoreLostError, StoreSilentError
 from gossamer.comm.torch_store import QuietStore, _Line
 
 HOST = """
@@ -77,6 +79,36 @@ def test_a_store_that_waits_in_another_thread_does_not_stop_this_one(host: tuple
     store.set("never before", "now")
     waiting.join(10)
     assert not waiting.is_alive()
+
+
+def test_a_store_that_is_stopped_is_silent_and_may_go_on(host: tuple[subprocess.Popen[str], int]) -> None:
+    process, port = host
+    store = QuietStore(connect(port), within=0.5)
+    store.set("key", "value")
+    process.send_signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    for _ in range(20):  # only the first one waits
+        with pytest.raises(StoreSilentError, match=r"the process of rank 0, which hosts it, has not answered for 0\.5 s"):
+            store.has("key")
+    assert time.monotonic() - begin < 5
+    process.send_signal(signal.SIGCONT)
+    while True:
+        assert time.monotonic() - begin < 60
+        try:
+            found = store.get("key")
+        except StoreSilentError:
+            time.sleep(0.05)
+        else:
+            break
+    assert found == "value"
+
+
+def test_what_a_store_says_is_raised_where_it_was_asked() -> None:
+    store = QuietStore(dist.HashStore())  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="on purpose"):
+        store._ask(lambda: int("on purpose"))
+    store.set("key", "value")
+    assert store.has("key")
 
 
 def test_other_stores_work_too(tmp_path: object) -> None:

@@ -86,3 +86,22 @@ def test_a_checksum_sees_every_bit() -> None:
     assert checksum([ones]) != checksum([other])
     assert checksum([torch.zeros(1)]) != checksum([-torch.zeros(1)])
     assert checksum([torch.zeros(0)]) == checksum([])
+
+
+def test_what_differs_is_named_wherever_it_is() -> None:
+    """Of a model with thousands of parameters whose last one is frozen on one rank."""
+    lines = [f"block{number}.weight" for number in range(20_000)]
+
+    def body(rank: int) -> None:
+        agree(connect(), {"parameters": "\n".join([*lines, "frozen" if rank == 1 else "trainable"])})
+
+    with pytest.raises(DisagreementError, match=r"ranks differ in parameters: ranks 0, 2: trainable; rank 1: frozen$"):
+        loopback(body, 3)
+
+
+def test_lines_too_long_to_be_shown_do_not_look_alike() -> None:
+    def body(rank: int) -> None:
+        agree(connect(), {"topic": 100_000 * "x" + str(rank)})
+
+    with pytest.raises(DisagreementError, match=r"ranks differ in topic: what lies behind the first \d+ bytes of xxx"):
+        loopback(body, 2)

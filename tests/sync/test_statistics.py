@@ -67,6 +67,28 @@ def test_an_optimizer_that_communicates_counts_both_of_its_phases(warmup: int, r
     assert (found["residual_norm"] > 0) == (warmup < 6)
 
 
+def test_the_residual_of_an_optimizer_that_communicates_is_the_error_of_its_codec() -> None:
+    """Relative to the means, and not to itself, whose memory the bucket has given away."""
+
+    def run(rank: int) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(512, 256, bias=False)
+        optimizer = OneBitAdam(model.parameters(), warmup=2, codec=Quantize(bits=8))
+        replica = gossamer.replicate(model, optimizer)
+        norms = []
+        for number in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(4, 512, generator=torch.Generator().manual_seed(10 * number + rank))).square().mean().backward()
+            optimizer.step()
+            norms.append(replica.metrics()["residual_norm"])
+        replica.close()
+        return norms
+
+    for norms in loopback(run, 2):
+        assert norms[:2] == [0, 0]
+        assert all(0 < norm < 0.05 for norm in norms[2:])
+
+
 def test_the_residual_is_the_error_of_the_codec() -> None:
     norms = [metrics(ScatterReduce(codec=Quantize(bits=bits)))["residual_norm"] for bits in (8, 4, 2)]
     assert 0 < norms[0] < 0.05 < norms[1] < norms[2]

@@ -1,12 +1,21 @@
 """Weights leave after a step; what comes is added before the next one."""
 
+import copy
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gossamer
-from gossamer import Gossip, UsageError, loopback
+from gossamer import Gossip, GossipGraD, UsageError, loopback
+from gossamer.algorithms import Algorithm
+from gossamer.algorithms.base import Context
+from gossamer.buckets import Bucket
+from gossamer.comm.ops import Flow, all_reduce
 from gossamer.optim import MasterWeights
+from gossamer.state import State
 from gossamer.sync.history import keep_squares_valid
 
 
@@ -328,3 +337,95 @@ def test_the_root_of_a_centred_variance_can_be_taken() -> None:
     keep_squares_valid(tensors)
     assert (tensors["square_avg of w"] - tensors["grad_avg of w"] ** 2 >= 0).all()
     assert tensors["square_avg of w"][1] == 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strided(Algorithm, register=False):
+    """Returns, and remembers, tensors between whose elements others lie."""
+
+    subject = "weights"
+    whole: bool = False
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        own, beside = bucket.flat, torch.full_like(bucket.flat, 99)
+        mean = yield from all_reduce(torch.stack([own, beside], 1) / ctx.world)
+        difference = (mean - torch.stack([own, own], 1))[:, 0]
+        state["seen"] = difference.contiguous() if self.whole else difference
+        return difference.contiguous() if self.whole else difference
+
+
+def test_a_result_need_not_lie_without_gaps() -> None:
+    def body(rank: int, whole: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, Strided(whole=whole))
+        for _ in range(4):
+            optimizer.zero_grad()
+            ((rank + 1) * model(torch.ones(1, 5))).sum().backward()
+            optimizer.step()
+        kept = replica.state_dict()[f"rank{rank}"]["seen"]
+        replica.close()
+        return [*(p.detach() for p in model.parameters()), *kept.values()]
+
+    for one, other in zip(loopback(lambda rank: body(rank, False), 2), loopback(lambda rank: body(rank, True), 2), strict=True):
+        assert all(a.equal(b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_weight_may_have_the_name_of_a_sum_of_squares() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sum, self.other = nn.Parameter(-torch.ones(3)), nn.Parameter(-torch.ones(3))
+
+    def body(rank: int) -> None:
+        model = Named()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        replica = gossamer.replicate(model, optimizer, GossipGraD())
+        for _ in range(4):
+            optimizer.zero_grad()
+            ((model.sum + model.other) * (rank + 1)).sum().backward()
+            optimizer.step()
+        assert model.sum.equal(model.other)
+        assert (model.sum < -0.9).all()
+        replica.close()
+
+    loopback(body, 2)
+
+
+def test_a_resumed_run_exchanges_the_history_that_it_did_before() -> None:
+    """What a layer that is used late remembers is each worker's own, after a checkpoint too."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early, self.late = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, late: bool) -> Tensor:
+            return self.late(self.early(x)) if late else self.early(x)
+
+    def run(rank: int, steps: range, saved: Any, everywhere: bool) -> tuple[Any, list[Tensor]]:
+        torch.manual_seed(0)
+        model = Late()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        if saved is not None:
+            optimizer.load_state_dict(saved[1])
+        replica = gossamer.replicate(model, optimizer, GossipGraD())
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            replica.load_state_dict(saved[2])
+        for number in steps:
+            optimizer.zero_grad()
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * number + rank))
+            model(x, late=number >= 2 and (everywhere or rank == 0)).square().sum().backward()
+            optimizer.step()
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), replica.state_dict()))
+        replica.close()
+        return state, [p.detach().clone() for p in model.parameters()]
+
+    for everywhere in (True, False):
+        whole = loopback(lambda rank: run(rank, range(8), None, everywhere)[1], 2)
+        saved = loopback(lambda rank: run(rank, range(4), None, everywhere)[0], 2)
+        again = loopback(lambda rank: run(rank, range(4, 8), saved[rank], everywhere)[1], 2)
+        for one, other in zip(whole, again, strict=True):
+            assert all(a.equal(b) for a, b in zip(one, other, strict=True))

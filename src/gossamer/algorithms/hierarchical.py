@@ -209,7 +209,7 @@ class Hierarchical(Combination, register=False):
             scoped = [each.scoped(_OUTER) for each in states]
             outer = self.outer.finish(buckets, scoped, state.scoped(_OUTER), inside(ctx, leaders))
         flows = [flow for flow in (inner, None if outer is None else within(outer, leaders)) if flow is not None]
-        return in_turn(flows) if flows else None
+        return in_turn(flows)  # of nothing, too: flows are numbered, on all workers alike
 
 
 _OUTER, _INNER = "outer: ", "inner: "
@@ -293,9 +293,10 @@ def average_inside(inner: Algorithm, bucket: Bucket, state: State, ctx: Context,
 def finish_inside(
     inner: Algorithm, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context, node: Group
 ) -> Flow[None] | None:
-    """What ``inner`` does once per step, among the workers of one machine; None for nothing."""
-    scoped = [each.scoped(_INNER) for each in states]
-    flow = inner.finish(buckets, scoped, state.scoped(_INNER), inside(ctx, node)) if len(node) > 1 else None
+    """What ``inner`` does once per step, among the workers of one machine; None for nothing, on all machines."""
+    if len(node) == 1:
+        return in_turn([])
+    flow = inner.finish(buckets, [each.scoped(_INNER) for each in states], state.scoped(_INNER), inside(ctx, node))
     return None if flow is None else within(flow, node)
 
 

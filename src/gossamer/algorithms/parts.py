@@ -171,15 +171,16 @@ class Piece:
 
     def _encode(self, rank: int) -> Tensor:
         """The payload for ``rank``."""
-        remembers, seed = self.feedback.worker, self.ctx.seed(self.index, rank)
-        owed = wide(self._at(rank, self.owed)) if remembers and self.owed is not None else None
-        rest = self._at(rank, self.rest) if remembers and self.rest is not None else None
+        seed = self.ctx.seed(self.index, rank)
+        # Whoever remembers: where parts were cut differently, or nobody used a parameter, anyone may owe anywhere.
+        owed = None if self.owed is None else wide(self._at(rank, self.owed))
+        rest = self._at(rank, self.rest) if self.feedback.worker and self.rest is not None else None
         return _encode(self.codec, self._at(rank, self.flat), owed, seed, rest, self.parts.size)
 
     def gather(self, on_rest: Callable[[], None]) -> Flow[list[Tensor]]:
         """Whole, from all workers to all, once: who averages has nothing more to encode, so nothing more to lose."""
         numel, seed = self.flat.numel(), self.ctx.seed(self.index, self.ctx.rank)
-        owed = wide(self.owed) if self.feedback.worker and self.owed is not None else None
+        owed = None if self.owed is None else wide(self.owed)
         rest = self.rest if self.feedback.worker else None
         payloads = yield from all_gather(_encode(self.codec, self.flat, owed, seed, rest, numel))
         on_rest()

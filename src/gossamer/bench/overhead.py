@@ -59,8 +59,11 @@ def _ddp(model: nn.Module, views: bool) -> nn.Module:
 
 
 def _answered(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """What DDP does by itself, but for the answer: it cannot read that of a fake process group."""
-    flat = bucket.buffer().div_(dist.get_world_size())
+    """What DDP does by itself, but for the answer: it cannot read that of a fake process group.
+
+    Nor does this divide by the number of ranks: without a hook DDP does so while it copies, in no time of its own.
+    """
+    flat = bucket.buffer()
     dist.all_reduce(flat, async_op=True)
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(flat)

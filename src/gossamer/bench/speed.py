@@ -7,7 +7,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ from rich.console import Console
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.in_lab import lab_result
+from gossamer.bench.network import parse_network
 from gossamer.bench.ratios import require_scipy, spread
 from gossamer.bench.rows import days, markdown, merged
-from gossamer.errors import GossamerError
+from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabSpec
 
-NETWORKS = ("200mbit", "1gbit", "unshaped")
+NETWORKS = ("200mbit", "1gbit", "unshaped", "100mbit", "500mbit", "20mbit", "200mbit/slow-link=50mbit", "200mbit/slow-host=2x")
 STEPS = 6
-"""Steps of a side per round. Few, and the barriers at its ends, which queue behind an exchange under way, would count."""
+"""Steps of a side per round. Few, and the barriers at its ends, which queue behind an exchange under way, would count: with
+steps of seconds that is little."""
 WORKLOADS = (Path("examples/02_convnet.py"), Path("examples/01_gpt.py"))
 
 console = Console(stderr=True)
@@ -51,27 +53,36 @@ def main() -> None:
     """Measure everything and save ``speed.json`` and ``speed.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-to", type=Path, default=Path("out/speed"))
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS))
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), help="as in gossamer bench, without a latency")
     parser.add_argument("--workloads", nargs="+", type=Path, default=list(WORKLOADS))
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
     try:
         require_scipy()
         for workload in options.workloads:
             find_workload(workload)
-        _measure_and_save(options, [LabSpec(hosts=options.hosts, rate=rate) for rate in options.networks])
+        _measure_and_save(options, {text: _spec(text, options.hosts) for text in options.networks})
     except GossamerError as error:
         raise SystemExit(f"speed: {error}") from None
 
 
-def _measure_and_save(options: argparse.Namespace, specs: Sequence[LabSpec]) -> None:
-    for spec in specs:
+def _spec(text: str, hosts: int) -> LabSpec:
+    """The emulated hosts of a network on which all sides are slowed down alike."""
+    network = parse_network(text)
+    if network.latency != "0":
+        raise ConfigurationError(f"{text}: where the kernel cannot add a latency, gossamer's messages alone would have it")
+    return network.spec(hosts, waits=False)
+
+
+def _measure_and_save(options: argparse.Namespace, specs: Mapping[str, LabSpec]) -> None:
+    for network, spec in specs.items():
         for workload in options.workloads:
-            console.log(f"{workload.stem} on {spec.rate}: {options.rounds} rounds")
+            console.log(f"{workload.stem} on {network}: {options.rounds} rounds")
             command = ["-m", "gossamer.bench.paired", "--workload", str(workload), "--rounds", str(options.rounds)]
-            found = lab_result(spec, [*command, "--steps", str(STEPS)], "sides")
-            save(options.save_to, [found | {"when": round(time.time())}])
+            found = lab_result(spec, [*command, "--steps", str(options.steps)], "sides")
+            save(options.save_to, [found | {"rate": network, "when": round(time.time())}])
 
 
 def save(folder: Path, steps: Sequence[dict[str, Any]]) -> None:

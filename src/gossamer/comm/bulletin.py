@@ -23,6 +23,10 @@ class StoreLostError(ConnectionError):
     """The host of the store has ended, or cannot be reached."""
 
 
+class StoreSilentError(StoreLostError):
+    """The host of the store does not answer, and may do so again."""
+
+
 class Store(Protocol):
     """Where a bulletin lives."""
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from gossamer.comm import bulletin
-from gossamer.comm.bulletin import Bulletin, names
+from gossamer.comm.bulletin import Bulletin, StoreSilentError, names
 from gossamer.comm.runner import Ticket
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError
 
@@ -72,6 +72,8 @@ class Patience:
         except GossamerError:
             if not ticket.wait(SLICE):  # what was posted may have happened after this exchange
                 raise
+        except StoreSilentError:  # it may go on; or else the timeout ends this wait
+            return lost
         except Exception as error:
             # Rank 0 may have ended well, its last messages still on their way to this one.
             if lost >= LOOKS_WITHOUT_STORE:
@@ -86,23 +88,25 @@ class Patience:
         except Exception as error:
             logger.debug("could not say that this rank goes on: %s", error)
 
-    def _late(self, ticket: Ticket[Any]) -> list[int]:
+    def _late(self, ticket: Ticket[Any]) -> str:
+        """Who keeps a flow waiting, in words; empty if nobody knows."""
         try:
-            return self._board.late(ticket.sequence)
+            late = self._board.late(ticket.sequence)
+        except StoreSilentError as error:
+            return str(error)
         except Exception as error:
             logger.debug("could not ask who is late: %s", error)
-            return []
+            return ""
+        return f"late: {names(late)}" if late else ""
 
     def _warn(self, ticket: Ticket[Any], waited: float) -> None:
-        late = self._late(ticket)
+        late = self._late(ticket) or "every rank waits: the network is slow, or stuck"
         if not ticket.done.is_set():
-            who = f"late: {names(late)}" if late else "every rank waits: the network is slow, or stuck"
-            logger.warning("rank %d has waited %.0f s in %s (%s)", self._rank, waited, ticket, who)
+            logger.warning("rank %d has waited %.0f s in %s (%s)", self._rank, waited, ticket, late)
 
     def _timeout_text(self, ticket: Ticket[Any]) -> str:
         late = self._late(ticket)
-        who = f"; late: {names(late)}" if late else ""
-        return f"rank {self._rank} gave up after {self.timeout:g} s in {ticket}{who}"
+        return f"rank {self._rank} gave up after {self.timeout:g} s in {ticket}{late and '; '}{late}"
 
     def explain(self, ticket: Ticket[Any]) -> GossamerError:
         """The error to raise on the main thread for a flow that failed in its lane."""
@@ -119,7 +123,8 @@ class Patience:
         try:
             self._board.check(ticket.sequence, str(ticket))
             missing = self._board.roll_call()
-            text += f"; no longer answering: {names(missing)}" if missing else "; every rank still answers"
+            who = f"no answer (ended, or busy with something else): {names(missing)}" if missing else "every rank still answers"
+            text += f"; {who}"
         except GossamerError as reason:
             return reason
         except Exception as lost:

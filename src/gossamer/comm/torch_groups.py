@@ -1,6 +1,7 @@
 """Groups: what the user's process group can do for a device, and the process groups of our own."""
 
 import os
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
@@ -157,7 +158,8 @@ class Groups:
             self._devices[way] = _gloo_devices()
         options._timeout, options._devices = last_resort, self._devices[way]
         group: Any = dist.ProcessGroupGloo(self._below(store, f"gloo/{name}"), members.index(self._rank), len(members), options)
-        self.connections |= connections() - before
+        with _counting:  # lanes open groups side by side
+            self.connections |= connections() - before
         group.allreduce([torch.zeros(1)]).wait()  # the first message of a group can involve all ranks
         return group
 
@@ -194,6 +196,8 @@ class Groups:
             group.shutdown()
         self._on_devices.clear()
 
+
+_counting = threading.Lock()
 
 _NEAR = 1e-3
 """Seconds of a round trip up to which messages wait for each other: 256 kB per round trip and a half are 1.4 Gbit/s then."""

@@ -4,14 +4,17 @@ Connections to it are few, and kept: for each new one the server may look up a h
 """
 
 import os
+import queue
 import select
+import sys
+import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from gossamer.comm.bulletin import StoreLostError
+from gossamer.comm.bulletin import StoreLostError, StoreSilentError
 from gossamer.comm.sockets import connections
 
 T = TypeVar("T")
@@ -24,7 +27,8 @@ class QuietStore:
     and a store that was lost once is not asked again.
     """
 
-    def __init__(self, store: Any, own_connection: bool = True) -> None:
+    def __init__(self, store: Any, own_connection: bool = True, within: float = 10.0) -> None:
+        """``within``: seconds that the store may take for an answer."""
         self.origin = self._store = store
         tcp = store
         while isinstance(tcp, PrefixStore):
@@ -42,6 +46,7 @@ class QuietStore:
             # A connection of our own, because a thread that waits for a key blocks every other call on the same one.
             self._store = store.clone()
             self._line = _Line(_connections_to(port) - before)
+        self._within, self._clerk = within, _Clerk()
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
@@ -63,7 +68,9 @@ class QuietStore:
     def _ask(self, call: Callable[[], T]) -> T:
         self._require_line()
         try:
-            return call()
+            return self._clerk.do(call, self._within)
+        except _Silence:
+            raise StoreSilentError(f"{self.host} has not answered for {self._within:g} s") from None
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             self._lost = True
             raise StoreLostError(f"{self.host} no longer answers: {error}") from error
@@ -72,6 +79,80 @@ class QuietStore:
         if self._lost or self._line.is_cut():
             self._lost = True
             raise StoreLostError(f"{self.host} has ended, or cannot be reached")
+
+
+class _Silence(Exception):
+    """A call takes too long."""
+
+
+class _Errand(Generic[T]):
+    """One call: what came of it, and when."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self.call, self.done = call, threading.Event()
+        self.answer: Any = None
+        self.error: BaseException | None = None
+        self.given_up = False
+
+
+class _Clerk:
+    """A thread that asks, so that whoever wants to know need not wait for a host that is stopped, or cut off: a call to the
+    store itself knows no limit. While it waits for such an answer nobody else begins to."""
+
+    def __init__(self) -> None:
+        self._errands: queue.SimpleQueue[_Errand[Any]] = queue.SimpleQueue()
+        self._begun, self._stuck = False, threading.Event()
+        self._lock = threading.Lock()
+
+    def do(self, call: Callable[[], T], within: float) -> T:
+        """What ``call`` returns or raises; :class:`_Silence` if that takes too long, or another call already has."""
+        if not self._begin():
+            return call()
+        if self._stuck.is_set():
+            raise _Silence
+        errand = _Errand(call)
+        self._errands.put(errand)
+        # In slices: they pass as slowly as everything else where the whole machine stands still.
+        if not any(errand.done.wait(_SLICE) for _ in range(max(1, round(within / _SLICE)))):
+            with self._lock:
+                if not errand.done.is_set():
+                    errand.given_up = True
+                    self._stuck.set()
+                    raise _Silence
+        if errand.error is not None:
+            raise errand.error
+        answer: T = errand.answer
+        return answer
+
+    def _begin(self) -> bool:
+        """Whether there is a thread: at the end of the process none runs, or can be started, any more."""
+        if sys.is_finalizing():
+            return False
+        with self._lock:
+            if not self._begun:
+                try:
+                    threading.Thread(target=self._work, name="gossamer-store", daemon=True).start()
+                except RuntimeError:
+                    return False
+                self._begun = True
+        return True
+
+    def _work(self) -> None:
+        while True:
+            errand = self._errands.get()
+            if not errand.given_up:
+                try:
+                    errand.answer = errand.call()
+                except BaseException as error:
+                    errand.error = error
+            with self._lock:
+                errand.done.set()
+                if self._errands.empty():
+                    self._stuck.clear()
+            del errand  # with what it holds, while there is nothing to do
+
+
+_SLICE = 0.1
 
 
 # Linux tells a connection that the other side has closed from one with something to read; elsewhere POLLHUP does.

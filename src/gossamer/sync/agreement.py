@@ -10,7 +10,8 @@ from gossamer.comm.ops import Flow, all_gather, broadcast, maximum
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import DisagreementError
 
-_LONGEST = 2**16
+_LONGEST = 2**12
+"""Bytes of a line that are shown."""
 
 
 def digest(text: str) -> int:
@@ -26,8 +27,22 @@ def agree(runner: Runner, facts: Mapping[str, str]) -> None:
     everyone = runner.run(lambda: all_gather(mine), "the agreement on " + ", ".join(facts))
     for column, (topic, text) in enumerate(facts.items()):
         if len(set(everyone[:, column].tolist())) > 1:
-            texts = _exchange_texts(runner, text)
+            texts = _exchange_texts(runner, _first_that_differs(runner, text.split("\n")))
             raise DisagreementError(f"rank {runner.rank}: ranks differ in {topic}: {_describe(texts)}")
+
+
+def _first_that_differs(runner: Runner, lines: list[str]) -> str:
+    """The first line that is not the same on all ranks."""
+    world = runner.world
+
+    def flow() -> Flow[Tensor]:
+        longest = yield from maximum(torch.tensor([len(lines)], dtype=torch.int64), world)
+        mine = [digest(line) for line in lines] + [-1] * (int(longest.item()) - len(lines))
+        return (yield from all_gather(torch.tensor(mine, dtype=torch.int64)))
+
+    everyone = runner.run(flow, "the search for what differs")
+    place = int((everyone != everyone[0]).any(dim=0).to(torch.int64).argmax())
+    return lines[place] if place < len(lines) else "(nothing)"
 
 
 def _exchange_texts(runner: Runner, text: str) -> list[str]:
@@ -44,14 +59,12 @@ def _exchange_texts(runner: Runner, text: str) -> list[str]:
 
 
 def _describe(texts: list[str]) -> str:
-    """The first line in which texts differ, once per group of ranks that hold the same."""
-    split = [text.split("\n") for text in texts]
-    longest = max(len(lines) for lines in split)
-    padded = [lines + ["(nothing)"] * (longest - len(lines)) for lines in split]
-    place = next((i for i in range(longest) if len({lines[i] for lines in padded}) > 1), 0)
+    """The texts of the ranks, once per group of ranks that hold the same."""
     groups: dict[str, list[int]] = {}
-    for rank, lines in enumerate(padded):
-        groups.setdefault(lines[place], []).append(rank)
+    for rank, text in enumerate(texts):
+        groups.setdefault(text, []).append(rank)
+    if len(groups) == 1:
+        return f"what lies behind the first {_LONGEST} bytes of {texts[0]}"
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {line}" for line, ranks in groups.items())
 
 

@@ -1,7 +1,7 @@
 """Checkpoint: a replica's state as a plain dictionary, keyed by rank and by parameter name."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError
-from gossamer.sync.agreement import agree
+from gossamer.sync.agreement import agree, checksum
 from gossamer.sync.exchange import Kept
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.optimizers import OptimizerSync
@@ -30,6 +30,28 @@ def rank_key(rank: int) -> str:
 def extras_key(rank: int) -> str:
     """The key of what one rank's algorithm keeps in other shapes than its parameters'."""
     return f"rank{rank}, extras"
+
+
+def fingerprint(weights: Iterable[Tensor]) -> str:
+    """What tells these weights from others."""
+    return checksum([weight.detach() for weight in weights])
+
+
+def fingerprint_key(rank: int) -> str:
+    """The key of the fingerprint of the weights with which one rank's state was saved."""
+    return f"rank{rank}, fingerprint of the weights"
+
+
+def compare_weights(state: Mapping[str, Any], runner: Runner, weights: Iterable[Tensor]) -> None:
+    """Warn if this rank's weights are not those with which its state was saved, by as many ranks."""
+    saved = state.get(fingerprint_key(runner.rank))
+    if saved is not None and state["world"] == runner.world and saved != fingerprint(weights):
+        warnings.warn(
+            f"rank {runner.rank}: the model has not the weights with which this state was saved. Load this rank's own "
+            "checkpoint: first the optimizer, then call replicate(), then load the model (replicate() copies rank 0's weights "
+            "to all ranks), then the replica's state",
+            stacklevel=3,
+        )
 
 
 def collect(
@@ -58,6 +80,7 @@ def collect(
         "machines": repr(runner.nodes),
         "step": step,
         "steps": [sync.steps for sync in weights if isinstance(sync, WeightSync)],
+        "history": [sync.history_names for sync in weights if isinstance(sync, WeightSync)],
         "plan": plan,
         rank_key(runner.rank): _copied(own),
         extras_key(runner.rank): [_copied(sync.exchange.extras_by_name()) for sync in syncs],
@@ -97,6 +120,8 @@ def restore(
     of_optimizers = [sync for sync in weights if isinstance(sync, WeightSync)]
     for each, steps in zip(of_optimizers, state.get("steps", [state["step"]] * len(of_optimizers)), strict=True):
         each.steps = int(steps)
+    for each, names in zip(of_optimizers, state.get("history", [None] * len(of_optimizers)), strict=True):
+        each.history_saved = names
     for sync, kept in zip(_syncs(gradients, weights), extras, strict=True):
         if isinstance(sync, GradientSync):
             sync.exchange.load_state_by_name(of_gradients, kept)

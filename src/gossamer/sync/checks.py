@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -40,6 +40,19 @@ def check_model(model: Any) -> None:
         _check_wrapper(module)
     for name, parameter in named_parameters(model).items():
         _check_parameter(name, parameter)
+    for name, buffer in model.named_buffers():
+        if _lies_on_itself(buffer):
+            raise ConfigurationError(
+                f"buffer {name!r} is expanded (elements share memory), so rank 0's values cannot be copied into it: register "
+                f"it as {name.rpartition('.')[2]}.clone()"
+            )
+
+
+def _lies_on_itself(tensor: Tensor) -> bool:
+    """Whether several elements are the same memory, as after ``expand``."""
+    if tensor.layout is not torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _check_wrapper(module: nn.Module) -> None:

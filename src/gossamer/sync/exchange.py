@@ -137,9 +137,8 @@ class Exchange:
     def collect_due(self) -> dict[int, Tensor]:
         """The same, by bucket."""
         under_way = sorted(self._tickets.items())
-        results = {index: self.runner.wait(ticket) for index, ticket in under_way if ticket is not None}
-        for index, result in results.items():
-            self._check(index, result)
+        came = {index: self.runner.wait(ticket) for index, ticket in under_way if ticket is not None}
+        results = {index: self._check(index, result) for index, result in came.items()}
         self._tickets = {}
         return results
 
@@ -152,7 +151,7 @@ class Exchange:
     def _check(self, index: int, result: Tensor) -> Tensor:
         if result.shape != self.buckets[index].flat.shape:
             raise wrong_shape(self.handlers[index], self.buckets[index], result)
-        return result
+        return result.contiguous()  # parameters are views of it
 
     def finish(self, step: int) -> None:
         """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`."""
@@ -288,12 +287,13 @@ class Exchange:
                 kept.setdefault(key, {}).update(zip(bucket.layout.names, bucket.split(flat), strict=True))
         return kept
 
-    def residual_share(self) -> tuple[float, float]:
-        """Squared L2 norms: of all residuals, and of what the buckets hold (at a step's end, the gradients). Without any: 0."""
+    def residual_share(self, sent: Sequence[Tensor] = ()) -> tuple[float, float]:
+        """Squared L2 norms: of all residuals, and of ``sent``, or what the buckets hold (at a step's end, the gradients).
+        Without any: 0."""
         residuals = [flat for state in self.states for flat in named(RESIDUAL, state.flats.kept)]
         if not residuals:
             return 0.0, 0.0
-        return _squared(residuals), _squared([bucket.flat for bucket in self.buckets])
+        return _squared(residuals), _squared(list(sent) or [bucket.flat for bucket in self.buckets])
 
     def extras_by_name(self) -> Kept:
         """Everything else: by key, or by bucket and key; then by parameter."""

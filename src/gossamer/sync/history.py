@@ -54,7 +54,7 @@ def halve_at_most(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
 
 def keep_squares_valid(tensors: Mapping[str, Tensor]) -> None:
     """Raise what has become negative among means of squares to zero: their root is taken."""
-    squares = [tensor for name, tensor in tensors.items() if name.split(_OF)[0] in _SQUARES]
+    squares = [tensor for name, tensor in tensors.items() if _OF in name and name.partition(_OF)[0] in _SQUARES]
     if squares:
         torch._foreach_clamp_min_(squares, 0.0)
     for name, mean in tensors.items():

@@ -1,7 +1,7 @@
 """Module buffers (BatchNorm's running statistics and others): how they are kept together."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -33,7 +33,7 @@ def named_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {uncompiled(name): tensor for name, tensor in model.named_buffers()}
 
 
-def floating(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those that can be averaged."""
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel() > 0}
 

@@ -87,6 +87,10 @@ class OptimizerSync:
             for segment, view in zip(bucket.segments, bucket.split(result), strict=True)
         }
 
+    def residual_share(self) -> tuple[float, float]:
+        """See ``Exchange.residual_share``: relative to the means, because a bucket's memory may be its residual's by now."""
+        return self.exchange.residual_share(self._results)
+
     @property
     def exact_bytes(self) -> int:
         """Size of everything that was averaged exactly so far."""

@@ -60,6 +60,13 @@ class WeightSync:
         self.steps = 0
         """Of the optimizer, as exchanges are numbered. Who meets whom follows from these, not from backward passes, of which
         there may be several to a step: with two, every second partner would never be met."""
+        self.history_saved: list[str] | None = None
+        """What was exchanged of the optimizer's history where the state was saved that this one goes on from."""
+
+    @property
+    def history_names(self) -> list[str] | None:
+        """What the optimizer remembers and is exchanged; None as long as that is not known."""
+        return [name for name in self._tensors if weight_of(name) != name] if self._extended else None
 
     def _lay_out(self) -> None:
         self.exchange.adopt(make_plan(self._pieces(), self._algorithm, at_once=True))
@@ -94,10 +101,12 @@ class WeightSync:
         if self._history is None:
             return
         tensors = self._history()
+        if self.history_saved is not None:
+            tensors = {name: tensors[name] for name in self.history_saved if name in tensors}
         if self._extended:
             self.follow(tensors)
             return
-        agree(self._runner, {"what the optimizer remembers": ", ".join(tensors) or "nothing"})
+        agree(self._runner, {"what the optimizer remembers": "\n".join(tensors) or "nothing"})
         self._extended = True
         self._tensors |= tensors
         self._lay_out()
