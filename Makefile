@@ -120,7 +120,8 @@ bench-peers: peers ## step time beside whatever else a user of PyTorch could tak
 	  --at-once 9 --side 'in_parts(8, Gossip())' --side 'in_parts(16, Gossip())' --side 'in_parts(16, GossipPGA(period=1))' \
 	  --side 'OneBitAdam(warmup=2)' --side 'ChunkSparse()' --side ddp-powersgd --side post-localsgd --side torchft-localsgd \
 	  --side torchft-diloco --side ddp-fp16 --side accelerate --side deepspeed --side deepspeed-fp16 --side torchft-ddp \
-	  --side hivemind --side torchft-streaming-diloco --side horovod --save-to benchmarks/results/peers
+	  --side hivemind --side torchft-streaming-diloco --side horovod --side bagua --side bluefog \
+	  --side 'in_parts(16, GossipGraD())' --side "in_parts(8, Gossip(wire='bf16'))" --save-to benchmarks/results/peers
 
 bench-bounds: $(READY) ## step time beside its bound with emulated compute, on every kind of network (about 40 minutes)
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 20mbit --network 100mbit --network 200mbit --network 500mbit --network 1gbit \

@@ -1,6 +1,7 @@
 """What a user gets wrong is one line that names the file and the line."""
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from gossamer.bench import convergence, demo
@@ -18,7 +19,7 @@ from gossamer.errors import ConfigurationError
         ("syntax.py", "import torch\n\ndef build_model(:\n", "syntax.py, line 3: invalid syntax"),
         ("lacking.py", "import torch\nimport no_such_module\n", "lacking.py, line 2: ModuleNotFoundError"),
         ("raising.py", "\n\nx = 1 / 0\n", "raising.py, line 3: ZeroDivisionError: division by zero"),
-        ("few.py", "def build_model(): pass\n", "defines no build_optimizer, random_batch, loss"),
+        ("few.py", "def build_model(): pass\n", "defines no random_batch.*needs build_model, random_batch"),
     ],
 )
 def test_a_workload_that_cannot_be_read_is_one_line(tmp_path, name, text, told):
@@ -26,6 +27,26 @@ def test_a_workload_that_cannot_be_read_is_one_line(tmp_path, name, text, told):
     with pytest.raises(ConfigurationError, match=told) as caught:
         find_workload(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_workload_needs_no_more_than_a_model_and_its_batches(tmp_path):
+    (tmp_path / "two.py").write_text(
+        "import torch\n"
+        "def build_model(): return torch.nn.Linear(3, 2)\n"
+        "def random_batch(g): return torch.rand(4, 3, generator=g), torch.randint(2, (4,), generator=g)\n"
+    )
+    workload = find_workload(tmp_path / "two.py")
+    model = workload.build_model()
+    optimizer, before = workload.build_optimizer(model), model.weight.detach().clone()
+    inputs, classes = workload.random_batch(torch.Generator())
+    loss = workload.loss(model(inputs), classes)
+    assert loss == torch.nn.functional.cross_entropy(model(inputs), classes)
+    assert workload.loss(model(inputs)[None], classes[None]) == loss, "of sequences, too"
+    loss.backward()
+    optimizer.step()
+    assert not model.weight.equal(before)
+    values = torch.rand(4, 2)
+    assert workload.loss(model(inputs), values) == (model(inputs) - values).square().mean()
 
 
 @pytest.mark.parametrize("wrong", ['{"side": "dd', "[1, 2]", "", "3"])

@@ -133,7 +133,8 @@ def check_parts(*parts: Algorithm | None) -> None:
     """Refuse what after() and by_size() cannot combine."""
     for part in parts:
         if part is not None and not isinstance(part, Algorithm):
-            raise ConfigurationError(f"after() and by_size() combine instances of gossamer algorithms; got {part!r}")
+            hint = f": write {part.__name__}()" if isinstance(part, type) else ""
+            raise ConfigurationError(f"after() and by_size() combine instances of gossamer algorithms; got {part!r}{hint}")
         if part is not None:
             refuse_lag(part, "after() and by_size()")
             refuse_momentum(part, "after() and by_size()")

@@ -12,7 +12,7 @@ from gossamer.checks import is_whole
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.mixing import check_connected
 from gossamer.comm.ops import Flow, Permute, start, wait
-from gossamer.comm.topology import Dissemination, Topology
+from gossamer.comm.topology import Dissemination, Pattern, Topology
 from gossamer.errors import ConfigurationError
 from gossamer.memory import momentary, portions
 from gossamer.state import State
@@ -36,7 +36,10 @@ class Meeting(Algorithm, register=False):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.topology, self.topologies):
-            raise ConfigurationError(f"topology must be one of gossamer.comm.topology, such as Ring(); got {self.topology!r}")
+            directed = self.topologies is not Topology
+            where = "gossamer.comm.topology or gossamer.comm.digraph" if directed else "gossamer.comm.topology"
+            hint = "; directed ones go with PushSum" if isinstance(self.topology, Pattern) else ""
+            raise ConfigurationError(f"topology must be one of {where}, such as Ring(); got {self.topology!r}{hint}")
         check_steps("every", self.every)
         check_steps("lag", self.lag, least=0)
 

@@ -21,6 +21,8 @@ from gossamer.state import RESIDUAL, State
 def after(steps: int, then: Algorithm, *, before: Algorithm | None = None) -> Algorithm:
     """``before`` (exact all-reduce by default) for ``steps`` steps, ``then`` from there on.
 
+    ``steps`` counts backward passes outside ``no_sync()``, as ``replica.step`` does.
+
     What ``before`` still owes when it ends (a residual) is added to the first gradient that ``then`` communicates, so that
     nothing is lost; if ``then`` moves weights, to the gradient of that step, which each worker keeps to itself, and travels in
     the weights (that of a parameter which nobody uses in that step is lost). One may move gradients and the other weights;

@@ -11,11 +11,13 @@ from typing import Any
 
 from gossamer.bench.emulated import MODELS, emulated
 from gossamer.bench.spelled import value_of
-from gossamer.bench.workload import Workload
+from gossamer.bench.workload import Workload, usual_loss, usual_optimizer
 from gossamer.errors import ConfigurationError
 
 _OPTIONAL = ("training_batches", "quality", "training_samples")
-_FUNCTIONS = ("build_model", "build_optimizer", "random_batch", "loss")
+_FUNCTIONS = ("build_model", "random_batch")
+_DEFAULTS: Mapping[str, Any] = {"build_optimizer": usual_optimizer, "loss": usual_loss}
+"""What a file may leave out, because only the time of a step is measured."""
 
 
 def find_workload(text: str | Path) -> Workload:
@@ -51,7 +53,7 @@ def _model(text: str | Path) -> str:
 
 
 def load_workload(path: Path) -> Workload:
-    """The workload that a Python file defines by the four functions. Raises ConfigurationError if one is missing."""
+    """The workload that a Python file defines by two functions, or four. Raises ConfigurationError if one of the two is missing."""
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}; emulated models are {', '.join(MODELS)}, as in ResNet50(2.0)")
     spec = importlib.util.spec_from_file_location(f"workload_{path.stem}", path)
@@ -68,8 +70,10 @@ def load_workload(path: Path) -> Workload:
     missing = [name for name in _FUNCTIONS if not callable(getattr(module, name, None))]
     if missing:
         raise ConfigurationError(f"{path} defines no {', '.join(missing)}(); a workload needs {', '.join(_FUNCTIONS)}")
-    optional: dict[str, Any] = {name: getattr(module, name, None) for name in _OPTIONAL}
-    return Workload(path.stem.lstrip("0123456789_"), **{name: getattr(module, name) for name in _FUNCTIONS}, **optional)
+    functions: dict[str, Any] = {name: getattr(module, name) for name in _FUNCTIONS}
+    functions |= {name: getattr(module, name, usual) for name, usual in _DEFAULTS.items()}
+    functions |= {name: getattr(module, name, None) for name in _OPTIONAL}
+    return Workload(path.stem.lstrip("0123456789_"), **functions)
 
 
 def _failure(path: Path, error: Exception) -> str:

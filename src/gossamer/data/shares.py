@@ -32,7 +32,10 @@ def batches_of(sizes: list[int], batch_size: int, drop_last: bool = False) -> in
     smallest, largest = min(sizes), max(sizes)
     rank, steps = sizes.index(smallest), -(-largest // batch_size)
     if smallest < batch_size:
-        raise ConfigurationError(f"rank {rank} holds {smallest} samples, fewer than one batch of {batch_size}")
+        raise ConfigurationError(
+            f"rank {rank} holds {smallest} samples, fewer than one batch of {batch_size}: take a batch_size of at most "
+            f"{smallest}, or give this rank more samples"
+        )
     if drop_last:
         return smallest // batch_size
     if smallest < steps:

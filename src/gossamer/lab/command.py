@@ -79,4 +79,6 @@ def _slow_links(texts: list[str]) -> dict[int, str]:
 
 def _per_host(texts: list[str]) -> dict[int, str]:
     pairs = [text.partition("=") for text in ",".join(texts).split(",")] if texts else []
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError
     return {int(host): value for host, _, value in pairs}

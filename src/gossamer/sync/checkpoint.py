@@ -106,7 +106,10 @@ def restore(
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ConfigurationError(f"this is not a state of gossamer in format {FORMAT}: {found}")
     if state["algorithm"] != repr(algorithm):
-        raise ConfigurationError(f"the state was saved by {state['algorithm']}, this replica runs {algorithm!r}")
+        raise ConfigurationError(
+            f"the state was saved by {state['algorithm']}, this replica runs {algorithm!r}: give replicate() the algorithm and "
+            "the settings of the saved run"
+        )
     own, extras = _entries(state, runner, algorithm, gradients, weights)
     step = "any" if algorithm.may_lag else str(state["step"])
     agree(runner, {"the step of the saved state": step, "the saved plan of buckets": repr(state["plan"])})
