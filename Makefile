@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow test-triton test-gpu check format readme topologies bench-exchanges bench-speed bench-kernels bench-overhead bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
+.PHONY: help setup peers demo test test-slow test-triton test-gpu check format readme topologies bench-exchanges bench-speed bench-kernels bench-overhead bench-threads bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -167,6 +167,9 @@ bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a me
 
 bench-overhead: $(READY) ## what exact all-reduce adds to a step where nothing travels, beside DDP (a minute)
 	$(RUN) -m gossamer.bench.overhead --save-to benchmarks/results
+
+bench-threads: $(READY) ## whose processor time a step takes: loop, lanes, transport (about 5 minutes)
+	$(RUN) -m gossamer.bench.threads --save-to benchmarks/results
 
 clean: ## remove what was built, and out/ with what was measured and not saved elsewhere
 	rm -rf $(VENV) out build dist .mypy_cache .ruff_cache src/*.egg-info

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.bench import convergence, exchanges, matrix, shuffle_time, speed, time_to_quality
+from gossamer.bench import convergence, exchanges, matrix, overhead, shuffle_time, speed, threads, time_to_quality
 from gossamer.bench.readme import TABLES, insert
 from gossamer.bench.rows import read_rows
 
@@ -44,6 +44,11 @@ def test_every_row_of_convergence_is_one_that_make_asks_for(monkeypatch):
     for row in read_rows(RESULTS / "convergence.jsonl"):
         key = {name: row[name] for name in row if name in convergence.Training.__dataclass_fields__}
         assert key in keys, f"no command of make bench-convergence trains {key}"
+
+
+def test_overhead_and_threads():
+    assert (RESULTS / "overhead.md").read_text() == overhead.page(read_rows(RESULTS / "overhead.jsonl"))
+    assert (RESULTS / "threads.md").read_text() == lines(threads.table(read_rows(RESULTS / "threads.jsonl")))
 
 
 def test_shuffle_time():

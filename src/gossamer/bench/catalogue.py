@@ -53,7 +53,7 @@ def _model(text: str | Path) -> str:
 
 
 def load_workload(path: Path) -> Workload:
-    """The workload that a Python file defines by two functions, or four. Raises ConfigurationError if one of the two is missing."""
+    """The workload that a Python file defines by two functions, or four. Raises ConfigurationError if one of two is missing."""
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}; emulated models are {', '.join(MODELS)}, as in ResNet50(2.0)")
     spec = importlib.util.spec_from_file_location(f"workload_{path.stem}", path)

@@ -1,0 +1,65 @@
+"""The profile of a step by threads: it finds whose processor time it is, on real processes of the lab."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from gossamer.bench import threads
+from gossamer.bench.rows import read_rows
+from gossamer.bench.threads import LANES, LOOP, OTHERS, TRANSPORT, Spent, kind, table
+
+
+def test_threads_are_told_apart():
+    assert kind(os.getpid(), "MainThread", "python") == LOOP
+    assert kind(0, "gossamer-lane-1", "python") == LANES
+    assert kind(0, "", "gloo_tcp_loop") == TRANSPORT
+    assert kind(0, "", "pt_autograd_0") == OTHERS
+
+
+def test_processor_time_is_that_of_who_spent_it():
+    def spin(end):
+        while time.thread_time() < end:
+            pass
+
+    before = Spent.read()
+    end, stay = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (spin(0.3), end.set(), stay.wait()), name="gossamer-lane-0")
+    thread.start()
+    end.wait()
+    spent = Spent.read().since(before, 1)
+    stay.set()
+    thread.join()
+    assert 0.25 < spent[LANES] < 0.5
+    assert spent[LOOP] < 0.2
+    assert spent["machine"] > 0.25
+
+
+def test_it_profiles_sides_on_emulated_hosts(tmp_path, monkeypatch):
+    asked = [
+        "--network",
+        "unshaped",
+        "--hosts",
+        "2",
+        "--steps",
+        "8",
+        "--workloads",
+        "Convnet(0.01)",
+        "--save-to",
+        str(tmp_path),
+    ]
+    monkeypatch.setattr(sys, "argv", ["threads", *asked, "--sides", "compute", "ddp", "ScatterReduce()"])
+    threads.main()
+    (row,) = read_rows(tmp_path / "threads.jsonl")
+    assert list(row["threads"]) == ["compute", "ddp", "ScatterReduce()"]
+    assert all(side["step_seconds"] > 0.01 for side in row["threads"].values())
+    assert row["threads"]["compute"]["spent"][LANES] == 0
+    assert (tmp_path / "threads.md").read_text() == "\n".join(table([row])) + "\n"
+
+
+def test_what_cannot_be_emulated_is_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["threads", "--network", "nonsense"])
+    with pytest.raises(SystemExit, match="threads: "):
+        threads.main()
