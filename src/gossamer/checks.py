@@ -6,3 +6,8 @@ from typing import TypeGuard
 def is_whole(value: object, least: float = float("-inf"), most: float = float("inf")) -> TypeGuard[int]:
     """Whether it is one of Python's integers, and no truth value, from ``least`` to ``most``."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def hint_at_class(value: object) -> str:
+    """What to add where an instance was wanted and its class was given; nothing for anything else."""
+    return f": write {value.__name__}()" if isinstance(value, type) else ""

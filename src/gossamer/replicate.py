@@ -13,6 +13,7 @@ from gossamer._version import __version__
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.in_optimizer import InOptimizer
+from gossamer.checks import hint_at_class
 from gossamer.codecs.kernels import compiler_for
 from gossamer.comm.connect import connect
 from gossamer.comm.runner import Runner
@@ -118,8 +119,9 @@ def _attached(
 
 def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any) -> tuple[Optimizer, ...]:
     if algorithm is not None and not isinstance(algorithm, Algorithm):
-        hint = f": write {algorithm.__name__}()" if isinstance(algorithm, type) else ""
-        raise ConfigurationError(f"algorithm must be an instance of a gossamer algorithm; got {algorithm!r}{hint}")
+        raise ConfigurationError(
+            f"algorithm must be an instance of a gossamer algorithm; got {algorithm!r}{hint_at_class(algorithm)}"
+        )
     check_model(model)
     optimizers = check_optimizers(optimizer_or_optimizers)
     check_held(named_parameters(model), optimizers)

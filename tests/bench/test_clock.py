@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from gossamer.bench import bound, clock, kernels
+from gossamer.bench import bound, clock
 from gossamer.bench.catalogue import find_workload
-from gossamer.bench.clock import DeviceClock, HostClock, clock_for
+from gossamer.bench.clock import DeviceClock, HostClock, clock_for, seconds_of
 
 
 class Device:
@@ -34,7 +34,7 @@ def test_a_batch_is_launched_without_waiting_in_between() -> None:
     def work() -> None:
         device.launched += 1
 
-    assert kernels.seconds_of(work, device, calls=9) == pytest.approx(10 / 9)
+    assert seconds_of(work, device, calls=9) == pytest.approx(10 / 9)
     assert device.finishes == 2
 
 

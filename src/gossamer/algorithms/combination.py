@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
+from gossamer.checks import hint_at_class
 from gossamer.comm.ops import Group
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
@@ -133,8 +134,9 @@ def check_parts(*parts: Algorithm | None) -> None:
     """Refuse what after() and by_size() cannot combine."""
     for part in parts:
         if part is not None and not isinstance(part, Algorithm):
-            hint = f": write {part.__name__}()" if isinstance(part, type) else ""
-            raise ConfigurationError(f"after() and by_size() combine instances of gossamer algorithms; got {part!r}{hint}")
+            raise ConfigurationError(
+                f"after() and by_size() combine instances of gossamer algorithms; got {part!r}{hint_at_class(part)}"
+            )
         if part is not None:
             refuse_lag(part, "after() and by_size()")
             refuse_momentum(part, "after() and by_size()")

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from gossamer.bench.clock import Clock, clock_for
+from gossamer.bench.clock import clock_for, seconds_of
 from gossamer.bench.rows import markdown
 from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK
 from gossamer.codecs.kernels import chunk_norms, kernels_for
@@ -99,17 +99,6 @@ def works(memory: Memory, sparse: bool) -> dict[tuple[str, str], Callable[[], ob
     for name, codec in SPARSE.items() if sparse else ():
         found |= {(name, kernel): work for kernel, work in whole(codec, memory).items()}
     return found
-
-
-def seconds_of(work: Callable[[], object], clock: Clock, calls: int = 1) -> float:
-    """Seconds per call: of one on the host; of a batch on a device, which works on one while the next is launched."""
-    clock.finish()
-    begin = clock.now()
-    for _ in range(calls):
-        work()
-    end = clock.now()
-    clock.finish()
-    return clock.seconds(begin, end) / calls
 
 
 def measure(mbytes: float, device: str, rounds: int, sparse: bool) -> list[dict[str, Any]]:

@@ -27,10 +27,10 @@ from torch.optim import SGD
 import gossamer
 from gossamer.algorithms import AllReduce
 from gossamer.bench.absent import AbsentRunner
-from gossamer.bench.clock import Clock, clock_for
+from gossamer.bench.clock import clock_for, seconds_of
 from gossamer.bench.conditions import conditions, load
 from gossamer.bench.emulated import MODELS, Emulated
-from gossamer.bench.ratios import ENOUGH, interval, require_scipy
+from gossamer.bench.ratios import ends, require_scipy
 from gossamer.bench.rows import markdown, write_rows
 from gossamer.replica import Replica
 
@@ -109,30 +109,19 @@ def trained(size: str, side: str, device: torch.device) -> Step:
     return step
 
 
-def seconds_per_step(step: Step, clock: Clock, steps: int) -> float:
-    """The mean of so many."""
-    clock.finish()
-    begin = clock.now()
-    for _ in range(steps):
-        step()
-    end = clock.now()
-    clock.finish()
-    return clock.seconds(begin, end) / steps
-
-
 def measure(size: str, world: int, device: torch.device, rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds per step in each of the interleaved rounds, by side; the order of the sides turns from round to round."""
     clock = clock_for(device)
     with group_of(world, device):
         sides = {name: trained(size, name, device) for name in SIDES}
         for step in sides.values():
-            seconds_per_step(step, clock, 4)  # buckets are laid out, kernels compiled, memory touched
+            seconds_of(step, clock, 4)  # buckets are laid out, kernels compiled, memory touched
         times: dict[str, list[float]] = {name: [] for name in sides}
         names = list(sides)
         for number in range(rounds):
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
-                times[name].append(seconds_per_step(sides[name], clock, steps))
+                times[name].append(seconds_of(sides[name], clock, steps))
     return times
 
 
@@ -141,7 +130,7 @@ def rows_of(size: str, world: int, times: Mapping[str, Sequence[float]]) -> list
     rows = []
     for side, seconds in times.items():
         beyond = [own - alone for own, alone in zip(seconds, times[ALONE], strict=True)]
-        low, high = interval(beyond) if len(beyond) >= ENOUGH else (min(beyond), max(beyond))
+        low, high = ends(beyond)
         row = {"model": size, "world": world, "side": side, "step_seconds": statistics.median(seconds)}
         rows.append(row | {"beyond": statistics.median(beyond), "low": low, "high": high, "seconds": list(seconds)})
     return rows

@@ -33,8 +33,7 @@ def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, f
 def paired_ratio(seconds: Sequence[float], reference: Sequence[float]) -> tuple[float, float, float]:
     """Median of the paired ratios, and from where to where; see :func:`compare`."""
     ratios = [own / other for own, other in zip(seconds, reference, strict=True)]
-    low, high = interval(ratios) if len(ratios) >= ENOUGH else (min(ratios), max(ratios))
-    return statistics.median(ratios), low, high
+    return statistics.median(ratios), *ends(ratios)
 
 
 def spread(rows: Sequence[dict[str, Any]]) -> str:
@@ -46,6 +45,11 @@ def require_scipy() -> None:
     """ConfigurationError if what intervals are made with is not installed."""
     if find_spec("scipy") is None:
         raise ConfigurationError("intervals need scipy: pip install '.[bench]' where gossamer's sources are")
+
+
+def ends(values: Sequence[float]) -> tuple[float, float]:
+    """Those of the interval of the median; of fewer than ``ENOUGH`` values the lowest and the highest: see :func:`compare`."""
+    return interval(values) if len(values) >= ENOUGH else (min(values), max(values))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
