@@ -6,14 +6,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gossamer
-from contracts.cases import exchange, noise, same_bits, weights
+from contracts.cases import exchange, noise, own_runner, same_bits, weights
 from gossamer import AllReduce, ChunkSparse, PowerSGD, loopback
 from gossamer.algorithms import Algorithm
-from gossamer.algorithms.chunks import evenly, largest, pack, put
+from gossamer.algorithms.base import Context
+from gossamer.algorithms.chunk_sparse import CHOSEN, NORMS
+from gossamer.algorithms.chunks import Chosen, evenly, fitting, mask_of_largest
 from gossamer.codecs import Cast, ErrorFeedback, Quantize
 from gossamer.errors import ConfigurationError, UsageError
+from gossamer.state import State
 
 FP32 = Cast(wire="fp32")
 
@@ -163,7 +167,7 @@ def test_momentum_correction_gives_the_momentum_back_and_resumes() -> None:
     assert optimizer.param_groups[0]["momentum"] == 0.9
     optimizer.load_state_dict(saved)
     replica = gossamer.replicate(model, optimizer, ChunkSparse(momentum_correction=True))
-    assert replica.algorithm == ChunkSparse(momentum_correction=True, momentum=0.9)
+    assert replica.algorithm.momentum == 0.9
     replica.close()
 
 
@@ -172,15 +176,77 @@ def test_the_density_falls() -> None:
     assert [schedule.density_at(step) for step in (0, 2, 3, 5, 7, 100)] == pytest.approx([1, 1, 1, 0.1, 0.01, 0.01])
 
 
-def test_chunks_are_packed_and_put_back() -> None:
+def test_chunks_are_packed_and_unpacked() -> None:
     flat = torch.arange(1.0, 11.0)
-    chosen = torch.tensor([0, 3])
-    packed = pack(flat, chosen, 3)
+    chosen = Chosen.of(flat, 3, torch.tensor([0, 3]))
+    packed = chosen.pack(flat)
     assert packed.tolist() == [1, 2, 3, 10, 0, 0]
-    put(-packed, chosen, 3, flat)
+    chosen.unpack(-packed, flat)
     assert flat.tolist() == [-1, -2, -3, 4, 5, 6, 7, 8, 9, -10]
     assert evenly(10, 3).sum() == 3
-    assert largest(torch.tensor([1.0, 5.0, float("nan"), 5.0]), 2).tolist() == [False, True, True, False]
+    assert mask_of_largest(torch.tensor([1.0, 5.0, float("nan"), 5.0]), 2).tolist() == [False, True, True, False]
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies of a tensor on the host to where there are no values."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_meta:
+            self.count += any(isinstance(each, Tensor) and each.device.type == "cpu" for each in args)
+        return result
+
+
+@pytest.mark.parametrize("numel", [1000, 1024])
+def test_what_is_chosen_is_copied_to_a_device_once(numel: int) -> None:
+    flat = torch.empty(numel, device="meta")
+    with Copies() as copies:
+        chosen = Chosen.of(flat, 64, torch.tensor([0, 7, 15]))
+        assert copies.count == 1
+        packed = chosen.pack(flat)
+        chosen.unpack(packed, flat)
+        assert copies.count == 1
+    assert packed.shape == (192,)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("world", range(2, 13))
+def test_whatever_all_workers_have_fits_into_the_sum(wire: Any, world: int) -> None:
+    """Also where what is left of the wire's range for each of them is rounded up, and then their sum."""
+    for most in (torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max):
+        tensors = [[torch.full((64,), most)] * world]
+        for outcome in exchange(ChunkSparse(chunk=16, codec=Cast(wire=wire)), tensors):
+            assert outcome.results[0].isfinite().all()
+            assert (outcome.results[0].sign() * most > 0).all()
+            assert outcome.state["residual"].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("world", [*range(1, 13), 100, 1000])
+def test_shares_fit_into_a_sum_that_is_rounded_at_every_worker(dtype: torch.dtype, world: int) -> None:
+    share = fitting(torch.full((1,), torch.finfo(torch.float64).max, dtype=torch.float64), dtype, world).to(dtype)
+    total = torch.zeros(1, dtype=dtype)
+    for _ in range(world):
+        total += share
+    assert total.isfinite()
+    assert total > torch.finfo(dtype).max * 0.9 or world > 12
+
+
+def test_the_density_is_rounded_as_that_of_the_sparse_codecs() -> None:
+    """Up, but not by accident: 0.07 of 100 chunks are 7."""
+
+    def body(rank: int) -> Tensor | None:
+        runner, state = own_runner(), State(torch.zeros(1600))
+        state.set_extra(NORMS, torch.arange(100.0))
+        ctx = Context(5, runner.rank, runner.members)
+        runner.run(lambda: ChunkSparse(density=0.07, chunk=16).finish([], [state], State(torch.zeros(1)), ctx), "a choice")
+        return state.extra(CHOSEN)
+
+    for mask in loopback(body, 2):
+        assert mask is not None
+        assert mask.nonzero().flatten().tolist() == list(range(93, 100))
 
 
 @pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), "0.1", None, True])
@@ -198,6 +264,7 @@ def test_a_density_is_a_share(density: float) -> None:
         ({"ramp": "3"}, "numbers of steps"),
         ({"warmup": 1.5}, "numbers of steps"),
         ({"momentum": 0.9}, "momentum is the optimizer's"),
+        ({"momentum": 0.9, "momentum_correction": True}, "momentum is the optimizer's"),
         ({"chunk": 2.0}, "positive number of elements"),
         ({"residual": "fp8"}, "residual must be one of"),
     ],

@@ -12,7 +12,7 @@ from gossamer.codecs import Codec, ErrorFeedback, Quantize, RandomK, Sign, TopCh
 from gossamer.comm.topology import Complete, Dissemination, Ring, Topology, rotated
 from gossamer.errors import ConfigurationError
 
-from ..contracts.cases import exchange, gossip, noise, stacked, tap
+from ..contracts.cases import Outcome, exchange, gossip, noise, stacked, tap
 
 CODECS = [Quantize(), Quantize(bits=4), Quantize(bits=4, rounding="stochastic"), Quantize(bits=2), Sign()]
 
@@ -48,10 +48,29 @@ def test_the_first_exchange_is_exact_and_the_others_are_short() -> None:
 
 def test_replicas_are_what_the_neighbours_have() -> None:
     outcomes = exchange(LowPrecisionDecentralized(codec=Quantize(bits=2)), [noise(5, 33, seed=step) for step in range(4)])
+    assert_replicas_are_the_neighbours(outcomes)
+
+
+def assert_replicas_are_the_neighbours(outcomes: list[Outcome]) -> None:
+    """On a ring of five."""
     for rank, outcome in enumerate(outcomes):
         for key in (key for key in outcome.state if "neighbour" in key):
             others = [outcomes[other].state["replica"] for other in ((rank + 1) % 5, (rank - 1) % 5)]
             assert any(torch.equal(outcome.state[key], other) for other in others)
+
+
+@pytest.mark.parametrize("codec", [*CODECS, TopK(density=0.3), RandomK(density=0.3)], ids=repr)
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("when", [0, 2])
+def test_what_was_not_finite_is_forgotten_once_weights_are_mended(codec: Codec, broken: float, when: int) -> None:
+    """And those who keep replicas of each other go on having the same."""
+    steps = [noise(5, 33, seed=step) for step in range(6)]
+    steps[when][1][7] = broken
+    outcomes = exchange(LowPrecisionDecentralized(codec=codec), steps)
+    assert not any(outcomes[rank].results[when].isfinite().all() for rank in (0, 1, 2))
+    for number in {*range(6)} - {when}:
+        assert stacked(outcomes, number).isfinite().all()
+    assert_replicas_are_the_neighbours(outcomes)
 
 
 @pytest.mark.parametrize("codec", [Quantize(), Quantize(bits=4)], ids=repr)

@@ -10,6 +10,7 @@ import gossamer
 from contracts.cases import noise, own_runner, same_bits, settle, weights
 from gossamer import PowerSGD, loopback
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.power_sgd import FACTOR, beginning
 from gossamer.buckets import Bucket, make_layout
 from gossamer.state import State
 
@@ -97,3 +98,34 @@ def test_a_run_resumes_bit_identically_whatever_the_memory_is() -> None:
     for stop in (2, 3, 5):
         resumed = loopback(lambda rank, stop=stop: body(rank, stop), 4)
         assert all(same_bits(a, b) for a, b in zip(through, resumed, strict=True))
+
+
+def test_a_matrix_without_a_gradient_at_first_is_found_later() -> None:
+    """Its Q is zero then. From zeros M·Q would lead to the first rows of M, which an embedding may never use."""
+    nothing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    later = low_rank(1, 1)
+    for gradient in later.values():
+        gradient[0] = 0
+    results, _, bucket = run([[nothing] * 2, [later] * 2, [later] * 2], 1)[0]
+    for name, view in zip(SHAPES, bucket.split(results[-1]), strict=True):
+        assert (view - later[name]).norm() < 1e-4 * later[name].norm()
+
+
+def test_a_column_of_zeros_alone_begins_anew() -> None:
+    """And the other one goes on."""
+    layout = make_layout({"matrix": torch.empty(40, 30)})
+    like, state, algorithm = torch.empty(40, 30), State(torch.empty(1200)), PowerSGD(rank=2)
+    first = algorithm._right(layout.segments[0], like, state)
+    factor = torch.randn(30, 2, generator=torch.Generator().manual_seed(5))
+    factor[:, 1] = 0
+    state.set_extra(FACTOR, factor, "matrix")
+    mended = algorithm._right(layout.segments[0], like, state)
+    assert torch.equal(mended[:, 0], factor[:, 0])
+    assert torch.equal(mended[:, 1], first[:, 1])
+    assert first[:, 1].all()
+
+
+def test_parameters_begin_in_directions_of_their_own() -> None:
+    """Also those whose names have the same letters."""
+    one, other = (beginning(name, 8, 2, torch.float32, torch.device("cpu")) for name in ("layers.12.w", "layers.21.w"))
+    assert not torch.equal(one, other)

@@ -155,6 +155,7 @@ def test_a_weight_that_breaks_is_seen_by_all(broken: float) -> None:
     ("make", "text"),
     [
         (lambda: QuantizedGossip(bits=3), "bits must be one of 8, 4;"),  # type: ignore[arg-type]
+        (lambda: QuantizedGossip(bits=4.0), "bits must be one of 8, 4; got 4.0"),  # type: ignore[arg-type]
         (lambda: QuantizedGossip(topology="ring"), "topology must be one of"),  # type: ignore[arg-type]
         (lambda: QuantizedGossip(every=0), "every must be a number of steps"),
         (lambda: QuantizedGossip(topology=Hypercube()).check(6), "power of two"),
@@ -163,3 +164,21 @@ def test_a_weight_that_breaks_is_seen_by_all(broken: float) -> None:
 def test_bad_input(make: Callable[[], object], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         make()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("when", [0, 2])
+def test_what_was_not_finite_is_forgotten_once_weights_are_mended(bits: int, broken: float, when: int) -> None:
+    """Also where that was in the first exchange, and no grid was known."""
+    good = [torch.ones(3 * BLOCK) + tensor * 1e-3 for tensor in noise(4, 3 * BLOCK)]
+    bad = [tensor.clone() for tensor in good]
+    bad[2][BLOCK + 5] = broken
+    steps = [good] * 10
+    steps[when] = bad
+    outcomes = exchange(QuantizedGossip(bits=bits, topology=Complete()), steps)  # type: ignore[arg-type]
+    assert not any(outcome.results[when].isfinite().all() for outcome in outcomes)
+    for number in {*range(10)} - {when}:
+        assert stacked(outcomes, number).isfinite().all()
+    landed = torch.stack(good) + stacked(outcomes, 9)
+    assert (landed - torch.stack(good).mean(0)).abs().max() < 2e-3, "two steps of the grid"

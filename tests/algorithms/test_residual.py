@@ -10,9 +10,9 @@ from torch import Tensor
 from gossamer import ChunkSparse, PowerSGD, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.lossy import keep_back
 from gossamer.buckets import Bucket, make_layout
 from gossamer.codecs import Quantize
+from gossamer.codecs.residual import keep_back
 from gossamer.comm.connect import connect
 from gossamer.state import State
 

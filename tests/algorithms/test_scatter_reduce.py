@@ -1,11 +1,14 @@
 """ScatterReduce: what is not sent is kept, wherever parts are cut; bytes and bad input."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 
 from contracts.cases import bucket_of, exchange, flow_of, noise, own_runner
-from gossamer import QSGD, ByteGrad, ScatterReduce, loopback
-from gossamer.codecs import Codec, ErrorFeedback, Quantize, RandomK, Sign, TopK
+from gossamer import QSGD, ByteGrad, ChunkSparse, LowPrecisionDecentralized, ScatterReduce, loopback, replicate
+from gossamer.codecs import Cast, Codec, ErrorFeedback, Quantize, RandomK, Sign, TopK
 from gossamer.comm.ops import AllGather, AllToAll
 from gossamer.errors import ConfigurationError
 from gossamer.state import RESIDUAL, State
@@ -123,3 +126,38 @@ def test_what_is_owed_anywhere_is_sent_whoever_remembers(feedback: tuple[bool, b
 
     for mean in loopback(body, 2):
         torch.testing.assert_close(mean, torch.ones(1000), rtol=0, atol=1e-2)
+
+
+@dataclass(frozen=True)
+class Listing(Cast):
+    """A codec that cannot be looked up."""
+
+    scales: list[float] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("make", [ScatterReduce, ChunkSparse, LowPrecisionDecentralized, ErrorFeedback])
+def test_a_codec_must_be_hashable(make: Callable[..., object]) -> None:
+    with pytest.raises(ConfigurationError, match=r"Listing\(.*\) cannot be hashed .*: make it a frozen dataclass, with tuples"):
+        make(codec=Listing())
+
+
+@pytest.mark.parametrize("gather_below", [0, 2**16])
+def test_a_sum_that_overflows_leaves_no_trace_either(gather_below: int) -> None:
+    """Every payload is finite, and so might be their mean."""
+
+    def body(rank: int) -> list[torch.Tensor]:
+        model = torch.nn.Linear(20, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        replica = replicate(model, optimizer, ScatterReduce(codec=Quantize(bits=4), gather_below=gather_below))
+        owed = []
+        for gradient in (noise(1, 80, seed=rank)[0].view(4, 20), torch.full((4, 20), 3e38)):
+            optimizer.zero_grad()
+            (model.weight * gradient).sum().backward()
+            optimizer.step()
+            owed.append(replica.state_dict()[f"rank{rank}"]["residual"]["weight"].clone())
+        assert not model.weight.grad.isfinite().any()
+        return owed
+
+    for before, after in loopback(body, 3):
+        assert before.any()
+        assert torch.equal(after, before)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gossamer.codecs import Cast, ErrorFeedback, Quantize, Sign, TopK
+from gossamer.codecs import Cast, Codec, ErrorFeedback, Quantize, RandomK, Sign, TopK
 from gossamer.errors import ConfigurationError
 from gossamer.state import State
 
@@ -38,6 +38,33 @@ def test_the_residual_is_kept_as_asked_and_written_anew(residual: str, dtype: to
     assert torch.equal(first, copy), "an exchange that is given up must find the old residual"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("codec", [Cast(wire="bf16"), Quantize(bits=4), TopK(density=0.1)], ids=repr)
+def test_of_a_tensor_in_16_bits_the_residual_is_kept_in_full_precision(codec: Codec, dtype: torch.dtype) -> None:
+    tensor = torch.randn(200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    state, memory, sent = State(tensor), ErrorFeedback(codec), torch.zeros(200, dtype=torch.float64)
+    for step in range(50):
+        sent += memory.decode(memory.send(tensor, state, "e", seed=step), 200, torch.float64)
+    assert state["e"].dtype == torch.float32
+    assert (sent + state["e"] - 50 * tensor.double()).abs().max() < 1e-3
+
+
+def test_what_the_codec_can_do_in_one_pass_it_does_inside_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a decoded copy, and without a search of all that is decoded."""
+    tensor = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    inside, memory = Sign(block=8), ErrorFeedback(Sign(block=8))
+    payload, rest = inside.encode_rest(tensor, tensor)
+    monkeypatch.setattr(Sign, "decode", None)
+    place, out = tensor.clone(), torch.empty(100)
+    assert torch.equal(memory.encode_keeping(place, tensor, 0, place), payload)
+    assert torch.equal(place, rest)
+    memory.decode_into(payload, out)
+    assert torch.allclose(out + rest, 2 * tensor, atol=1e-6)
+    witness = memory.witness(payload, 100)
+    assert witness is not None
+    assert torch.equal(witness, inside.witness(payload, 100))
+
+
 def test_an_overflow_of_half_precision_is_cut_off() -> None:
     state = State(torch.zeros(200))
     tensor = torch.full((200,), 1e6)
@@ -62,6 +89,7 @@ def test_a_step_that_overflowed_leaves_the_residual() -> None:
         ({"codec": "sign"}, "wraps a codec"),
         ({"codec": Sign}, "wraps a codec"),
         ({"codec": Cast(wire="bf16"), "residual": "fp8"}, "residual must be one of fp32, fp16, bf16; got 'fp8'"),
+        ({"codec": RandomK(unbiased=True)}, "would grow from step to step"),
     ],
 )
 def test_bad_fields_are_refused(arguments: dict, message: str) -> None:

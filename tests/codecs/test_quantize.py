@@ -98,9 +98,11 @@ def test_other_views_of_memory_encode_alike() -> None:
     [
         ({"bits": 3}, "bits must be one of 8, 4, 2; got 3"),
         ({"bits": "8"}, "bits must be one of"),
+        ({"bits": 8.0}, "bits must be one of 8, 4, 2; got 8.0"),
         ({"scheme": "max"}, "scheme must be one of minmax, symmetric; got 'max'"),
         ({"rounding": "up"}, "rounding must be one of nearest, stochastic; got 'up'"),
-        ({"block": 12}, "block must be a positive multiple of 8 elements; got 12"),
+        ({"block": 12}, "block must be a multiple of 8 elements, from 8 to 16384; got 12"),
+        ({"block": 2**14 + 8}, "from 8 to 16384; got 16392"),
         ({"block": 0}, "multiple of 8"),
         ({"block": -8}, "multiple of 8"),
         ({"block": 8.0}, "multiple of 8"),

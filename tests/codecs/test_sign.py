@@ -33,7 +33,7 @@ def test_only_the_poisoned_block_is_lost() -> None:
     assert through(Sign(block=8), tensor).isnan().tolist() == [False] * 8 + [True] * 8 + [False] * 4
 
 
-@pytest.mark.parametrize("block", [0, -8, 7, 1.5, None, True])
+@pytest.mark.parametrize("block", [0, -8, 7, 1.5, None, True, 2**14 + 8])
 def test_bad_blocks_are_refused(block: object) -> None:
-    with pytest.raises(ConfigurationError, match="block must be a positive multiple of 8"):
+    with pytest.raises(ConfigurationError, match="block must be a multiple of 8 elements, from 8 to 16384"):
         Sign(block=block)

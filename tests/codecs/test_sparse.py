@@ -1,10 +1,14 @@
 """TopK, RandomK, TopChunks: which elements travel."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.codecs import Codec, RandomK, TopChunks, TopK
+from gossamer.codecs.kernels.layout import keys
 from gossamer.codecs.sparse import Sparse
 from gossamer.errors import ConfigurationError
 
@@ -82,6 +86,43 @@ def test_random_k_needs_the_payload_alone() -> None:
     kept = decoded != 0
     assert kept.sum() == 10
     assert torch.allclose(decoded[kept], 10 * tensor[kept], rtol=1e-12)
+
+
+class Asked(TorchDispatchMode):
+    """Notes whether a value was asked for: of a device the host would have to wait for it."""
+
+    asked = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked |= "local_scalar_dense" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_random_k_asks_for_no_value(unbiased: bool) -> None:
+    codec, tensor, total = RandomK(density=0.1, unbiased=unbiased), noise(100), torch.zeros(100)
+    with Asked() as mode:
+        payload = codec.encode(tensor, seed=3)
+        codec.add_decoded(payload, total)
+        assert not mode.asked
+        total.sum().item()
+        assert mode.asked, "it can be seen"
+    assert torch.equal(total, through(codec, tensor, seed=3))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**62 + 7, 2**64 - 1])
+def test_a_payload_tells_which_elements_a_seed_draws(seed: int) -> None:
+    """Both words of its keys, the sign bit of either included."""
+    tensor = torch.arange(1, 10_001).double()
+    decoded = through(RandomK(density=0.1), tensor, seed)
+    indices, _ = RandomK(density=0.1).drawn(keys(seed), 10_000, tensor.device)
+    assert torch.equal(decoded.nonzero().flatten(), indices)
+
+
+@pytest.mark.parametrize("codec", [TopK(), TopChunks(chunk=1)], ids=repr)
+def test_more_places_than_32_bits_tell_apart_are_refused(codec: Codec) -> None:
+    with pytest.raises(ConfigurationError, match="32-bit numbers which of 2147483649 places"):
+        codec.encode(torch.empty(2**31 + 1, device="meta"))
 
 
 def test_top_chunks_sends_whole_chunks() -> None:

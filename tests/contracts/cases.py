@@ -171,7 +171,8 @@ def exchange(algorithm: Algorithm, inputs: Sequence[Sequence[Tensor]], abort_aft
     """
 
     def body(rank: int) -> Outcome:
-        runner, bucket = own_runner(), bucket_of([tuple(inputs[0][rank].shape)], inputs[0][rank].dtype)
+        runner, mine = own_runner(), inputs[0][rank]
+        bucket = bucket_of([tuple(mine.shape)], mine.dtype, mine.device.type)
         outcome = Outcome([], State(bucket.flat))
         for step, tensors in enumerate(inputs):
             bucket.renew()

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
 from gossamer.codecs import Codec, ErrorFeedback, Sparse
+from gossamer.codecs.contraction import contraction
 from gossamer.comm.flow import drive
 from gossamer.comm.ops import AllReduce, Broadcast, Decide, Op, result_like
 from gossamer.comm.runner import alone
@@ -284,6 +285,8 @@ def the_rest_may_take_the_place_of_the_tensor(codec: Codec, tensor: Tensor) -> N
 
 def error_feedback_loses_nothing(codec: Codec, tensor: Tensor, steps: int = 6) -> None:
     """Over several steps: the sum of what was decoded, and the residual, are the sum of what was given."""
+    if contraction(codec) <= 0:
+        return  # refused, because what is remembered would grow
     memory = codec if isinstance(codec, ErrorFeedback) else ErrorFeedback(codec)
     gradient = tensor / pad(tensor.abs(), (0, 1), value=1.0).amax()  # so that no sum overflows
     state, sent, largest = State(gradient), torch.zeros_like(gradient).double(), gradient.double().abs()

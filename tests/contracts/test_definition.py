@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import inspect
+import re
+from pathlib import Path
 from typing import Literal, get_origin, get_type_hints
 
 import pytest
@@ -66,3 +68,12 @@ def test_one_method_one_file(cls: type[Algorithm]) -> None:
 def test_registered_means_exported(cls: type[Algorithm]) -> None:
     assert getattr(gossamer, cls.__name__) is cls
     assert cls.__name__ in gossamer.__all__
+
+
+def test_the_page_on_extending_gives_methods_their_parameters() -> None:
+    """Those of an algorithm that it names with what they take."""
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    named = {name: taken for name, taken in re.findall(r"`(\w+)\(([\w, ]+)\)`", page) if hasattr(Algorithm, name)}
+    assert {"finish", "owed", "owe"} <= named.keys()
+    for name, taken in named.items():
+        assert ["self", *taken.split(", ")] == list(inspect.signature(getattr(Algorithm, name)).parameters), name

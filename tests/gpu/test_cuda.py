@@ -12,10 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gossamer
+from contracts.cases import exchange, noise
 from echo import EchoRunner
-from gossamer import AllReduce, Gossip, loopback
+from gossamer import QSGD, AllReduce, ChunkSparse, Gossip, PowerSGD, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm
+from gossamer.algorithms.chunks import Chosen
+from gossamer.algorithms.power_sgd import FACTOR
 from gossamer.bench.clock import clock_for
+from gossamer.buckets import make_layout
+from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK
 from gossamer.comm.device import Device
 from gossamer.comm.ops import AllGather, Permute
 from gossamer.comm.ops import AllReduce as Sum
@@ -23,6 +28,7 @@ from gossamer.comm.runner import Meter
 from gossamer.comm.topology import shift
 from gossamer.comm.torch_device import DevicePort
 from gossamer.comm.torch_ports import Circle
+from gossamer.state import State
 from processes.harness import launch, require
 from processes.scenarios_cuda import ALGORITHMS
 from processes.scenarios_runners import train_exact
@@ -74,7 +80,15 @@ def train(algorithm: Algorithm) -> None:
     replica.close()
 
 
-SIDES = [AllReduce(bucket_bytes=64), AllReduce(wire="bf16"), Gossip(bucket_bytes=64), Gossip(wire="bf16")]
+SIDES = [
+    AllReduce(bucket_bytes=64),
+    AllReduce(wire="bf16"),
+    Gossip(bucket_bytes=64),
+    Gossip(wire="bf16"),
+    ScatterReduce(),
+    ScatterReduce(codec=Sign(), gather_below=0),
+    QSGD(gather_below=0),
+]
 
 
 @pytest.mark.parametrize("algorithm", SIDES, ids=repr)
@@ -91,6 +105,58 @@ def test_over_streams_no_step_waits_on_the_host(algorithm: Algorithm, monkeypatc
         monkeypatch.setattr(entry, "connect", lambda *arguments, **options: runner)
         monkeypatch.setattr(entry, "_start_equal", lambda *arguments: None)
         train(algorithm)
+
+
+ENCODED = [
+    ScatterReduce(),
+    ScatterReduce(gather_below=0),
+    ScatterReduce(codec=Sign(), gather_below=0),
+    QSGD(gather_below=0),
+    ChunkSparse(chunk=64),
+]
+
+
+@pytest.mark.parametrize("algorithm", ENCODED, ids=repr)
+def test_what_is_encoded_on_a_gpu_is_what_the_host_encodes(algorithm: Algorithm) -> None:
+    """But for one code in ten thousand, which may be the next one."""
+    steps = [noise(3, 5000, seed=step) for step in range(3)]
+    there = exchange(algorithm, [[tensor.cuda() for tensor in tensors] for tensors in steps])
+    for outcome, expected in zip(there, exchange(algorithm, steps), strict=True):
+        for result, of_the_host in zip(outcome.results, expected.results, strict=True):
+            assert torch.isclose(result.cpu(), of_the_host, rtol=1e-4, atol=1e-6).double().mean() > 0.99
+
+
+def test_chunks_are_packed_without_waiting_for_the_gpu() -> None:
+    flat, indices = torch.arange(1000.0, device="cuda"), torch.tensor([0, 7, 15])
+    Chosen.of(flat, 64, indices)  # the first time the host finds itself pinned memory
+    with no_synchronisation():
+        chosen = Chosen.of(flat, 64, indices)
+        packed = chosen.pack(flat)
+        chosen.unpack(-packed, flat)
+    expected = torch.arange(1000.0)
+    for begin, end in ((0, 64), (448, 512), (960, 1000)):
+        expected[begin:end] *= -1
+    assert torch.equal(flat.cpu(), expected)
+
+
+def test_power_sgd_begins_a_column_of_zeros_anew_without_asking_the_gpu() -> None:
+    matrix = torch.empty(40, 30, device="cuda")
+    (segment,), state, algorithm = make_layout({"matrix": matrix}).segments, State(matrix.view(-1)), PowerSGD(rank=2)
+    first = algorithm._right(segment, matrix, state)
+    factor = torch.randn(30, 2, device="cuda")
+    factor[:, 1] = 0
+    state.set_extra(FACTOR, factor, "matrix")
+    with no_synchronisation():
+        mended = algorithm._right(segment, matrix, state)
+    assert torch.equal(mended, torch.stack([factor[:, 0], first[:, 1]], dim=1))
+
+
+@pytest.mark.parametrize("codec", [RandomK(density=0.1), TopK(density=0.1), TopChunks(), Quantize(), Sign()], ids=repr)
+def test_no_codec_waits_for_the_gpu(codec: Codec) -> None:
+    tensor = torch.randn(5000, device="cuda")
+    codec.decode(codec.encode(tensor, seed=1), 5000, tensor.dtype)  # kernels are chosen and compiled
+    with no_synchronisation():
+        codec.decode(codec.encode(tensor, seed=2), 5000, tensor.dtype)
 
 
 def test_a_port_of_a_device_never_waits_on_the_host() -> None:

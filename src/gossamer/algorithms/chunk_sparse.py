@@ -1,23 +1,25 @@
 """ChunkSparse: only the chunks of the gradient that matter most travel, the same ones on every worker."""
 
-import math
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.chunks import evenly, largest, pack, put
-from gossamer.algorithms.lossy import EXACT, Lossy, Memories, bounded, check_codec, keep_back, leave_out, turn_over
+from gossamer.algorithms.chunks import Chosen, evenly, fitting, mask_of_largest
+from gossamer.algorithms.lossy import EXACT, Lossy, Memories, bounded, check_codec, leave_out, turn_over
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM, MomentumAllReduce
 from gossamer.algorithms.parts import scatter_reduce
 from gossamer.buckets import Bucket
+from gossamer.checks import is_whole
 from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Cast, Wire, check_wire
 from gossamer.codecs.kernels import accumulate, chunk_norms
-from gossamer.codecs.sparse import check_chunk, check_density
+from gossamer.codecs.residual import keep_back
+from gossamer.codecs.sparse import check_chunk, check_density, share_of
 from gossamer.comm.ops import AllReduce, Flow, decide, start, total, wait
 from gossamer.errors import ConfigurationError
 from gossamer.memory import portions, wide
@@ -44,7 +46,8 @@ class ChunkSparse(Lossy):
     ``momentum_correction`` accumulates momentum before the choice (u ← m·u + g is what is kept and sent), and takes it
     out of the optimizer, which must be SGD with momentum, until the replica is closed; that of vectors and of the weight
     decay is accumulated beside it, so that at density 1 all is SGD with momentum. Without it, the optimizer's own momentum
-    acts on what arrives. Not inside ``after`` or ``by_size``, whose other part would have none.
+    acts on what arrives. Not inside ``after`` or ``by_size``, whose other part would have none. Leave out ``momentum``, which
+    comes from the optimizer.
 
     Per step as many messages as an all-reduce of every bucket and one more of 4 bytes per chunk; ``density`` of its bytes,
     in the codec's precision. Memory: one residual per element (``residual="bf16"``: in 16 bits), and one momentum with
@@ -79,9 +82,9 @@ class ChunkSparse(Lossy):
                 f"a chunk of {self.chunk} elements is larger than a bucket of {self.bucket_bytes} bytes: "
                 "choose a smaller chunk or larger bucket_bytes"
             )
-        if not all(type(steps) is int and steps >= 0 for steps in (self.warmup, self.ramp)):
+        if not (is_whole(self.warmup, 0) and is_whole(self.ramp, 0)):
             raise ConfigurationError(f"warmup and ramp are numbers of steps; got {self.warmup!r} and {self.ramp!r}")
-        if self.momentum and not self.momentum_correction:
+        if self.momentum != 0:
             raise ConfigurationError("momentum is the optimizer's, taken from it by momentum_correction=True; leave it out")
 
     @property
@@ -101,7 +104,11 @@ class ChunkSparse(Lossy):
         return super().of(label)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
-        return replace(self, momentum=lend_momentum(optimizers)) if self.momentum_correction else self
+        if not self.momentum_correction:
+            return self
+        attached = copy.copy(self)
+        object.__setattr__(attached, "momentum", lend_momentum(optimizers))  # which __init__ refuses
+        return attached
 
     def detach(self, optimizers: Sequence[Optimizer]) -> None:
         if self.momentum_correction:
@@ -115,9 +122,9 @@ class ChunkSparse(Lossy):
             memories.append((torch.add(flat, state[MOMENTUM], alpha=self.momentum), state[MOMENTUM]))
             state[MOMENTUM] = velocity = memories[1][0]
             kept.copy_(velocity)
-        chosen = self._chosen(state, flat.numel())
-        came = pack(kept, chosen, self.chunk)
-        packed = came + pack(owed, chosen, self.chunk)  # in the wider type of the two
+        chosen = self._chosen(state, flat)
+        came = chosen.pack(kept)
+        packed = came + chosen.pack(owed)  # in the wider type of the two
         if isinstance(self.codec, Cast):
             sent = self._share(packed, self.codec, ctx)
             handle = yield start(AllReduce(sent))
@@ -131,23 +138,24 @@ class ChunkSparse(Lossy):
             yield from scatter_reduce(packed, None, self.codec, ctx, bucket.index, mean, lost)
             self._keep(state, memories, chosen, came, lost)
             result.zero_()
-        put(mean, chosen, self.chunk, result)
+        chosen.unpack(mean, result)
         return result.to(bucket.flat.dtype)
 
-    def _keep(self, state: State, memories: Memories, chosen: Tensor, came: Tensor, lost: Tensor) -> None:
+    def _keep(self, state: State, memories: Memories, chosen: Chosen, came: Tensor, lost: Tensor) -> None:
         """Keep back what is not sent: everything, and of the chunks that are sent what their encoding has ``lost``."""
         kept, owed = memories[0]
         norms = leave_out(accumulate(kept, owed, self.chunk), memories)
-        put(lost, chosen, self.chunk, kept)
-        norms[chosen.to(norms.device)] = chunk_norms(came, lost, self.chunk)
+        chosen.unpack(lost, kept)
+        norms[chosen.indices] = chunk_norms(came, lost, self.chunk)
         state.set_extra(NORMS, bounded(norms))
         keep_back(state, kept, self.residual)
 
-    def _chosen(self, state: State, numel: int) -> Tensor:
-        """Indices of the chunks to send; all of them until there was a choice."""
-        mask = state.extra(CHOSEN)
-        chunks = -(-numel // self.chunk)
-        return torch.arange(chunks) if mask is None or mask.numel() != chunks else mask.nonzero().flatten()
+    def _chosen(self, state: State, flat: Tensor) -> Chosen:
+        """The chunks to send; all of them until there was a choice."""
+        mask, chunks = state.extra(CHOSEN), -(-flat.numel() // self.chunk)
+        if mask is None or mask.numel() != chunks:
+            return Chosen.of(flat, self.chunk, torch.arange(chunks, device="cpu"))
+        return Chosen.of(flat, self.chunk, mask.cpu().nonzero().flatten())  # a loaded one may lie elsewhere
 
     @staticmethod
     def _share(packed: Tensor, codec: Cast, ctx: Context) -> Tensor:
@@ -159,22 +167,13 @@ class ChunkSparse(Lossy):
             part.sub_(codec.decode(out, out.numel(), part.dtype) * ctx.world)
         return sent
 
-    def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
-        return self._choose(states, ctx)
-
-    def _choose(self, states: Sequence[State], ctx: Context) -> Flow[None]:
+    def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None]:
         """Choose the chunks of the next step, over all buckets."""
         norms = [norm for each in states if (norm := each.extra(NORMS)) is not None]
         mine = torch.cat(norms) / ctx.world
         norm = yield from total(mine if mine.device.type == "meta" else mine.cpu(), ctx.world)
-        count = math.ceil(self.density_at(ctx.step + 1) * norm.numel())
+        count = share_of(norm.numel(), self.density_at(ctx.step + 1))
         default = evenly(norm.numel(), count)
-        mask = yield decide("chunks", default, lambda: largest(norm, count))
+        mask = yield decide("chunks", default, lambda: mask_of_largest(norm, count))
         for each, part in zip(states, mask.split([norm.numel() for norm in norms]), strict=True):
             each.set_extra(CHOSEN, part.clone())
-
-
-def fitting(share: Tensor, dtype: torch.dtype, world: int) -> Tensor:
-    """``share`` limited to what ``world`` of can be summed in ``dtype``; what is not finite stays so."""
-    limit = torch.finfo(dtype).max / world
-    return share.clamp(-limit, limit) + 0 * share

@@ -1,38 +1,71 @@
 """Chunks: the largest of them, and the dense tensor into which those are packed."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def pack(flat: Tensor, chosen: Tensor, chunk: int) -> Tensor:
-    """The chosen chunks, one after the other; the last one of a tensor may be filled up with zeros."""
-    whole = flat.numel() // chunk
-    packed = flat[: whole * chunk].view(-1, chunk)[chosen[chosen < whole].to(flat.device)].view(-1)
-    if chosen.numel() * chunk == packed.numel():
-        return packed
-    return torch.cat([packed, flat[whole * chunk :], flat.new_zeros(-flat.numel() % chunk)])
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Some of the chunks of a flat tensor, in their order; the last chunk of a tensor may be shorter than the others."""
 
+    chunk: int
+    indices: Tensor
+    """``int64``, where the tensor lives."""
+    whole: int
+    """How many of them are not short: the host knows, and asks no device."""
 
-def put(packed: Tensor, chosen: Tensor, chunk: int, flat: Tensor) -> None:
-    """Write packed chunks to their places in ``flat``."""
-    whole = flat.numel() // chunk
-    rows, places = packed.view(-1, chunk), chosen[chosen < whole].to(flat.device)
-    flat[: whole * chunk].view(-1, chunk)[places] = rows[: places.numel()]
-    if places.numel() < chosen.numel():
-        flat[whole * chunk :] = rows[-1, : flat.numel() - whole * chunk]
+    @classmethod
+    def of(cls, flat: Tensor, chunk: int, indices: Tensor) -> "Chosen":
+        """Of indices on the host. They are copied to a device once: for each copy from ordinary memory the host would wait."""
+        whole = int((indices < flat.numel() // chunk).sum())
+        if flat.device.type == "cuda":
+            return cls(chunk, indices.pin_memory().to(flat.device, non_blocking=True), whole)
+        return cls(chunk, indices.to(flat.device), whole)
+
+    def pack(self, flat: Tensor) -> Tensor:
+        """These chunks of ``flat``, one after the other; the last one of a tensor is filled up with zeros."""
+        packed = self._rows(flat)[self.indices[: self.whole]].view(-1)
+        if self.whole == self.indices.numel():
+            return packed
+        return torch.cat([packed, self._end(flat), flat.new_zeros(-flat.numel() % self.chunk)])
+
+    def unpack(self, packed: Tensor, flat: Tensor) -> None:
+        """Write packed chunks to their places in ``flat``."""
+        rows = packed.view(-1, self.chunk)
+        self._rows(flat)[self.indices[: self.whole]] = rows[: self.whole]
+        if self.whole < self.indices.numel():
+            end = self._end(flat)
+            end.copy_(rows[-1, : end.numel()])
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        """Those that are not short: ``[chunks, chunk]``."""
+        return flat[: flat.numel() - flat.numel() % self.chunk].view(-1, self.chunk)
+
+    def _end(self, flat: Tensor) -> Tensor:
+        """The short one."""
+        return flat[flat.numel() - flat.numel() % self.chunk :]
 
 
 def evenly(numel: int, count: int) -> Tensor:
     """A mask with ``count`` of ``numel`` set, evenly spread: the choice without values."""
-    places = torch.arange(numel)
+    places = torch.arange(numel, device="cpu")
     return (places * count) // max(numel, 1) != ((places + 1) * count) // max(numel, 1)
 
 
-def largest(norms: Tensor, count: int) -> Tensor:
+def mask_of_largest(norms: Tensor, count: int) -> Tensor:
     """A mask with the ``count`` largest set; of equal ones the first. NaN counts as largest."""
-    mask = torch.zeros(norms.numel(), dtype=torch.bool)
+    mask = torch.zeros(norms.numel(), dtype=torch.bool, device="cpu")
     order = norms.nan_to_num(nan=math.inf, posinf=math.inf).argsort(descending=True, stable=True)
     mask[order[:count]] = True
     return mask
+
+
+def fitting(share: Tensor, dtype: torch.dtype, world: int) -> Tensor:
+    """``share`` limited to what ``world`` of can be summed in ``dtype``, with every rounding on the way up; what is not finite
+    stays so."""
+    info = torch.finfo(dtype)
+    limit = info.max / world * (1 + info.eps) ** -world
+    return share.clamp(-limit, limit) + 0 * share

@@ -10,11 +10,11 @@ from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
-from gossamer.codecs.cast import Wire, wire_codec
-from gossamer.codecs.contraction import contraction
+from gossamer.codecs.cast import Wire
+from gossamer.codecs.contraction import check_contracts, check_hashable
 from gossamer.codecs.error_feedback import ErrorFeedback
+from gossamer.codecs.residual import stays_as_it_is
 from gossamer.errors import ConfigurationError
-from gossamer.memory import portions
 from gossamer.state import RESIDUAL, State
 
 EXACT = "exact"
@@ -44,32 +44,9 @@ def check_codec(codec: object, *, remembers: bool = True) -> None:
         raise ConfigurationError(f"codec must be a codec, such as Quantize(bits=8); got {codec!r}")
     if isinstance(codec, ErrorFeedback):
         raise ConfigurationError("give the codec alone: the algorithm itself remembers what is lost (see its fields)")
-    if remembers and codec.unbiased and contraction(codec) <= 0:  # biased ones round to what is near
-        raise ConfigurationError(
-            f"{codec!r} makes what it encodes longer, so that what is remembered of it would grow from step to step: take one "
-            "that does not (RandomK with unbiased=False, Quantize with more bits), or an algorithm without error feedback"
-        )
-
-
-def stays_as_it_is(rest: Tensor, residual: Wire) -> bool:
-    """Whether a remainder has the type already in which it is kept."""
-    return wire_codec(residual).wire_dtype(rest.dtype) == rest.dtype
-
-
-def keep_back(state: State, rest: Tensor, residual: Wire) -> None:
-    """Remember ``rest`` as what is owed, in the type in which that is kept: itself, if it is that already.
-
-    What is too large for that type is kept as the largest that it has: one worker alone must not come to inf, for which all
-    would have to forget this step.
-    """
-    if stays_as_it_is(rest, residual):
-        state[RESIDUAL] = rest
-        return
-    dtype = wire_codec(residual).wire_dtype(rest.dtype)
-    state[RESIDUAL] = narrow = state.fresh(RESIDUAL, rest, dtype)
-    largest = torch.finfo(dtype).max
-    for part, out in portions(rest, narrow):
-        out.copy_(part.clamp(-largest, largest) + 0 * part)  # what is not finite comes out as NaN
+    check_hashable(codec)
+    if remembers:
+        check_contracts(codec)
 
 
 def turn_over(bucket: Bucket, flat: Tensor, state: State, residual: Wire) -> tuple[Tensor, Tensor]:
@@ -77,7 +54,7 @@ def turn_over(bucket: Bucket, flat: Tensor, state: State, residual: Wire) -> tup
 
     ``flat``: :func:`wide` of the bucket's. Where the remainder is kept as it is, the bucket's memory becomes the residual's,
     and the result goes to where the residual before the last one was. Where it is kept in a narrower ``residual``, both are
-    the same memory: the result may be written when :func:`keep_back` has copied the remainder.
+    the same memory: the result may be written when ``keep_back`` has copied the remainder.
     """
     if not stays_as_it_is(flat, residual):
         return flat, flat
@@ -91,8 +68,9 @@ Memories = Sequence[tuple[Tensor, Tensor]]
 def leave_out(norms: Tensor, memories: Memories) -> Tensor:
     """Write over what is not finite in ``memories`` what was there before; ``norms`` tell, on a host, if anything is not.
 
-    For what a worker keeps to itself, and no result tells the others. If it were remembered, this worker would forget the
-    step, and with it what it has decided together with the others, who would not. Returns ``norms``.
+    For memories that nobody forgets as a whole because of it: replicas of weights; and chunks that a worker keeps to itself. Of
+    these no result tells the others, so this worker alone would forget the step, and what it has decided together with them.
+    Returns ``norms``.
     """
     if norms.device.type == "meta" or (norms.device.type == "cpu" and norms.isfinite().all()):
         return norms

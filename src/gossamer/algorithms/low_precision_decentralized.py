@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Meeting, add_difference
-from gossamer.algorithms.lossy import check_codec
+from gossamer.algorithms.lossy import check_codec, leave_out
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.contraction import contraction
@@ -33,6 +34,8 @@ class LowPrecisionDecentralized(Meeting):
     quarter of what they bring a replica closer by (``codecs/contraction.py``): with more, replicas may run apart.
     ``topology``: a graph that is the same in every step. ``lag``: asynchronous, as in :class:`Gossip`; the replicas are those
     of an exchange, whenever it is.
+
+    A weight that is not finite shows in the result; replicas stay there as they were, so that it goes once weights are mended.
 
     The first exchange is in full precision. Per exchange and neighbour one message of the encoded weights (8 bits: a
     quarter). Memory: one replica per neighbour and one more, each as before an exchange and as
@@ -84,23 +87,27 @@ class LowPrecisionDecentralized(Meeting):
         handles = []
         for permutation in partners:
             handles.append((yield start(Permute(payload, permutation))))
-        own = self._follow(OWN, payload, weights, state, first)
+        memories = [self._follow(OWN, payload, weights, state, first)]
+        own = memories[0][0]
         delta = weights.zero_()  # what was sent and what is remembered are copies
         for number, handle in enumerate(handles):
-            theirs = self._follow(f"{FROM} {number}", (yield wait(handle)), weights, state, first)
-            add_difference(theirs, own, rate, delta, fresh=False)
+            memories.append(self._follow(f"{FROM} {number}", (yield wait(handle)), weights, state, first))
+            add_difference(memories[-1][0], own, rate, delta, fresh=False)
+        # What is not finite is in the result; in a replica it would stay for ever. Whoever else keeps this replica has the same
+        # bits, now and before, and so goes back to the same.
+        leave_out(torch.linalg.vector_norm(delta if handles else own), memories)
         return bucket.flat.copy_(delta)
 
-    def _follow(self, key: str, payload: Tensor, like: Tensor, state: State, first: bool) -> Tensor:
-        """The replica ``key`` after a message: the same bits on both sides."""
-        replica = state.fresh(key, like)
+    def _follow(self, key: str, payload: Tensor, like: Tensor, state: State, first: bool) -> tuple[Tensor, Tensor]:
+        """The replica ``key`` after a message, the same bits on both sides; and as it was before."""
+        before, replica = state[key], state.fresh(key, like)
         if first:
             replica.copy_(payload)
         else:
-            replica.copy_(state[key])
+            replica.copy_(before)
             self.codec.add_decoded(payload, replica)
         state[key] = replica
-        return replica
+        return replica, before
 
 
 OWN, FROM = "replica", "replica of neighbour"

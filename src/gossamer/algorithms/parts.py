@@ -68,7 +68,8 @@ def scatter_reduce(
     if rest is not None and not feedback.all:
         rest.zero_()  # nobody writes all of it
     if (ctx.world - 1) * payload_bytes(codec, flat.numel(), flat.dtype) <= gather_below:
-        return (yield from Piece(codec, ctx, index, feedback, flat, owed, mean, rest).gather(on_rest))
+        yield from Piece(codec, ctx, index, feedback, flat, owed, mean, rest).gather(on_rest)
+        return []  # a sum of payloads may overflow, each of which is finite
     size = elements_per_piece(codec, flat.numel(), flat.dtype)
     pieces = []
     for number, begin in enumerate(range(0, max(1, flat.numel()), size)):
@@ -177,7 +178,7 @@ class Piece:
         rest = self._at(rank, self.rest) if self.feedback.worker and self.rest is not None else None
         return _encode(self.codec, self._at(rank, self.flat), owed, seed, rest, self.parts.size)
 
-    def gather(self, on_rest: Callable[[], None]) -> Flow[list[Tensor]]:
+    def gather(self, on_rest: Callable[[], None]) -> Flow[None]:
         """Whole, from all workers to all, once: who averages has nothing more to encode, so nothing more to lose."""
         numel, seed = self.flat.numel(), self.ctx.seed(self.index, self.ctx.rank)
         owed = None if self.owed is None else wide(self.owed)
@@ -188,7 +189,6 @@ class Piece:
         for payload in payloads:
             self.codec.add_decoded(payload, self.mean)
         self.mean.div_(self.ctx.world)
-        return _witnesses(self.codec, payloads, numel)
 
     def reduce(self, arrived: Tensor) -> Tensor:
         """The payload of the mean of this worker's part."""

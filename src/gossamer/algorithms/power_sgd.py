@@ -1,8 +1,10 @@
 """PowerSGD: the gradient of every matrix as a product of two thin ones."""
 
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -10,10 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.lossy import Lossy, keep_back, turn_over
+from gossamer.algorithms.lossy import Lossy, turn_over
 from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
 from gossamer.codecs.cast import Wire, check_wire
+from gossamer.codecs.residual import keep_back
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
@@ -97,14 +100,17 @@ class PowerSGD(Lossy):
         return result.to(bucket.flat.dtype)
 
     def _right(self, segment: Segment, like: Tensor, state: State) -> Tensor:
-        """Where the last step left Q; at first a random matrix, the same on all workers."""
-        before = state.extra(FACTOR, segment.name)
-        if before is not None:
-            return before.to(like.device)  # a loaded one may lie elsewhere
-        if like.device.type == "meta":
-            return like.new_empty(like.shape[1], self.rank)
-        generator = torch.Generator().manual_seed(sum(map(ord, segment.name)))
-        return torch.randn(like.shape[1], self.rank, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
+        """Where the last step left Q. At first, and in columns of zeros, which no step would ever leave, random numbers."""
+        before, columns, device = state.extra(FACTOR, segment.name), like.shape[1], like.device
+        if device.type == "meta":
+            return like.new_empty(columns, self.rank)
+        random: Callable[..., Tensor] = beginning if device.type == "cpu" else beginning_on_device
+        if before is None:
+            return random(segment.name, columns, self.rank, like.dtype, device)
+        before = before.to(device)  # a loaded one may lie elsewhere
+        if device.type == "cpu" and (before[0].all() or before.any(0).all()):  # to ask a device, the host would have to wait
+            return before
+        return torch.where(before.any(0), before, random(segment.name, columns, self.rank, like.dtype, device))
 
     @staticmethod
     def _mean(factors: list[Tensor], others: list[Tensor], ctx: Context) -> Flow[tuple[list[Tensor], list[Tensor]]]:
@@ -116,6 +122,16 @@ class PowerSGD(Lossy):
         ends = list(accumulate(tensor.numel() for tensor in tensors))
         split = [mean[end - t.numel() : end].view(t.shape) for t, end in zip(tensors, ends, strict=True)]
         return split[: len(factors)], split[len(factors) :]
+
+
+def beginning(name: str, columns: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random numbers for a parameter's Q, the same on all workers, and others for each parameter."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(columns, rank, generator=generator, dtype=dtype, device="cpu").to(device)
+
+
+beginning_on_device = cache(beginning)
+"""There they are at hand in every step, because the host does not know whether they are needed."""
 
 
 def place(segment: Segment, flat: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """QuantizedGossip: gossip in a few bits, with partners that may change in every step, and nothing to remember of them."""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ from torch import Tensor
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Meeting
 from gossamer.buckets import Bucket
-from gossamer.codecs.modulo import ModuloGrid, largest, pieces, scale_blocks
+from gossamer.codecs.cast import check_choice
+from gossamer.codecs.modulo import ModuloGrid, pieces, reach, scale_blocks
 from gossamer.comm.ops import Flow, Permute, maximum, start, wait
 from gossamer.comm.topology import Dissemination, Topology
-from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
 from gossamer.state import State
 
@@ -31,7 +31,8 @@ class QuantizedGossip(Meeting):
     Each block of 512 weights has a grid of its own, with room for 1.5 times the largest distance that any worker has seen
     there in a whole cycle of the topology (a maximum over all workers, 2 bytes per block, while the next step computes). A
     checksum per block tells whether what was taken for the sender's weights are these. If not, nobody adds anything to this
-    block, and its next grid is wider. The first exchange is in full precision.
+    block, and its next grid is wider. The first exchange is in full precision. A weight that is not finite is seen by all, and
+    not remembered: once weights are mended, exchanges go on as before.
 
     Per exchange one message of bits/8 bytes per element and partner (4 bits: an eighth of fp32), and per block 4 bytes, and
     2 for each of ⌈log2 p⌉ hops. Memory: one copy of the weights, and the messages; nothing is remembered per element.
@@ -50,8 +51,7 @@ class QuantizedGossip(Meeting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits not in get_args(Bits) or isinstance(self.bits, bool):
-            raise ConfigurationError(f"bits must be one of {', '.join(map(str, get_args(Bits)))}; got {self.bits!r}")
+        check_choice("bits", self.bits, Bits)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         weights, seen = wide(bucket.flat), state.extra(SEEN)
@@ -68,6 +68,9 @@ class QuantizedGossip(Meeting):
             # orders of magnitude; yet the grid that follows must not be wider than what it is to tell apart.
             wider = torch.where(seen[0] < 0, 2 ** (self.bits - 2), 2) * grid.steps.to(steps.dtype)
             steps = torch.where(missed, -wider, steps)
+        # What is not finite is in this result, for all to see. A grid made of it would keep it alive, whatever the weights are.
+        before = torch.full_like(steps, -_FINEST) if seen is None else seen[0]
+        steps = torch.where(steps.isfinite(), steps, before)
         # Pairs that have just met are close, so it takes a whole cycle to see the distance between all of them.
         exchanges = torch.stack([steps, *(() if seen is None else seen)])
         state.set_extra(SEEN, exchanges[: self.topology.cycle(ctx.world)])
@@ -89,7 +92,7 @@ class QuantizedGossip(Meeting):
                 own = weights[elements]
                 ahead, true = (theirs[elements] - own, None) if grid is None else grid.difference(theirs, own, rows)
                 delta[elements].add_(ahead, alpha=1 / (len(handles) + 1))
-                step = largest(ahead) * (_ROOM / 2 ** (self.bits - 1))
+                step = reach(ahead) * (_ROOM / 2 ** (self.bits - 1))
                 steps[rows] = torch.maximum(steps[rows], step if true is None else torch.where(true, step, torch.inf))
         if delta is None:
             weights.zero_()
@@ -115,6 +118,6 @@ _SMALLEST = 2.0**-40
 def least(weights: Tensor, grid: ModuloGrid | None) -> Tensor:
     """The least step that does for each block, in the type of the weights: ``[blocks]``; inf where ``grid`` is so fine that
     places on it would be no integers, NaN where a weight is not finite."""
-    sizes = torch.cat([largest(weights[elements]) for elements, _ in pieces(weights)])
+    sizes = torch.cat([reach(weights[elements]) for elements, _ in pieces(weights)])
     steps = (sizes * _FINEST).clamp_(min=_SMALLEST)
     return (steps if grid is None else torch.where(sizes >= grid.most, torch.inf, steps)) + 0 * sizes

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context, check_gather_below
-from gossamer.algorithms.lossy import Lossy, check_codec, keep_back, stays_as_it_is, turn_over
+from gossamer.algorithms.lossy import Lossy, check_codec, turn_over
 from gossamer.algorithms.parts import Feedback, scatter_reduce
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Wire, check_wire
 from gossamer.codecs.quantize import Quantize
+from gossamer.codecs.residual import keep_back, stays_as_it_is
 from gossamer.comm.ops import SMALL, Flow
 from gossamer.memory import wide
 from gossamer.state import RESIDUAL, State

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.codecs.kernels.reference import finite_or
+from gossamer.codecs.rounding import finite_or
 from gossamer.state import State
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer.codecs.base import Codec
 from gossamer.codecs.kernels import single
 from gossamer.codecs.kernels.layout import Blocks
-from gossamer.codecs.kernels.reference import finite_or
+from gossamer.codecs.rounding import finite_or
 
 
 @dataclass(frozen=True, kw_only=True)

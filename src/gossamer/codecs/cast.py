@@ -46,10 +46,16 @@ class Cast(Codec):
         return tensor.abs() * (info.eps / 2) + info.smallest_normal * info.eps
 
 
-def check_wire(name: str, wire: Any) -> None:
+def check_wire(name: str, wire: object) -> None:
     """Raise ConfigurationError unless ``wire`` is a precision that the field ``name`` may have."""
-    if wire not in get_args(Wire):
-        raise ConfigurationError(f"{name} must be one of {', '.join(get_args(Wire))}; got {wire!r}")
+    check_choice(name, wire, Wire)
+
+
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Raise ConfigurationError unless ``value`` is a choice of this ``Literal``, type included: 8.0 is no number of bits."""
+    allowed = get_args(choices)
+    if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
+        raise ConfigurationError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
 
 
 def wire_codec(wire: Wire) -> Cast:

@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gossamer.codecs.kernels.reference import pack, unpack
+from gossamer.codecs.rounding import in_blocks
 from gossamer.memory import portion
 
 BLOCK = 512
@@ -60,7 +60,7 @@ class ModuloGrid:
 
     def _places(self, values: Tensor, rows: slice) -> Tensor:
         """``int32[blocks, 512]``: a value is about place · step."""
-        return (in_blocks(values) * (1 / self.steps[rows]).unsqueeze(1)).round_().to(torch.int32)
+        return (in_blocks(values, BLOCK) * (1 / self.steps[rows]).unsqueeze(1)).round_().to(torch.int32)
 
     @property
     def _width(self) -> int:
@@ -79,16 +79,9 @@ def pieces(tensor: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(begin, end), slice(begin // BLOCK, -(-end // BLOCK))
 
 
-def in_blocks(tensor: Tensor) -> Tensor:
-    """``[blocks, 512]``: a flat tensor, with zeros at the end."""
-    rows = -(-tensor.numel() // BLOCK)
-    missing = rows * BLOCK - tensor.numel()
-    return (pad(tensor, (0, missing)) if missing else tensor).view(rows, BLOCK)
-
-
-def largest(tensor: Tensor) -> Tensor:
+def reach(tensor: Tensor) -> Tensor:
     """The largest magnitude in each block: ``[blocks]``."""
-    return in_blocks(tensor).abs().amax(dim=1)  # on a CPU 20 times as fast as the norm
+    return in_blocks(tensor, BLOCK).abs().amax(dim=1)  # on a CPU 20 times as fast as the norm
 
 
 def scale_blocks(tensor: Tensor, factors: Tensor) -> None:

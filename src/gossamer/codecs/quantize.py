@@ -1,16 +1,16 @@
 """Quantize: 8, 4 or 2 bits per element on a grid of its own for every block."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gossamer.codecs.blockwise import Blockwise
+from gossamer.codecs.cast import check_choice
 from gossamer.codecs.kernels import kernels_for
 from gossamer.codecs.kernels.layout import Grid
-from gossamer.codecs.rounding import check_block, rounding_of, smallest
-from gossamer.errors import ConfigurationError
+from gossamer.codecs.rounding import check_block, largest, rounding_of, smallest
 
 Bits = Literal[8, 4, 2]
 Scheme = Literal["minmax", "symmetric"]
@@ -27,6 +27,7 @@ class Quantize(Blockwise):
 
     Bytes: bits/8 per element, and 8 (``"symmetric"``: 4) per block, in one uint8 tensor: the header, then the codes.
     Arithmetic is fp32: values beyond its range are not representable. A block with a NaN or inf decodes to NaN.
+    A block has from 8 to 16384 elements, a multiple of 8.
 
     Source: Gan et al. 2021 (arXiv 2107.01499); Alistarh et al. 2017 (arXiv 1610.02132).
     """
@@ -38,10 +39,7 @@ class Quantize(Blockwise):
 
     def __post_init__(self) -> None:
         for name, choices in (("bits", Bits), ("scheme", Scheme), ("rounding", Rounding)):
-            value = getattr(self, name)
-            if value not in get_args(choices) or isinstance(value, bool):
-                allowed = ", ".join(map(str, get_args(choices)))
-                raise ConfigurationError(f"{name} must be one of {allowed}; got {value!r}")
+            check_choice(name, getattr(self, name), choices)
         check_block(self.block)
 
     @property
@@ -59,10 +57,10 @@ class Quantize(Blockwise):
         return self.grid
 
     def write(self, x: Tensor, residual: Tensor | None, seed: int, payload: Tensor, rest: Tensor | None) -> None:
-        kernels_for(x.device.type).quantize(x, residual, self.grid, seed, payload, rest)
+        kernels_for(x.device).quantize(x, residual, self.grid, seed, payload, rest)
 
     def read(self, payload: Tensor, values: Tensor, add: bool) -> None:
-        kernels_for(payload.device.type).dequantize(payload, values, self.grid, add)
+        kernels_for(payload.device).dequantize(payload, values, self.grid, add)
 
     def error_bound(self, tensor: Tensor) -> Tensor:
         lo, hi = (extreme(tensor.double(), self.block) for extreme in (smallest, largest))
@@ -72,8 +70,3 @@ class Quantize(Blockwise):
         slack = reach * 2.0**-21 + torch.maximum(lo.abs(), hi.abs()) * 2.0**-22 + 2.0**-140
         within = step * (1.0 if self.unbiased else 0.5) + slack
         return within + rounding_of(tensor.double().abs() + within, tensor.dtype)
-
-
-def largest(tensor: Tensor, block: int) -> Tensor:
-    """Each element's block's largest value."""
-    return -smallest(-tensor, block)

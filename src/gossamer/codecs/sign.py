@@ -15,7 +15,8 @@ class Sign(Blockwise):
     """Each element becomes its sign times the mean absolute value of its ``block``: the best one-bit value in L2.
 
     Bytes: 1/8 per element, and 4 per block, in one uint8 tensor: the header, then the sign bits. Zero counts as positive.
-    Biased: use it with error feedback. A block with a NaN or inf decodes to NaN.
+    Biased: use it with error feedback. A block has from 8 to 16384 elements, a multiple of 8;
+    with a NaN or inf it decodes to NaN.
 
     Source: Karimireddy et al. 2019 (arXiv 1901.09847); 1-bit Adam, Tang et al. 2021 (arXiv 2102.02888).
     """
@@ -31,10 +32,10 @@ class Sign(Blockwise):
         return Blocks(1, 1, self.block)
 
     def write(self, x: Tensor, residual: Tensor | None, seed: int, payload: Tensor, rest: Tensor | None) -> None:
-        kernels_for(x.device.type).sign(x, residual, self.blocks, payload, rest)
+        kernels_for(x.device).sign(x, residual, self.blocks, payload, rest)
 
     def read(self, payload: Tensor, values: Tensor, add: bool) -> None:
-        kernels_for(payload.device.type).unsign(payload, values, self.blocks, add)
+        kernels_for(payload.device).unsign(payload, values, self.blocks, add)
 
     def error_bound(self, tensor: Tensor) -> Tensor:
         size = tensor.double().abs()

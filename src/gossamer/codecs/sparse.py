@@ -10,8 +10,9 @@ from torch import Tensor
 from gossamer.checks import is_whole
 from gossamer.codecs.base import Codec
 from gossamer.codecs.kernels import chunk_norms
-from gossamer.codecs.kernels.reference import finite_or, hashed
-from gossamer.codecs.rounding import rounding_of
+from gossamer.codecs.kernels.layout import MASK, Keys, keys, signed
+from gossamer.codecs.kernels.reference import hashed
+from gossamer.codecs.rounding import finite_or, rounding_of
 from gossamer.errors import ConfigurationError
 
 
@@ -42,6 +43,11 @@ def check_chunk(chunk: object) -> None:
         raise ConfigurationError(f"chunk must be a positive number of elements; got {chunk!r}")
 
 
+def share_of(numel: int, density: float) -> int:
+    """``ceil(density · numel)``, at least one of them, whatever the density's last bit: 0.07 of 100 are 7."""
+    return min(numel, max(1, math.ceil(round(density * numel, 6))))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sparse(Codec):
     """Base of the codecs that send ``density`` of the elements. Payload: the values, then where they stand."""
@@ -52,8 +58,16 @@ class Sparse(Codec):
         check_density(self.density)
 
     def share(self, numel: int) -> int:
-        """``ceil(density · numel)``, whatever the density's last bit: 0.07 of 100 are 7."""
-        return min(numel, max(1, math.ceil(round(self.density * numel, 6))))
+        """How many of ``numel`` are sent."""
+        return share_of(numel, self.density)
+
+    def check_places(self, count: int) -> None:
+        """Raise ConfigurationError unless 32 bits tell which of ``count`` places are sent."""
+        if count > 2**31:
+            raise ConfigurationError(
+                f"{self!r} tells by 32-bit numbers which of {count} places it sends, of which there may be {2**31}: "
+                "cut the tensor, or send larger chunks (TopChunks)"
+            )
 
     @abstractmethod
     def unpacked(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
@@ -83,13 +97,14 @@ class TopK(Sparse):
 
     Bytes: 8 per element sent (index and fp32 value; 12 for fp64). Which elements they are differs between workers, so
     sums need a gather. Biased: use it with error feedback. Not the choice where time to encode matters: selecting takes
-    several times longer than ``TopChunks``.
+    several times longer than ``TopChunks``; nor for tensors of more than 2³¹ elements, which 32-bit indices cannot tell apart.
 
     Source: Aji and Heafield 2017 (arXiv 1704.05021); Lin et al. 2018, DGC (arXiv 1712.01887).
     """
 
     def encode(self, tensor: Tensor, seed: int = 0) -> Tensor:
         flat = tensor.detach()
+        self.check_places(flat.numel())
         indices = torch.topk(flat.abs(), self.share(flat.numel()), sorted=False).indices
         return as_bytes(flat[indices].to(wire_dtype(flat.dtype)), indices.int())
 
@@ -106,8 +121,8 @@ class RandomK(Sparse):
     One is drawn from each of k stretches of n/k neighbours. With ``unbiased`` it is scaled by the stretch's length, so
     that the mean over the seeds is the tensor; that multiplies the error, and takes the place of error feedback.
 
-    Bytes: 4 per element sent (8 for fp64) and 16: the seed, and a word that is added to every value sent, 0, or NaN if
-    there is a NaN or inf anywhere in the tensor, sent or not.
+    Bytes: 4 per element sent (8 for fp64) and 16: the keys of the seed, and a word that is added to every value sent, 0, or NaN
+    if there is a NaN or inf anywhere in the tensor, sent or not.
 
     Source: Wangni et al. 2018 (arXiv 1710.09854); Stich et al. 2018 (arXiv 1809.07599).
     """
@@ -115,24 +130,24 @@ class RandomK(Sparse):
     unbiased: bool = False
 
     def encode(self, tensor: Tensor, seed: int = 0) -> Tensor:
-        flat = tensor.detach()
+        flat, (key1, key2) = tensor.detach(), keys(seed)
         if not flat.numel():
             return torch.empty(0, dtype=torch.uint8, device=flat.device)
-        head = torch.tensor([seed % 2**64 - 2**63], dtype=torch.int64).to(flat.device)
+        # Filled in where it lies: for a copy from ordinary memory the host would wait.
+        head = torch.full((1,), signed(key1 << 32 | key2, 64), dtype=torch.int64, device=flat.device)
         poison = torch.where(flat.isfinite().all(), 0.0, float("nan")).double()
-        indices, factors = self.drawn(head, flat.numel())
+        indices, factors = self.drawn((key1, key2), flat.numel(), flat.device)
         return as_bytes(head, poison, flat[indices].to(wire_dtype(flat.dtype)) * factors)
 
-    def drawn(self, head: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The indices that a payload's first word stands for, and what the values there are multiplied with.
+    def drawn(self, words: Keys, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The indices that a seed's ``keys`` stand for, and what the values there are multiplied with.
 
         The tensor is cut into k strata of floor or ceil(n/k) elements; one element of each is drawn.
         """
         k = self.share(numel)
-        cuts = torch.arange(k + 1, device=head.device) * numel // k
-        seed = 0 if head.is_meta else int(head.item()) + 2**63
+        cuts = torch.arange(k + 1, device=device) * numel // k
         lengths = cuts.diff()
-        indices = cuts[:-1] + (hashed(k, 0, seed, head.device) * lengths >> 24)
+        indices = cuts[:-1] + (hashed(k, 0, words, device) * lengths >> 24)
         return indices, lengths if self.unbiased else torch.ones_like(lengths)
 
     def unpacked(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
@@ -140,8 +155,8 @@ class RandomK(Sparse):
             return payload.long(), payload.float()
         payload = aligned(payload)
         values = payload[16:].view(torch.float32 if payload.numel() == 16 + 4 * self.share(numel) else torch.float64)
-        poison = payload[8:16].view(torch.float64).to(values.dtype)
-        return self.drawn(payload[:8].view(torch.int64), numel)[0], values + poison
+        head, poison = payload[:8].view(torch.int64), payload[8:16].view(torch.float64).to(values.dtype)
+        return self.drawn((head >> 32 & MASK, head & MASK), numel, payload.device)[0], values + poison
 
     def error_bound(self, tensor: Tensor) -> Tensor:
         size = tensor.double().abs()
@@ -176,6 +191,7 @@ class TopChunks(Sparse):
         flat, (count, length) = tensor.detach(), self.shape(tensor.numel())
         if not count:
             return torch.empty(0, dtype=torch.uint8, device=flat.device)
+        self.check_places(-(-flat.numel() // self.chunk))
         chunks = torch.topk(chunk_norms(flat, None, length), count, sorted=False).indices
         elements, inside = self.elements(chunks, length, flat.numel())
         return as_bytes(torch.where(inside, flat[elements], 0).to(wire_dtype(flat.dtype)), chunks.int())

@@ -2,7 +2,8 @@
 
 ``reference`` says what is computed, in plain torch, and runs anywhere; ``cpu`` (numba) and ``cuda`` (triton) do the same in
 one pass over memory. Decoding gives the same bits in all of them; codes differ by at most one level, in at most one of
-10,000 elements. A fast kernel is imported at its first use, and where its compiler is missing the reference takes its place.
+10,000 elements. A fast kernel is imported at its first use, and where its compiler is missing or fails the reference takes its
+place, with a warning.
 """
 
 import importlib
@@ -40,6 +41,9 @@ class Kernels(Protocol):
 
 COMPILERS = {"cpu": "numba", "cuda": "triton"}
 
+_failed: set[str] = set()
+"""Kinds of devices whose compiler is missing, or has failed."""
+
 
 @cache
 def kernels_named(name: str) -> Kernels:
@@ -48,22 +52,29 @@ def kernels_named(name: str) -> Kernels:
 
 
 @cache
-def kernels_for(device_type: str) -> Kernels:
+def kernels_for(device: torch.device | str) -> Kernels:
     """The fastest kernels that there are for tensors on such a device."""
-    if device_type not in COMPILERS:
-        return kernels_named("meta" if device_type == "meta" else "reference")
+    kind = torch.device(device).type
+    if kind not in COMPILERS:
+        return kernels_named("meta" if kind == "meta" else "reference")
     try:
-        return kernels_named(device_type)
-    except (ImportError, RuntimeError) as missing:  # numba raises RuntimeError where it can keep no cache
-        compiler = COMPILERS[device_type]
-        warnings.warn(f"codecs run in plain torch, several times slower: {compiler} cannot be used ({missing})", stacklevel=2)
+        kernels = kernels_named(kind)
+        if kind == "cuda":  # triton looks for a C compiler, and for what the GPU can do, when it launches its first kernel
+            kernels.chunk_norms(torch.zeros(8, device=device), None, 8)
+    except Exception as reason:  # compilers raise what they like: numba a RuntimeError where it can keep no cache
+        compiler = COMPILERS[kind]
+        warnings.warn(f"codecs run in plain torch, several times slower: {compiler} cannot be used ({reason})", stacklevel=2)
+        _failed.add(kind)
         return kernels_named("reference")
+    return kernels
 
 
 def compiler_for(device_type: str) -> str:
-    """What compiles the kernels for such a device: ``"torch"`` where nothing does. Imports nothing."""
+    """What compiles the kernels for such a device: ``"torch"`` where nothing does. Imports nothing, so of a compiler that is
+    installed it knows only after the first use whether it can be used."""
     compiler = COMPILERS.get(device_type, "torch")
-    return compiler if importlib.util.find_spec(compiler) is not None else "torch"
+    usable = device_type not in _failed and importlib.util.find_spec(compiler) is not None
+    return compiler if usable else "torch"
 
 
 def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
@@ -71,7 +82,7 @@ def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
 
     NaN or inf in a chunk shows in its norm. Any floating-point dtype; the sum is made in fp32.
     """
-    return kernels_for(x.device.type).chunk_norms(single(x), None if residual is None else single(residual), chunk)
+    return kernels_for(x.device).chunk_norms(single(x), None if residual is None else single(residual), chunk)
 
 
 def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
@@ -81,7 +92,7 @@ def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
     contiguous fp32.
     """
     if x.dtype == torch.float32 and x.is_contiguous():
-        return kernels_for(x.device.type).accumulate(x, single(residual), chunk)
+        return kernels_for(x.device).accumulate(x, single(residual), chunk)
     before = x.clone()
     return chunk_norms(x.add_(residual), before, chunk)
 

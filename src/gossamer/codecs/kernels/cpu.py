@@ -1,7 +1,6 @@
 """CPU kernels: entry points on tensors; the loops are compiled by numba at their first use (and kept on disk)."""
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gossamer.codecs.kernels.cpu_numba import Array
@@ -40,12 +39,12 @@ def unsign(payload: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None:
 
 
 def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
-    norms = torch.empty(-(-x.numel() // chunk), dtype=torch.float32)
+    norms = x.new_empty(-(-x.numel() // chunk))
     norms_all(array(x), array(residual), array(norms), chunk)
     return norms
 
 
 def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
-    norms = torch.empty(-(-x.numel() // chunk), dtype=torch.float32)
+    norms = x.new_empty(-(-x.numel() // chunk))
     accumulate_all(array(x), array(residual), array(norms), chunk)
     return norms

@@ -141,7 +141,8 @@ def quantize_all(
     key2: Any,
 ) -> None:
     """Header, codes and rest of ``x + residual``; an empty residual or rest is none."""
-    wanted, codes = np.empty(block, F32), np.zeros(block + 8, U8)
+    room = min(block, x.size)
+    wanted, codes = np.empty(room, F32), np.zeros(room + 8, U8)
     symmetric = header.shape[0] == 1
     for b in range(header.shape[1]):
         begin, end = b * block, min((b + 1) * block, x.size)

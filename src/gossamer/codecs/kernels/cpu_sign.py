@@ -98,7 +98,7 @@ TILE = 2**14
 def sign_all(x: Array, residual: Array, header: Array, packed: Array, rest: Array, block: int) -> None:
     """Header, signs and rest of ``x + residual``; an empty residual or rest is none."""
     blocks, together = header.shape[1], max(1, TILE // block)
-    scratch = np.zeros(together * block + 8, F32)
+    scratch = np.zeros(min(together * block, x.size) + 8, F32)
     bits = scratch.view(np.uint32)
     for first in range(0, blocks, together):
         last = min(first + together, blocks)

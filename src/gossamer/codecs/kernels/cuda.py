@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from gossamer.codecs.kernels import cuda_loops as loops
-from gossamer.codecs.kernels.layout import Blocks, Grid, keys
+from gossamer.codecs.kernels.layout import Blocks, Grid, keys, signed
 
 TILE = 4096
 """Elements that one program reads at a time for a chunk's norm."""
@@ -33,18 +33,13 @@ def grid_of(grid: Grid) -> dict[str, Any]:
     return shape_of(grid) | {"bits": grid.bits, "planes": grid.planes, "top": grid.top, "symmetric": grid.symmetric}
 
 
-def signed(word: int) -> int:
-    """The int32 of the same bits: of one type for every seed, so that nothing is compiled again."""
-    return word - 2**32 if word >= 2**31 else word
-
-
 def quantize(x: Tensor, residual: Tensor | None, grid: Grid, seed: int, payload: Tensor, rest: Tensor | None) -> None:
     header, packed = grid.split(payload, x.numel())
     count = grid.count(x.numel())
     tensors = (x, x if residual is None else residual, header, packed, x if rest is None else rest)
     choice = {"inverse": grid.inverse, "stochastic": grid.stochastic}
     parts = {"has_residual": residual is not None, "has_rest": rest is not None}
-    numbers = (x.numel(), *map(signed, keys(seed)), count)
+    numbers = (x.numel(), *map(signed, keys(seed)), count)  # int32 for every seed, so that nothing is compiled again
     launch(loops.quantize_kernel, x, count, *tensors, *numbers, **grid_of(grid), **choice, **parts)
 
 

@@ -87,6 +87,10 @@ class Grid(Blocks):
         return SHRINK / self.top
 
 
+Keys = tuple[int, int] | tuple[Tensor, Tensor]
+"""Two words of 32 bits; ``int64`` tensors of one element where only the device knows them."""
+
+
 def keys(seed: int) -> tuple[int, int]:
     """Two words of 32 bits from any integer (splitmix64), for the hash of an element's index."""
     word = (seed + 0x9E3779B97F4A7C15) % 2**64
@@ -94,3 +98,8 @@ def keys(seed: int) -> tuple[int, int]:
     word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
     word ^= word >> 31
     return word >> 32, word & MASK
+
+
+def signed(word: int, bits: int = 32) -> int:
+    """The signed integer that has the bits of an unsigned one."""
+    return word - (word >> (bits - 1) << bits)

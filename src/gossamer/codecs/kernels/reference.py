@@ -4,12 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gossamer.codecs.kernels.layout import HUGE, M1, M2, MASK, SHIFT1, SHIFT2, SHRINK, TINY, Blocks, Grid, keys
-
-
-def finite_or(rest: Tensor, residual: Tensor | None) -> Tensor:
-    """``rest``, and where that is not finite, the residual as it was."""
-    return torch.where(rest.isfinite(), rest, 0.0 if residual is None else residual)
+from gossamer.codecs.kernels.layout import HUGE, M1, M2, MASK, SHIFT1, SHIFT2, SHRINK, TINY, Blocks, Grid, Keys, keys
+from gossamer.codecs.rounding import finite_or
 
 
 def rows(flat: Tensor, block: int) -> list[Tensor]:
@@ -100,12 +96,12 @@ def choose(place: Tensor, first: int, grid: Grid, seed: int) -> Tensor:
 
 def uniform(numel: int, first: int, seed: int, device: torch.device) -> Tensor:
     """``float32[numel]`` in [0, 1): :func:`hashed` · 2⁻²⁴."""
-    return hashed(numel, first, seed, device).float() * 2.0**-24
+    return hashed(numel, first, keys(seed), device).float() * 2.0**-24
 
 
-def hashed(numel: int, first: int, seed: int, device: torch.device) -> Tensor:
-    """``int64[numel]`` from 0 to 2²⁴ − 1: a hash of the seed and each element's index, from ``first`` on."""
-    key1, key2 = keys(seed)
+def hashed(numel: int, first: int, words: Keys, device: torch.device) -> Tensor:
+    """``int64[numel]`` from 0 to 2²⁴ − 1: a hash of a seed's :func:`keys` and each element's index, from ``first`` on."""
+    key1, key2 = words
     mixed = torch.arange(first, first + numel, device=device) & MASK ^ key1
     mixed = ((mixed ^ mixed >> SHIFT1) * M1 + key2) & MASK
     mixed = (mixed ^ mixed >> SHIFT2) * M2 & MASK

@@ -1,0 +1,192 @@
+"""What kernels must have in common with the reference, which computes on the host: codes differ rarely and by one level,
+decoding not at all. ``device``: where the kernels that are looked at take their tensors."""
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer.codecs import Cast, Codec, Quantize, RandomK, Sign, TopChunks, TopK
+from gossamer.codecs import kernels as kernels_module
+from gossamer.codecs import quantize as quantize_module
+from gossamer.codecs import sign as sign_module
+from gossamer.codecs.kernels import Kernels, reference
+from gossamer.codecs.kernels.layout import Blocks, Grid
+
+SIZES = [0, 1, 2, 7, 8, 9, 65, 511, 512, 513, 1000, 2049]
+SCALES = [0.0, 1e-45, 1e-42, 1e-38, 1e-20, 1.0, 1e30, 1e38]
+SPECIAL = [float("nan"), -float("nan"), float("inf"), -float("inf"), 3.4028234e38, -3.4028234e38]
+
+
+def cases(count: int, seed: int) -> Iterator[tuple[int, random.Random, Tensor, Tensor | None]]:
+    """Tensors of every size and magnitude, now and then with an outlier, not finite, or constant; maybe a residual."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    for index in range(count):
+        numel, scale = draw.choice([*SIZES, draw.randrange(5000)]), draw.choice(SCALES)
+        x = torch.randn(numel, generator=generator).clamp(-3.3, 3.3) * scale
+        residual = torch.randn(numel, generator=generator).mul(0.01) * scale if draw.random() < 0.5 else None
+        if numel and draw.random() < 0.3:
+            x[draw.randrange(numel)] = draw.choice(SPECIAL)
+        if draw.random() < 0.1:
+            x.fill_(scale)
+        yield index, draw, x, residual
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Equal in every bit; NaN is NaN."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(*(t.nan_to_num(0).view(torch.int32) for t in (a, b)))
+
+
+def moved(tensor: Tensor | None, device: str) -> Tensor | None:
+    """A copy there."""
+    return None if tensor is None else tensor.to(device, copy=True)
+
+
+def encoded(
+    kernels: Kernels, kind: str, layout: Blocks, seed: int, x: Tensor, residual: Tensor | None, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    there, owed = moved(x, device), moved(residual, device)
+    payload, rest = layout.empty(there), torch.empty_like(there)
+    if kind == "sign":
+        kernels.sign(there, owed, layout, payload, rest)
+    else:
+        kernels.quantize(there, owed, layout, seed, payload, rest)
+    return payload.cpu(), rest.cpu()
+
+
+def decoded(
+    kernels: Kernels, kind: str, layout: Blocks, payload: Tensor, total: Tensor, add: bool, device: str = "cpu"
+) -> Tensor:
+    there, out = moved(payload, device), moved(total, device)
+    kernels.unsign(there, out, layout, add) if kind == "sign" else kernels.dequantize(there, out, layout, add)
+    return out.cpu()
+
+
+def codes(payload: Tensor, numel: int, layout: Blocks) -> Tensor:
+    parts = reference.packed_rows(layout.split(payload, numel)[1], numel, layout)
+    return torch.cat(
+        [torch.empty(0, dtype=torch.int32), *(reference.unpack(part, layout.bits, 10**6).flatten() for part in parts)]
+    )
+
+
+def a_grid(draw: random.Random) -> Grid:
+    return Grid(draw.choice([8, 4, 2]), draw.choice([1, 2]), draw.choice([8, 24, 64, 512, 1000]), draw.random() < 0.5)
+
+
+def quantisation_agrees(kernels: Kernels, count: int, device: str = "cpu") -> None:
+    elements, different = 0, 0
+    for seed, draw, x, residual in cases(count, seed=1):
+        grid = a_grid(draw)
+        theirs, _ = encoded(reference, "quantize", grid, seed, x, residual)
+        ours, rest = encoded(kernels, "quantize", grid, seed, x, residual, device)
+        assert same_values(grid.split(theirs, x.numel())[0].flatten(), grid.split(ours, x.numel())[0].flatten())
+        distance = (codes(theirs, x.numel(), grid) - codes(ours, x.numel(), grid)).abs()
+        assert distance.sum() == (distance == 1).sum()
+        elements, different = elements + x.numel(), different + int(distance.sum())
+        assert rest.isfinite().all()
+        wanted = x if residual is None else x + residual
+        values = decoded(reference, "quantize", grid, ours, x, False)
+        assert torch.equal(rest[values.isfinite()], (wanted - values)[values.isfinite()])
+        assert torch.equal(rest[values.isnan()], (torch.zeros_like(x) if residual is None else residual)[values.isnan()])
+    assert elements > 0
+    assert different <= 1e-4 * elements
+
+
+def decoding_of_levels_is_bit_identical(kernels: Kernels, count: int, device: str = "cpu") -> None:
+    _decoding_is_bit_identical(kernels, "quantize", a_grid, count, device)
+
+
+def decoding_of_signs_is_bit_identical(kernels: Kernels, count: int, device: str = "cpu") -> None:
+    _decoding_is_bit_identical(kernels, "sign", lambda draw: Blocks(1, 1, draw.choice([8, 24, 512, 1000])), count, device)
+
+
+def _decoding_is_bit_identical(
+    kernels: Kernels, kind: str, a_layout: Callable[[random.Random], Blocks], count: int, device: str
+) -> None:
+    for seed, draw, x, residual in cases(count, seed=2):
+        layout = a_layout(draw)
+        payload, _ = encoded(reference, kind, layout, seed, x, residual)
+        for add in (False, True):
+            total = torch.linspace(-3, 3, x.numel())
+            theirs = decoded(reference, kind, layout, payload, total, add)
+            assert same_values(theirs, decoded(kernels, kind, layout, payload, total, add, device))
+
+
+def signs_agree(kernels: Kernels, count: int, device: str = "cpu") -> None:
+    for seed, draw, x, residual in cases(count, seed=3):
+        blocks = Blocks(1, 1, draw.choice([8, 24, 512, 1000]))
+        theirs, _ = encoded(reference, "sign", blocks, seed, x, residual)
+        ours, rest = encoded(kernels, "sign", blocks, seed, x, residual, device)
+        (size, bits), (our_size, our_bits) = (blocks.split(p, x.numel()) for p in (theirs, ours))
+        assert torch.equal(bits, our_bits)
+        assert torch.allclose(size, our_size, rtol=1e-5, atol=0, equal_nan=True)
+        values = decoded(reference, "sign", blocks, ours, x, False)
+        wanted = x if residual is None else x + residual
+        assert rest.isfinite().all()
+        assert torch.equal(rest[values.isfinite()], (wanted - values)[values.isfinite()])
+
+
+def norms_agree(kernels: Kernels, count: int, device: str = "cpu") -> None:
+    for _, draw, x, residual in cases(count, seed=4):
+        chunk = draw.choice([1, 7, 512, 9999])
+        theirs = reference.chunk_norms(x, residual, chunk)
+        ours = kernels.chunk_norms(moved(x, device), moved(residual, device), chunk).cpu()
+        assert_same_norms(ours, theirs)
+
+
+def accumulating_agrees(kernels: Kernels, count: int, device: str = "cpu") -> None:
+    for _, draw, x, residual in cases(count, seed=5):
+        chunk, owed = draw.choice([1, 7, 512, 9999]), torch.zeros_like(x) if residual is None else residual
+        sums = x.clone(), moved(x, device)
+        theirs, ours = reference.accumulate(sums[0], owed, chunk), kernels.accumulate(sums[1], moved(owed, device), chunk)
+        assert same_values(sums[0], sums[1].cpu())
+        assert_same_norms(ours.cpu(), theirs)
+
+
+def assert_same_norms(ours: Tensor, theirs: Tensor) -> None:
+    assert (ours.shape, ours.dtype) == (theirs.shape, torch.float32)
+    far = theirs > 1e38  # a sum near the end of the range may or may not overflow
+    assert torch.allclose(ours[~far], theirs[~far], rtol=1e-5, atol=0, equal_nan=True)
+
+
+LAWS = [
+    (quantisation_agrees, 300),
+    (decoding_of_levels_is_bit_identical, 200),
+    (decoding_of_signs_is_bit_identical, 200),
+    (signs_agree, 200),
+    (norms_agree, 100),
+    (accumulating_agrees, 100),
+]
+"""And on how many cases they are tried; where kernels are compiled anew for many of them, a seventh will do."""
+
+CODECS: list[Codec] = [
+    *(Cast(wire=wire) for wire in ("fp16", "bf16")),
+    *(Quantize(bits=bits, scheme=scheme, block=64) for bits in (8, 4, 2) for scheme in ("minmax", "symmetric")),
+    *(Quantize(bits=bits, rounding="stochastic", block=64) for bits in (8, 4, 2)),
+    Quantize(bits=2, scheme="symmetric", rounding="stochastic", block=64),
+    Sign(block=64),
+    TopK(density=0.1),
+    RandomK(density=0.1),
+    RandomK(density=0.1, unbiased=True),
+    TopChunks(density=0.2, chunk=16),
+]
+
+
+def a_codec_is_the_same(kernels: Kernels, codec: Codec, monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
+    """A payload written with one of them decodes to the same bits with the other; encoding differs rarely."""
+    elements, different = 0, 0
+    for seed, numel in enumerate([0, 1, 63, 64, 65, 500, 3001]):
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        payloads, decoded_by = [], []
+        for chosen, place in ((reference, "cpu"), (kernels, device)):
+            for module in (kernels_module, quantize_module, sign_module):
+                monkeypatch.setattr(module, "kernels_for", lambda kind, chosen=chosen: chosen)
+            payloads.append(codec.encode(x.to(place), seed=5).cpu())
+            decoded_by.append(codec.decode(payloads[0].to(place), numel, x.dtype).cpu())
+        assert same_values(*decoded_by)
+        both = [codec.decode(payload.to(device), numel, x.dtype).cpu() for payload in payloads]
+        apart = ~torch.isclose(*both, rtol=1e-5, atol=0)
+        elements, different = elements + numel, different + int(apart.sum())
+    assert different <= 1e-4 * elements
