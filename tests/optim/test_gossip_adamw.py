@@ -1,5 +1,6 @@
 """GossipAdamW: AdamW alone; where weights are averaged, it divides by the size of the mean gradient."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import gossamer
 from contracts.cases import weights
 from gossamer import AllReduce, Gossip, Hierarchical, by_size, loopback
 from gossamer.errors import ConfigurationError, UsageError
-from gossamer.optim import GossipAdamW, MasterWeights
+from gossamer.optim import GossipAdamW, MasterWeights, loops
 
 
 def model_of(width: int = 5, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -232,6 +233,52 @@ def test_it_resumes_where_it_was() -> None:
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="must be"):
         GossipAdamW(model_of().parameters(), **options)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_afterwards_it_is_as_if_it_had_never_been_told(masters: bool) -> None:
+    def body(rank: int) -> list[int]:
+        model = model_of()
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "averaged_over": 3}]
+        optimizer = MasterWeights(GossipAdamW, groups) if masters else GossipAdamW(groups)
+        replica = gossamer.replicate(model, optimizer, Gossip())
+        give_gradients(model, 0)
+        (0 * model(torch.ones(2, 5)).sum()).backward()
+        optimizer.step()
+        during = [group["averaged_over"] for group in optimizer.param_groups]
+        again = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(again)  # a run that is resumed after a step
+        replica.close()
+        optimizer.step()
+        assert [key for group in optimizer.param_groups for key in group if "gossamer" in key] == []
+        return during + [group["averaged_over"] for group in optimizer.param_groups]
+
+    assert loopback(body, 4) == [[4, 4, 1, 3]] * 4
+
+
+def test_autograd_notices_an_update_in_one_pass() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    optimizer = GossipAdamW(model.parameters())
+    loss = model(torch.ones(2, 3)).sum()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_one_pass_is_for_tensors_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = nn.Parameter(torch.ones(4, 3, 5, 5))
+    turned = nn.Parameter(torch.ones(2, 3, 5, 5).contiguous(memory_format=torch.channels_last))
+    optimizer = GossipAdamW([whole, turned])
+    for parameter in (whole, turned):
+        parameter.grad = torch.ones_like(parameter)
+    seen: list[int] = []
+    monkeypatch.setattr(loops, "adamw", lambda addresses, sizes, *rest: seen.extend(sizes.tolist()))
+    optimizer.step()
+    assert seen == [whole.numel()]
+    assert torch.equal(whole, torch.ones_like(whole)), "left to the loop"
+    assert not torch.equal(turned, torch.ones_like(turned))
 
 
 def test_a_sparse_gradient_is_refused() -> None:

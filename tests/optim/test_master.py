@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import gossamer
 from gossamer import ConfigurationError, loopback
-from gossamer.optim import LARS, MasterWeights
+from gossamer.optim import LAMB, LARS, MasterWeights
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -169,6 +170,27 @@ def test_a_state_without_copies_is_refused() -> None:
         fresh(model).load_state_dict(plain.state_dict())
 
 
+def copies_of(optimizer: MasterWeights, model: nn.Module) -> list[Tensor]:
+    return [optimizer.exact_weight(p).detach().clone() for p in model.parameters()]
+
+
+def test_a_state_from_before_the_first_step_is_empty_and_leaves_the_copies_to_the_model() -> None:
+    model = model_of()
+    optimizer, saved = fresh(model), fresh(model).state_dict()
+    train(model, optimizer, 3)
+    rounded = [value.float() for value in values(model)]
+    assert not same(copies_of(optimizer, model), rounded)
+    optimizer.load_state_dict(saved)
+    assert same(copies_of(optimizer, model), rounded)
+    assert not optimizer.state
+    assert not optimizer.state_dict()["state"]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1e-6)  # beside what was there a difference to it would lose digits
+    optimizer.state_dict()
+    assert same(copies_of(optimizer, model), [value.float() for value in values(model)])
+
+
 def test_a_deep_copy_is_independent_and_complete() -> None:
     model = model_of()
     optimizer = fresh(model)
@@ -322,8 +344,9 @@ def test_small_updates_survive_gossip(noise: float) -> None:
         assert torch.stack([way[each] for way in ranks]).mean().item() == pytest.approx(1.0, abs=0.02)
 
 
-def test_a_run_with_gossip_resumes_bit_for_bit() -> None:
-    """With an exchange under way when it was saved."""
+@pytest.mark.parametrize("early", [False, True], ids=["optimizer loaded after replicate", "and before it"])
+def test_a_run_with_gossip_resumes_bit_for_bit(early: bool) -> None:
+    """With an exchange under way when it was saved, and copies that are not those of rank 0."""
 
     def body(rank: int) -> bool:
         straight, broken, resumed = model_of(), model_of(), model_of()
@@ -334,9 +357,12 @@ def test_a_run_with_gossip_resumes_bit_for_bit() -> None:
         before = gossamer.replicate(broken, first, gossamer.Gossip())
         train(broken, first, 2, begin=10 * rank)
         saved = copy.deepcopy((broken.state_dict(), first.state_dict(), before.state_dict()))
+        if early:
+            second.load_state_dict(saved[1])
         after = gossamer.replicate(resumed, second, gossamer.Gossip())
         resumed.load_state_dict(saved[0])
-        second.load_state_dict(saved[1])
+        if not early:
+            second.load_state_dict(saved[1])
         after.load_state_dict(saved[2])
         train(resumed, second, 3, begin=10 * rank + 2)
         after.close()
@@ -393,3 +419,100 @@ def test_what_a_script_writes_between_steps_is_kept_under_gossip() -> None:
         return masters(optimizer)[0]
 
     assert all(torch.allclose(copies, torch.tensor(7.0), atol=1e-4, rtol=0) for copies in loopback(body, 2))
+
+
+def test_copies_that_were_used_alone_take_those_of_rank_0() -> None:
+    """Else each rank would keep what its own hold below the last 16-bit digit."""
+
+    def body(rank: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        model = model_of()
+        optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=1e-3)
+        train(model, optimizer, 3, begin=10 * rank)
+        before = copies_of(optimizer, model)
+        replica = gossamer.replicate(model, optimizer, gossamer.AllReduce())
+        equal = copies_of(optimizer, model)
+        train(model, optimizer, 3, begin=10 * rank)
+        replica.close()
+        return before, equal, copies_of(optimizer, model)
+
+    (before, first, trained), (apart, other, trained_too) = loopback(body, 2)
+    assert not same(before, apart)
+    assert same(first, before), "rank 0 keeps its own, to the last bit"
+    assert same(other, before)
+    assert same(trained, trained_too)
+
+
+# -- state and its hooks --------------------------------------------------------------------------------------------
+
+
+def test_the_state_is_there_from_the_first_step_on() -> None:
+    model = model_of()
+    model[2].float()
+    optimizer = fresh(model)
+    assert not optimizer.state
+    give(model)
+    optimizer.step()
+    entry = optimizer.state[model[0].weight]
+    assert set(entry) == {"step", "exp_avg", "exp_avg_sq", "master_weight"}
+    assert torch.equal(entry["master_weight"], optimizer.exact_weight(model[0].weight))
+    assert set(optimizer.state[model[2].weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert set(optimizer.state) == set(model.parameters())
+    plain = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    plain.step()
+    assert set(plain.state) == set(model[0].parameters()), "where there is nothing but copies, too"
+
+
+def give(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.1)
+
+
+def test_what_a_hook_does_before_the_state_is_saved_is_saved() -> None:
+    """With overlap_forward it takes the rest of a step."""
+    model = model_of()
+    optimizer = MasterWeights(LAMB, model.parameters())
+    give(model)
+    optimizer.step()
+    handle = optimizer.register_state_dict_pre_hook(lambda one: one.step())
+    saved = optimizer.state_dict()
+    handle.remove()
+    assert [entry["step"] for entry in saved["state"].values()] == [2] * 4
+    assert same([entry["master_weight"] for entry in saved["state"].values()], copies_of(optimizer, model))
+
+
+def test_hooks_are_called_once() -> None:
+    model = model_of()
+    optimizer = fresh(model)
+    train(model, optimizer, 1)
+    called: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda _: called.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda _, saved: called.append("after saving"))
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: called.append("before loading"))
+    optimizer.register_load_state_dict_post_hook(lambda _: called.append("after loading"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == ["before saving", "after saving", "before loading", "after loading"]
+
+
+def test_a_refused_state_changes_nothing() -> None:
+    model = model_of()
+    optimizer, plain = fresh(model), torch.optim.AdamW(model.parameters(), lr=7.0)
+    train(model, plain, 1)
+    with pytest.raises(ConfigurationError, match="without master weights"):
+        optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_distributed_checkpoints_take_no_step_with_it() -> None:
+    """They take one, without gradients, with an optimizer that has no state yet."""
+    model, other_model = model_of(), model_of(seed=1)
+    optimizer, other = fresh(model), fresh(other_model)
+    train(model, optimizer, 3)
+    optimizer.zero_grad()
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    assert optimizer.state[model[0].weight]["step"] == 3
+    get_optimizer_state_dict(other_model, other)  # the tensors to load into
+    set_optimizer_state_dict(other_model, other, saved)
+    other_model.load_state_dict(model.state_dict())
+    train(model, optimizer, 2, begin=3)
+    train(other_model, other, 2, begin=3)
+    assert same(copies_of(optimizer, model), copies_of(other, other_model))

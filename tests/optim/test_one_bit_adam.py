@@ -1,6 +1,8 @@
 """1-bit Adam: AdamW at first, then compressed momenta under a frozen variance; all ranks alike, resumable, convergent."""
 
 import copy
+import pickle
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +14,7 @@ import gossamer
 from contracts.cases import same_bits, weights
 from gossamer import AllReduce, loopback
 from gossamer.codecs.sign import Sign
-from gossamer.errors import ConfigurationError
+from gossamer.errors import ConfigurationError, UsageError
 from gossamer.optim import MasterWeights, OneBitAdam, QAdam
 
 CUTS = (slice(None, 30), slice(-30, None))
@@ -320,11 +322,125 @@ def test_moments_of_16_bit_weights_are_loaded_in_full(dtype: torch.dtype) -> Non
         assert same_bits(again.state[weight][name], optimizer.state[weight][name])
 
 
-def test_a_tensor_whose_first_gradient_comes_too_late_stays() -> None:
+@pytest.mark.parametrize("first", [3, 4])
+def test_a_tensor_whose_first_gradient_comes_too_late_stays(first: int) -> None:
     late, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-    optimizer = OneBitAdam([late, other], lr=1e-3, warmup=3)
+    optimizer = OneBitAdam([late, other], lr=1e-3, weight_decay=0.5, warmup=3)
     for number in range(6):
-        late.grad, other.grad = torch.full((4,), float(number > 3)), torch.ones(4)
+        late.grad, other.grad = torch.full((4,), float(number > 3)) if number >= first else None, torch.ones(4)
         optimizer.step()
     assert torch.equal(late, torch.ones(4))
     assert (other - 1).abs().max() < 0.1
+
+
+def test_a_parameter_counts_the_steps_in_which_it_had_a_gradient() -> None:
+    """As AdamW does: one whose first gradient comes late begins as all others did."""
+
+    def walk(kind: Any) -> Tensor:
+        late, other = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+        optimizer = kind([late, other], lr=1e-2, weight_decay=0.1)
+        source = torch.Generator().manual_seed(0)
+        for number in range(60):
+            late.grad = torch.randn(6, generator=source) if number > 40 else None
+            other.grad = torch.randn(6, generator=source)
+            optimizer.step()
+        return torch.cat([late.detach(), other.detach()])
+
+    torch.testing.assert_close(walk(OneBitAdam), walk(torch.optim.AdamW), rtol=1e-5, atol=1e-6)
+
+
+def test_steps_are_not_too_long_where_the_first_gradient_came_just_before_the_freeze() -> None:
+    late, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    optimizer = OneBitAdam([late, other], lr=1e-3, warmup=201)
+    for number in range(220):
+        before = late.detach().clone()
+        late.grad, other.grad = torch.ones(4) if number >= 200 else None, torch.ones(4)
+        optimizer.step()
+        assert (late.detach() - before).abs().max() < 2e-3, number
+    assert optimizer.frozen
+    assert (1 - late.detach()).min() > 15e-3, "it goes as far as Adam would"
+
+
+def test_ranks_freeze_together_whoever_uses_a_parameter_late() -> None:
+    def body(rank: int) -> tuple[Tensor, Any, list[int]]:
+        model = make_model()
+        model.register_parameter("late", nn.Parameter(torch.ones(12)))
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, interval=10, tolerance=0.25)
+        replica = gossamer.replicate(model, optimizer)
+        for step in range(80):
+            inputs, targets = data(step, rank)
+            optimizer.zero_grad()
+            outputs = model(inputs * model.late if rank and step >= 15 else inputs)
+            (outputs - targets).square().mean().backward()
+            optimizer.step()
+        replica.close()
+        state = optimizer.state[model.late]
+        return weights(model), optimizer.param_groups[0]["frozen_at"], [state["step"], state["frozen_at"]]
+
+    (first, frozen, counts), (other, *others) = loopback(body, 2)
+    assert same_bits(first, other)
+    assert [frozen, counts] == others
+    assert counts == [65, frozen - 15]
+
+
+@pytest.mark.parametrize("saved_at", [4, 9])
+def test_states_without_counts_for_each_parameter_go_on(saved_at: int) -> None:
+    """As they were saved when all parameters were counted together."""
+    model, again = make_model(), make_model(1)
+    optimizer, loaded = (OneBitAdam(each.parameters(), lr=1e-2, warmup=6) for each in (model, again))
+    train(model, optimizer, 0, range(saved_at))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        assert state.pop("step") == saved_at
+        state.pop("frozen_at", None)
+    loaded.load_state_dict(saved)
+    again.load_state_dict(model.state_dict())
+    train(model, optimizer, 0, range(saved_at, 15))
+    train(again, loaded, 0, range(saved_at, 15))
+    assert same_bits(weights(model), weights(again))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("kind", [OneBitAdam, QAdam])
+def test_a_copy_trains_alone(kind: Any, copied: Callable[[Any], Any]) -> None:
+    model = make_model()
+    optimizer = kind(model.parameters(), lr=1e-2, warmup=5, floor=0.3)
+    train(model, optimizer, 0, range(8))
+    other_model, other = copied((model, optimizer))
+    train(model, optimizer, 0, range(8, 12))
+    assert not same_bits(weights(model), weights(other_model))
+    train(other_model, other, 0, range(8, 12))
+    assert same_bits(weights(model), weights(other_model))
+    assert other.algorithm == optimizer.algorithm
+
+
+def test_a_copy_of_a_replicated_one_has_no_way_to_the_others() -> None:
+    def body(rank: int) -> None:
+        model = make_model()
+        optimizer = OneBitAdam(model.parameters())
+        gossamer.replicate(model, optimizer)
+        assert copy.deepcopy(optimizer).link is None
+
+    loopback(body, 2)
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(UsageError, match="QAdam needs all of it"):
+        QAdam(table.parameters()).step()
+
+
+def test_weights_of_16_bits_are_rounded_once_per_step() -> None:
+    """Their decay alone would be rounded away, in either phase."""
+    torch.manual_seed(0)
+    half = nn.Parameter(torch.randn(4000).bfloat16())
+    full = nn.Parameter(half.detach().float())
+    optimizers = [OneBitAdam([each], lr=2e-3, weight_decay=0.5, warmup=2) for each in (half, full)]
+    for _ in range(4):
+        full.data.copy_(half)
+        half.grad = torch.randn(4000).bfloat16()
+        full.grad = half.grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(half, full.bfloat16())

@@ -1,4 +1,4 @@
-"""docs/optim.md, executed; and the README: every optimizer and every error is named."""
+"""docs/optim.md, executed; and docs/reference.md: every optimizer, every option and every error is named."""
 
 import re
 from pathlib import Path
@@ -23,9 +23,9 @@ def test_every_optimizer_is_on_the_page() -> None:
     assert [name for name in optim.__all__ if f"`{name}(" not in PAGE] == []
 
 
-def test_every_error_and_every_option_is_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_every_error_and_every_option_is_in_the_reference() -> None:
+    reference = (ROOT / "docs" / "reference.md").read_text()
     names = [name for name, value in vars(errors).items() if isinstance(value, type)]
-    assert [name for name in names if f"`{name}`" not in readme and f"gossamer.{name}`" not in readme] == []
-    options = [name for name in gossamer.replicate.__kwdefaults__ if f"`{name}=" not in readme]
+    assert [name for name in names if f"`{name}`" not in reference and f"gossamer.{name}`" not in reference] == []
+    options = [name for name in gossamer.replicate.__kwdefaults__ if f"`{name}=" not in reference]
     assert options == []

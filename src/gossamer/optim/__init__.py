@@ -1,7 +1,8 @@
 """Optimizers: for large batches (LARS, LAMB), half-precision weights (MasterWeights), averaged weights (GossipAdamW), warm-up;
 and 1-bit Adam.
 
-All but the last are ordinary ``torch.optim`` optimizers and know nothing of the network.
+All are ordinary ``torch.optim`` optimizers, and all but the last know nothing of the network; GossipAdamW is told how many
+workers' weights are averaged.
 """
 
 from gossamer.optim.gossip_adamw import GossipAdamW

@@ -1,12 +1,14 @@
 """GossipAdamW: AdamW for workers who average their weights, and not their gradients."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from gossamer.checks import is_whole
@@ -37,7 +39,8 @@ class GossipAdamW(Wide):
         eps: added to the root.
         weight_decay: decoupled, as in AdamW.
         averaged_over: p. :func:`gossamer.replicate` sets it in every step: the number of workers for algorithms that move
-            weights, that of machines for one inside :class:`Hierarchical`, 1 where gradients are averaged.
+            weights, that of machines for one inside :class:`Hierarchical`, 1 where gradients are averaged. ``close()`` puts
+            back what it was.
 
     Not the choice for SGD's models (momentum is linear in the gradient, so it does not matter when it is averaged), nor where
     gradients are averaged: it is AdamW then. On the CPU it takes one pass over memory, elsewhere several.
@@ -112,6 +115,7 @@ def _in_one_pass(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
     counts = np.array([row[4] for row in rows], np.float64)
     corrections = np.stack([1 / (1 - beta**counts) for beta in group["betas"]], axis=1).astype(kind)
     adamw(addresses, np.array([row[0].numel() for row in rows], np.int64), corrections, *map(kind, numbers))
+    increment_version([row[0] for row in rows])  # autograd does not see what is written to an address
 
 
 def _together(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
@@ -126,3 +130,21 @@ def _together(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
 
 AVERAGED_OVER = "averaged_over"
 """The group option in which an optimizer is told of how many gradients the mean update is made."""
+
+_ALONE = "averaged_over without gossamer"
+"""The key in a param group of what that was before: it is saved and loaded with the optimizer's state."""
+
+
+def tell_how_many(optimizer: Optimizer, workers: Callable[[], int]) -> None:
+    """Write into the groups that ask for it of how many gradients the mean update is made."""
+    for group in optimizer.param_groups:
+        if AVERAGED_OVER in group:
+            group.setdefault(_ALONE, group[AVERAGED_OVER])
+            group[AVERAGED_OVER] = workers()
+
+
+def stop_telling(optimizer: Optimizer) -> None:
+    """Undo :func:`tell_how_many`."""
+    for group in optimizer.param_groups:
+        if _ALONE in group:
+            group[AVERAGED_OVER] = group.pop(_ALONE)

@@ -1,8 +1,8 @@
 """Master weights: float32 copies of half-precision parameters, which keep the updates that 16 bits round away."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from gossamer.errors import ConfigurationError
 from gossamer.optim.communicating import Communicating
+from gossamer.optim.loading import loading, saved_keys
 from gossamer.optim.wide import evaluated
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -29,14 +30,16 @@ class MasterWeights(Optimizer):
     To a training loop, a learning-rate schedule and :func:`gossamer.replicate` it is an ordinary optimizer:
     ``param_groups`` hold the model's own parameters, whose gradients have the model's dtype and may be clipped between
     backward and step. Parameters of other dtypes are updated in place. Algorithms that exchange weights exchange the
-    copies. What else changes the model's weights between two steps moves the copies by the same difference; before the
-    first step they take the model's values.
+    copies. What else changes the model's weights between two steps moves the copies by the same difference; before the first
+    step they take the model's values. :func:`gossamer.replicate` gives all ranks rank 0's copies, unless a state was loaded
+    after the last step: its model may be loaded later.
 
     With a ``torch.amp.GradScaler``, gradients are divided by the scale in float32. torch refuses
     ``scaler.unscale_(optimizer)`` for float16 gradients; clip them in scaled units instead:
     ``clip_grad_norm_(parameters, limit * scaler.get_scale())``.
 
-    ``state_dict()`` has the usual form; a parameter's copy is its entry ``"master_weight"``.
+    ``state`` and ``state_dict()`` have the usual form, and hold nothing before the first step; a parameter's copy is its entry
+    ``"master_weight"``. ``state`` is made when it is asked for: what is written into it is lost.
 
     Args:
         optimizer_factory: called with groups of float32 parameters and ``options``: an optimizer's class, say.
@@ -53,7 +56,10 @@ class MasterWeights(Optimizer):
 
     def __init__(self, optimizer_factory: Callable[..., Optimizer], params: Iterable[Any], **options: Any) -> None:
         self._masters: dict[Tensor, Tensor] = {}
-        self._fresh: set[Tensor] = set()
+        self._begun = False
+        """Whether the copies hold more than the model: after a step, a loaded state, an exchange."""
+        self._loaded = False
+        """Whether the copies are those of a loaded state, with which no step was taken yet."""
         groups = [dict(group) for group in _grouped(params)]
         self._inner = optimizer_factory([self._mirrored(group) for group in groups], **options)
         if not isinstance(self._inner, Optimizer) or len(self._inner.param_groups) != len(groups):
@@ -96,42 +102,63 @@ class MasterWeights(Optimizer):
         self._write_model()
         for master in self._masters.values():
             master.grad = None
+        self._begun, self._loaded = True, False
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer; a parameter with a float32 copy has it under ``"master_weight"``."""
-        self._follow_model()
-        self.state.clear()
-        for own, master in self._pairs():
-            if master in self._inner.state:
-                self.state[own] = dict(self._inner.state[master])
-            if own in self._masters:
-                self.state[own][_KEY] = master.detach()
-        saved = super().state_dict()
-        self.state.clear()
-        return saved
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """Of each parameter what the inner optimizer remembers, and its copy, as of now. Empty before the first step, by
+        which ``torch.distributed.checkpoint`` sees that there is more to come.
+        """
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for own, master in self._pairs() if self._begun else ():
+            copy = {_KEY: master.detach()} if own in self._masters else {}
+            if entry := {**self._inner.state.get(master, {}), **copy}:
+                state[own] = entry
+        return state
 
-    @torch.no_grad()
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        """torch makes one for itself, which stays empty."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimizer; from the first step on a parameter with a float32 copy has it under ``"master_weight"``."""
+        last = self.register_state_dict_pre_hook(lambda _: self._follow_model())  # the others may take a step that is late
+        try:
+            return super().state_dict()
+        finally:
+            last.remove()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put back what :meth:`state_dict` returned, and load the model of the same moment before the next step.
 
         Raises:
             ConfigurationError: a copy is missing, as in a state saved without master weights.
         """
-        order = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
-        missing = [key for key, (own, _) in zip(order, self._pairs(), strict=False) if own in self._masters]
+        with loading(self, self._put_back, self._check_copies):
+            super().load_state_dict(state_dict)
+
+    def _check_copies(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a state without copies, unless it is one from before the first step: then they are the model's values."""
+        if not state_dict["state"]:
+            return
+        missing = [key for key, (own, _) in zip(saved_keys(state_dict), self._pairs(), strict=False) if own in self._masters]
         missing = [key for key in missing if _KEY not in state_dict["state"].get(key, {})]
         if missing:
             raise ConfigurationError(
                 f"the state has no {_KEY!r} for parameter {missing[0]}: it was saved by an optimizer without master weights"
             )
-        rest = {key: {k: v for k, v in entry.items() if k != _KEY} for key, entry in state_dict["state"].items()}
+
+    @torch.no_grad()
+    def _put_back(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["state"]
+        rest = {key: {k: v for k, v in entry.items() if k != _KEY} for key, entry in saved.items()}
         self._inner.load_state_dict({**state_dict, "state": {key: entry for key, entry in rest.items() if entry}})
         self._copy_options(self._inner.param_groups, self.param_groups)
-        for key, (own, master) in zip(order, self._pairs(), strict=True):
+        for key, (own, master) in zip(saved_keys(state_dict), self._pairs(), strict=True):
             if own in self._masters:
-                master.copy_(state_dict["state"][key][_KEY])
-        self._fresh.clear()
+                master.copy_(saved[key][_KEY] if saved else own)
+        self._begun = self._loaded = bool(saved)
 
     def exact_weight(self, parameter: Tensor) -> Tensor:
         """The float32 copy of a parameter, or itself if it has none."""
@@ -148,10 +175,16 @@ class MasterWeights(Optimizer):
         self._follow_model()
         yield
         self._write_model()
+        self._begun = self._begun or any(bool(master.ne(own).any()) for own, master in self._masters.items())
+
+    @property
+    def exact_weights_wait(self) -> bool:
+        """Whether the copies were loaded, and belong to a model that may be loaded later."""
+        return self._loaded
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("_masters", "_fresh", "_inner", "_constructing")}
-        return {**super().__getstate__(), **own}
+        own = ("defaults", "param_groups", "_masters", "_inner", "_begun", "_loaded", "_constructing")
+        return {name: getattr(self, name) for name in own}
 
     def _mirrored(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group with float32 copies in place of half-precision parameters."""
@@ -162,7 +195,6 @@ class MasterWeights(Optimizer):
         if parameter.dtype not in _HALVES:
             return parameter
         self._masters[parameter] = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
-        self._fresh.add(parameter)
         return self._masters[parameter]
 
     def _pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
@@ -173,13 +205,9 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def _follow_model(self) -> None:
-        """Move the copies by what was done to the model's weights since they were written."""
+        """Give the copies the model's values, exactly, and what they held below the last 16-bit digit: nothing at first."""
         for own, master in self._masters.items():
-            if own in self._fresh:
-                master.copy_(own)  # exactly: replicas start from the same bits
-            else:
-                master.add_(own.float().sub_(master.to(own.dtype).float()))
-        self._fresh.clear()
+            master.sub_(master.to(own.dtype)).add_(own)
 
     def _bring_gradients(self) -> None:
         scale = getattr(self, "grad_scale", None)
@@ -208,7 +236,10 @@ class MasterWeights(Optimizer):
     def _copy_options(self, sources: Iterable[dict[str, Any]], targets: Iterable[dict[str, Any]]) -> None:
         """Schedules write into our groups, some optimizers into theirs: both always hold the same options."""
         for source, target in zip(sources, targets, strict=True):
-            target.update(_options(source))
+            options = _options(source)
+            for name in target.keys() - options.keys() - {"params"}:
+                del target[name]
+            target.update(options)
 
 
 def _grouped(params: Iterable[Any]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ An algorithm sees gradients, and not weights, so the momentum of what weight dec
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -19,6 +19,9 @@ _DECAYING = "momentum of the weight decay"
 """The key in the optimizer's state of a parameter."""
 
 _hooks: "WeakKeyDictionary[Optimizer, Any]" = WeakKeyDictionary()
+
+_stepped: "WeakSet[Optimizer]" = WeakSet()
+"""Those that have taken a step since their momentum was lent."""
 
 
 def lend_momentum(optimizers: Sequence[Optimizer]) -> float:
@@ -57,6 +60,7 @@ def _decay(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "momentum_correction has taken the momentum out of the optimizer, and a loaded state, or an added param group, has "
             "brought one back: it would be applied twice. Load the optimizer's state before gossamer.replicate()"
         )
+    _stepped.add(optimizer)
     for state in optimizer.state.values():
         state.pop("momentum_buffer", None)  # or it would come back, as it is now, when the momentum is given back
     overflow = getattr(optimizer, "found_inf", None)  # from a GradScaler, to optimizers that skip the step by themselves
@@ -75,10 +79,16 @@ def _decay(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def return_momentum(optimizers: Sequence[Optimizer]) -> None:
-    """Undo :func:`lend_momentum`."""
+    """Undo :func:`lend_momentum`. What was accumulated of the weight decay goes; but without a step between it is what was
+    loaded before, and stays for the next attempt.
+    """
     for optimizer in optimizers:
         if optimizer in _hooks:
             _hooks.pop(optimizer).remove()
+        if optimizer in _stepped:
+            _stepped.remove(optimizer)
+            for parameter, state in optimizer.state.items():  # anew: a state that was saved holds the old ones
+                optimizer.state[parameter] = {name: value for name, value in state.items() if name != _DECAYING}
         for group in optimizer.param_groups:
             if _LENT in group:
                 group["momentum"] = group.pop(_LENT)

@@ -13,9 +13,11 @@ from gossamer.codecs.base import Codec
 from gossamer.codecs.quantize import Quantize
 from gossamer.codecs.sign import Sign
 from gossamer.errors import ConfigurationError
-from gossamer.optim.adam import check_adam
+from gossamer.memory import wide
+from gossamer.optim.adam import adam_steps, check_adam
 from gossamer.optim.communicating import Communicating
-from gossamer.optim.wide import check_number, evaluated, keep_dtypes
+from gossamer.optim.loading import State, loading, put_back
+from gossamer.optim.wide import check_dense, check_number, evaluated
 
 
 class OneBitAdam(Communicating):
@@ -33,6 +35,8 @@ class OneBitAdam(Communicating):
 
     ``warmup``: the number of steps of the first phase; None ends it when the variance is stable: the L1 norm of v̂ has
     changed by less than ``tolerance`` over the last ``interval`` steps. (The original compares over 1/(1 − β₂) steps.)
+    These are steps of the optimizer. m̂ and v̂ are corrected by the number of steps in which any worker had a gradient for the
+    parameter, as AdamW does; v̂ by their number at the freeze, from then on.
 
     Bytes per step in the second phase: 1/32 of an all-reduce with the sign codec, plus its scales. Communication
     comes after backward and overlaps with nothing but itself. Memory: momentum, variance and its root, one residual per
@@ -72,7 +76,7 @@ class OneBitAdam(Communicating):
         self._algorithm = ScatterReduce(codec=self.default_codec() if codec is None else codec, bucket_bytes=bucket_bytes)
         self._warmup, self._interval, self._tolerance, self._floor = warmup, interval, tolerance, floor
         # Constant once the variance is frozen; made again from it after loading, so not saved.
-        self._inverse_roots: dict[Tensor, Tensor] = {}
+        self._inverse_roots: dict[Tensor, Tensor | None] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         # In the first group, so that they are saved and loaded with it.
         self.param_groups[0].setdefault("steps", 0)
@@ -103,6 +107,8 @@ class OneBitAdam(Communicating):
         """One update; ``closure`` recomputes the loss, which is returned."""
         loss = evaluated(closure)
         parameters = self.parameters()
+        for parameter in parameters:
+            check_dense(self, parameter)
         here = [parameter.grad is not None for parameter in parameters]
         used = (lambda: here) if self.link is None else self.link.used(here)
         self._remember(parameters)
@@ -114,6 +120,7 @@ class OneBitAdam(Communicating):
         for parameter in parameters:
             if not self.state[parameter]:
                 kept = torch.promote_types(parameter.dtype, torch.float32)
+                self.state[parameter]["step"] = 0
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter, dtype=kept)
                 self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter, dtype=kept)
 
@@ -126,13 +133,19 @@ class OneBitAdam(Communicating):
 
         means = self.means(write, False, self._steps())
         for parameter, group, mean in self._each(means, used()):
-            state, (beta1, beta2) = self.state[parameter], group["betas"]
-            exact = mean.to(state["exp_avg"].dtype)
-            state["exp_avg"].lerp_(exact, 1 - beta1)
-            state["exp_avg_sq"].mul_(beta2).addcmul_(exact, exact, value=1 - beta2)
-            self._update(parameter, group, self._root(parameter, group, self._steps()).add_(group["eps"]).reciprocal_())
+            state = self.state[parameter]
+            state["step"] += 1
+            gradient = mean.to(state["exp_avg"].dtype)
+            (step,) = adam_steps(group, [state["exp_avg"]], [state["exp_avg_sq"]], [gradient], [state["step"]])
+            _write(parameter, _decayed(parameter, group).add_(step, alpha=-group["lr"]))
         if self._is_stable():
-            self.param_groups[0]["frozen_at"] = self._steps()
+            self._freeze()
+
+    def _freeze(self) -> None:
+        """The first phase has ended."""
+        self.param_groups[0]["frozen_at"] = self._steps()
+        for state in self.state.values():
+            state["frozen_at"] = state["step"]
 
     def _compressed(self, parameters: list[Tensor], used: Callable[[], list[bool]]) -> None:
         """The mean of the momenta that the workers would have; the variance as it was frozen."""
@@ -147,37 +160,42 @@ class OneBitAdam(Communicating):
 
         means = self.means(write, True, self._steps())
         for parameter, group, mean in self._each(means, used()):
-            self.state[parameter]["exp_avg"] = mean  # no copy: a pass over memory less
+            state = self.state[parameter]
+            state["step"] += 1
+            state["exp_avg"] = mean  # no copy: a pass over memory less
             if parameter not in self._inverse_roots:
                 self._inverse_roots[parameter] = self._frozen_inverse_root(parameter, group)
-            self._update(parameter, group, self._inverse_roots[parameter])
+            inverse_root = self._inverse_roots[parameter]
+            if inverse_root is not None:
+                rate = group["lr"] / (1 - group["betas"][0] ** state["step"])
+                _write(parameter, _decayed(parameter, group).addcmul_(mean, inverse_root, value=-rate))
 
-    def _root(self, parameter: Tensor, group: dict[str, Any], variance_steps: int) -> Tensor:
-        """√v̂, the variance corrected for its bias after that many steps."""
-        variance: Tensor = self.state[parameter]["exp_avg_sq"] / (1 - group["betas"][1] ** variance_steps)
-        return variance.sqrt_()
-
-    def _frozen_inverse_root(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """1/(√v̂ + ε) of the frozen variance, with its floor; 0 for a tensor that had no gradient until it was frozen: nothing
-        tells how far its weights are to go, so they stay."""
-        root = self._root(parameter, group, self.param_groups[0]["frozen_at"])
-        if not root.any():
-            return root
+    def _frozen_inverse_root(self, parameter: Tensor, group: dict[str, Any]) -> Tensor | None:
+        """1/(√v̂ + ε) of the frozen variance, with its floor; None for a tensor that had no gradient until it was frozen:
+        nothing tells how far its weights are to go, so they stay."""
+        state = self.state[parameter]
+        if not state["exp_avg_sq"].any():
+            return None
+        root: Tensor = (state["exp_avg_sq"] / (1 - group["betas"][1] ** state["frozen_at"])).sqrt_()
         return root.clamp_(min=self._floor * root.mean()).add_(group["eps"]).reciprocal_()
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], inverse_root: Tensor) -> None:
-        average, rate = self.state[parameter]["exp_avg"], group["lr"] / (1 - group["betas"][0] ** self._steps())
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        if parameter.dtype == average.dtype:
-            parameter.addcmul_(average, inverse_root, value=-rate)
-        else:
-            parameter.add_((average * inverse_root).mul_(-rate).to(parameter.dtype))
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        keep_dtypes(self, state_dict)
+        """Put back what ``state_dict()`` returned, with moments in the precision that they were saved in."""
+        with loading(self, self._put_back):
+            super().load_state_dict(state_dict)
+
+    def _put_back(self, state_dict: State) -> None:
+        put_back(self, state_dict)
+        first = self.param_groups[0]
+        for state in self.state.values():
+            if "step" not in state:  # saved when steps were counted for all parameters together
+                counted = bool(state["exp_avg_sq"].any())
+                state["step"], state["frozen_at"] = counted * first["steps"], counted * (first["frozen_at"] or 0)
         self._inverse_roots.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("_algorithm", "_warmup", "_interval", "_tolerance", "_floor")}
+        return {**super().__getstate__(), **own, "_inverse_roots": {}}
 
     def _is_stable(self) -> bool:
         """Whether the first phase ends with this step. All workers hold the same variance, so they agree."""
@@ -186,11 +204,12 @@ class OneBitAdam(Communicating):
             return steps >= self._warmup
         if steps % self._interval:
             return False
-        owners = self._each(self.parameters())
-        norms = [self.state[p]["exp_avg_sq"].sum() / (1 - group["betas"][1] ** steps) for p, group, _ in owners]
-        before, now = first["variance_norm"], float(torch.stack([n.to(norms[0].device) for n in norms]).sum())
+        counts = [(self.state[p], group["betas"][1]) for p, group, _ in self._each(self.parameters()) if self.state[p]["step"]]
+        norms = [state["exp_avg_sq"].sum() / (1 - beta2 ** state["step"]) for state, beta2 in counts]
+        before = first["variance_norm"]
+        now = float(torch.stack([n.to(norms[0].device) for n in norms]).sum()) if norms else 0.0
         first["variance_norm"] = now
-        return before is not None and abs(now - before) <= self._tolerance * before
+        return bool(before) and abs(now - before) <= self._tolerance * before
 
     def _steps(self) -> int:
         return int(self.param_groups[0]["steps"])
@@ -200,6 +219,20 @@ class OneBitAdam(Communicating):
         owners = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
         rows = [(parameter, group, tensor) for (parameter, group), tensor in zip(owners, tensors, strict=True)]
         return rows if used is None else [row for row, yes in zip(rows, used, strict=True) if yes]
+
+
+def _decayed(parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """The weight after its decay, in at least fp32: the parameter itself, unless it has fewer bits."""
+    weight = wide(parameter)
+    if group["weight_decay"]:
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+    return weight
+
+
+def _write(parameter: Tensor, weight: Tensor) -> None:
+    """Round the weight into the parameter, unless it is that itself."""
+    if weight is not parameter:
+        parameter.copy_(weight)
 
 
 class QAdam(OneBitAdam):

@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.errors import ConfigurationError, UsageError
+from gossamer.optim.loading import loading, put_back
 
 
 class Wide(Optimizer):
@@ -40,11 +40,8 @@ class Wide(Optimizer):
             torch._foreach_copy_([p for p, _ in rounded], [e for _, e in rounded])
 
     def _gradient(self, parameter: Tensor) -> Tensor:
+        check_dense(self, parameter)
         assert parameter.grad is not None
-        if parameter.grad.is_sparse:
-            raise UsageError(
-                f"a gradient is sparse, but {type(self).__name__} needs all of it: use nn.Embedding(…, sparse=False)"
-            )
         return parameter.grad
 
     def remembered(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
@@ -71,18 +68,16 @@ class Wide(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put back what ``state_dict()`` returned. torch casts state to the parameter's dtype; ours stays in float32."""
-        super().load_state_dict(state_dict)
-        keep_dtypes(self, state_dict)
+        with loading(self, lambda state: put_back(self, state)):
+            super().load_state_dict(state_dict)
 
 
-def keep_dtypes(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """After ``load_state_dict``: the loaded state in the types in which it was saved."""
-    saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for key, parameter in zip(saved, own, strict=True):
-        for name, value in state_dict["state"].get(key, {}).items():
-            if isinstance(value, Tensor):
-                optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
+def check_dense(optimizer: Optimizer, parameter: Tensor) -> None:
+    """Raise :class:`UsageError` if the parameter has a sparse gradient."""
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise UsageError(
+            f"a gradient is sparse, but {type(optimizer).__name__} needs all of it: use nn.Embedding(…, sparse=False)"
+        )
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:

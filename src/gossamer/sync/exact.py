@@ -2,13 +2,20 @@
 
 An average that is added to 16-bit weights is rounded, and towards the even neighbour where it lies half-way, which
 it often does: small updates are lost again. An optimizer that keeps exact weights (``gossamer.optim.MasterWeights``, or
-any other) offers ``exact_weight(parameter)`` and ``exact_weights_change()``, a context.
+any other) offers ``exact_weight(parameter)`` and ``exact_weights_change()``, a context; and perhaps ``exact_weights_wait``:
+whether it has loaded those of a model that may be loaded later.
 """
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from gossamer.comm.ops import maximum
+from gossamer.comm.runner import Runner
+from gossamer.sync.agreement import same_from_rank
+from gossamer.sync.checks import held_by
 
 
 def exact(optimizer: Optimizer, parameter: Tensor) -> Tensor:
@@ -23,3 +30,19 @@ def changing(optimizer: Optimizer) -> AbstractContextManager[None]:
     offered = getattr(optimizer, "exact_weights_change", None)
     result: AbstractContextManager[None] = nullcontext() if offered is None else offered()
     return result
+
+
+def copies_from_rank(runner: Runner, optimizer: Optimizer, source: int) -> list[Tensor]:
+    """Overwrite an optimizer's copies of the model's weights with those of rank ``source``, and return them. Collective.
+
+    None, and none is touched, where any rank has loaded its own: they go on with the model that is loaded after them.
+    """
+    copies = [copy for parameter in held_by(optimizer) if (copy := exact(optimizer, parameter)) is not parameter]
+    if not copies:
+        return []
+    waits = torch.tensor([bool(getattr(optimizer, "exact_weights_wait", False))], dtype=torch.uint8)
+    if runner.run(lambda: maximum(waits, runner.world), "the question who has loaded copies of the weights").any():
+        return []
+    with changing(optimizer):
+        same_from_rank(runner, copies, source)
+    return copies
