@@ -20,6 +20,14 @@ def test_sources_are_the_other_ends():
     assert [graph.destinations(rank) for rank in range(3)] == [(1, 2), (2,), (0,)]
 
 
+@pytest.mark.parametrize(
+    ("to", "most"),
+    [(((1, 2), (2,), (0,)), 2), (((1,), (0, 2), (0, 3), (0,)), 3), (((), (0,), (0,)), 2), (((), ()), 0), ((), 0)],
+)
+def test_most_messages_are_those_of_whoever_sends_or_receives_most(to, most):
+    assert Digraph(to).most_messages == most
+
+
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 24])
 @pytest.mark.parametrize("peers", [1, 2, 30])
 def test_random_pushes_are_drawn_anew_and_alike_everywhere(world, peers):

@@ -31,8 +31,15 @@ def test_all_reduce_is_a_ring(world: int, numel: int) -> None:
 def test_messages_that_leave_at_once_are_one_round(world: int, numel: int) -> None:
     assert ops.Permute(fp32(numel), shift(1, world)).traffic(world) == Traffic(4 * numel, 1)
     assert ops.AllGather(fp32(numel)).traffic(world) == Traffic(4 * numel * (world - 1), 1)
-    assert ops.Push(fp32(numel), RandomPush(peers=3).at(0, world)).traffic(world) == Traffic(4 * numel * min(3, world - 1), 1)
     assert ops.AllToAll(fp32(world * numel).view(world, -1)).traffic(world) == Traffic(4 * numel * (world - 1), 1)
+
+
+def test_a_push_is_priced_at_whoever_sends_or_receives_most() -> None:
+    op = ops.Push(fp32(10), Digraph(((1,), (0, 2), (0, 3), (0,))))
+    assert op.traffic(4) == Traffic(3 * 40, 1)
+    assert [op.sent(4, rank) for rank in range(4)] == [Traffic(40, 1), Traffic(80, 1), Traffic(80, 1), Traffic(40, 1)]
+    assert ops.Push(fp32(10), RandomPush(peers=30).at(0, 7)).traffic(7) == Traffic(6 * 40, 1)
+    assert ops.Push(fp32(10), Digraph(((), ()))).traffic(2) == Traffic(0, 0)
 
 
 def test_broadcast_is_priced_at_its_root() -> None:

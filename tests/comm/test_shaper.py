@@ -7,12 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_device import FakeDevice
 from gossamer.comm import shaper as shaper_module
 from gossamer.comm import torch_ports
 from gossamer.comm.ops import AllReduce, Traffic
 from gossamer.comm.runner import Meter
 from gossamer.comm.shaper import Shaper, shaper_from_environment
 from gossamer.comm.torch_ports import Circle, GlooPort, Pending
+from gossamer.comm.torch_runner import TorchRunner
+from gossamer.errors import ConfigurationError
+from gossamer.lab import LabSpec
+from gossamer.lab.environment import rank_environment
 from hand_clock import HandClock, set_clock
 
 traffics = st.builds(Traffic, st.integers(0, 10**7), st.integers(0, 20))
@@ -98,3 +103,19 @@ def test_the_environment_asks_for_it(
 
 def test_nothing_is_shaped_unasked() -> None:
     assert shaper_from_environment() is None
+
+
+@pytest.mark.parametrize("shaping", ["runner", "none"])
+def test_the_lab_asks_for_it_by_the_same_names(monkeypatch: pytest.MonkeyPatch, shaping: str) -> None:
+    spec = LabSpec(hosts=2, procs_per_host=4, rate="200mbit", latency="5ms")
+    for name, value in rank_environment(spec, 0, base={}, shaping=shaping, port=1, run_id="x", delayed=False).items():
+        monkeypatch.setenv(name, value)
+    shaper = shaper_from_environment()
+    assert (shaper and (shaper.rate, shaper.latency)) == ((50e6, 0.005) if shaping == "runner" else None)
+
+
+def test_streams_are_refused_where_the_runner_would_have_to_shape_them() -> None:
+    runner = TorchRunner.__new__(TorchRunner)
+    runner.rank, runner._shaper = 3, Shaper(latency=0.005)
+    with pytest.raises(ConfigurationError, match=r"rank 3: .* cannot on NCCL.* by Gloo .*--shaping namespaces"):
+        runner._open_streams(timedelta(seconds=1), FakeDevice(), "gossamer.replicate()")

@@ -38,3 +38,4 @@ def test_no_shaping_says_so() -> None:
     env = environment(0, "none")
     assert env["GOSSAMER_LAB_RATE"] == "unshaped"
     assert "GOSSAMER_LAB_RATE_BPS" not in env
+    assert "GOSSAMER_LAB_LATENCY_S" not in env

@@ -59,6 +59,24 @@ os.setuid(65534)
 assert libc.prctl(4, 1, 0, 0, 0) == 0  # what execve would do: /proc/self is ours again
 """
 
+# What AppArmor does on some machines: a user namespace may be made, and then not be given this user's mapping.
+UNMAPPED = """
+import os
+from pathlib import Path
+from gossamer.lab.isolation import Unavailable, isolate
+write = Path.write_text
+def refuse(path, text):
+    if path.name == "uid_map":
+        raise PermissionError(1, "Operation not permitted")
+    return write(path, text)
+Path.write_text = refuse
+try:
+    isolate(network=True)
+except Unavailable as error:
+    print(error)
+print(os.readlink("/proc/self/ns/pid_for_children") == os.readlink("/proc/self/ns/pid"))
+"""
+
 SHOW = 'import os; print(os.environ["MASTER_ADDR"], os.environ.get("GOSSAMER_LAB_RATE_BPS"))'
 
 
@@ -117,6 +135,13 @@ def test_without_root(nobody_reads: Callable[[], Path]) -> None:
     outcome = python(nobody_reads(), OPEN, "auto")
     assert outcome[:2] == [0, "namespaces"], outcome
     assert outcome[3] == [[rank, "stdout", "10.77.0.1 None"] for rank in range(2)]
+
+
+def test_a_user_that_cannot_be_mapped_is_left_where_it_was(nobody_reads: Callable[[], Path]) -> None:
+    command = [sys.executable, "-c", OPEN + WITHOUT_TORCH + UNMAPPED]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    reason = "mapping this user to root in a user namespace failed with EPERM (Operation not permitted)"
+    assert done.stdout.splitlines() == [reason, "True"], done.stderr
 
 
 @pytest.fixture

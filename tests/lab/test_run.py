@@ -6,10 +6,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gossamer.lab import LabSpec, run_lab
+from gossamer.lab import LabError, LabSpec, run_lab
 from gossamer.lab.launcher import _BOOT
 
 from .conftest import SOURCES, Run
@@ -148,6 +150,43 @@ def test_bad_commands() -> None:
         run_lab(HERE, ["--rat", "2"])
     with pytest.raises(ValueError, match=r"there is no script 'nowhere\.py'"):
         run_lab(HERE, ["nowhere.py"])
+
+
+@pytest.mark.parametrize(
+    ("command", "env", "complaint"),
+    [
+        ("train.py", {}, r"must be a list of words, such as .*; got 'train\.py'"),
+        (["-m", "json.tool", 1], {}, "word 2 of the command must be a text; got 1: write '1'"),
+        (["-m", "json.tool"], {"N": 1}, "env must map texts to texts; got 'N': 1: write 'N': '1'"),
+    ],
+)
+def test_words_that_are_no_texts_are_refused(command: Any, env: Any, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is started."""
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(ValueError, match=complaint):
+        run_lab(HERE, command, env=env)
+
+
+def test_words_may_be_paths(script: Callable[[str], str]) -> None:
+    lines: list[str] = []
+    path = Path(script("import sys; print(*sys.argv[1:])"))
+    run = run_lab(LabSpec(hosts=1, shaping="none"), [path, Path("data")], on_line=lambda *line: lines.append(line[2]))
+    assert (run.exit_code, lines) == (0, ["data"])
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [("x" * 140_000, r"starting rank 0 of 2 failed with E2BIG \(.*\); ulimit -a"), ("\0", "ValueError: embedded null byte")],
+)
+def test_a_rank_that_cannot_be_started_is_an_error_that_says_why(lab: Lab, value: str, complaint: str) -> None:
+    with pytest.raises(LabError, match=f"the lab's supervisor failed: {complaint}"):
+        lab(HERE, "pass", env={"LONG": value})
+
+
+@pytest.mark.parametrize("asked", [{"rate": "1gbit"}, {"latency": "2ms"}, {}])
+def test_without_shaping_the_output_says_that_nothing_is_kept(lab: Lab, asked: dict[str, str]) -> None:
+    run = lab(LabSpec(hosts=1, shaping="none", **asked), ["-c", "pass"])  # type: ignore[arg-type]
+    assert [note.startswith("without shaping neither") for note in run.result.notes] == [True] * len(asked)
 
 
 def test_gloo_all_reduce_over_four_hosts(lab: Lab, namespaces: None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gossamer.lab import LabSpec
+from gossamer.lab.line_rate import main
 
 from .conftest import WITHOUT_TORCH, Run
 
@@ -49,6 +50,21 @@ def test_the_slowest_host_sets_a_rings_pace(lab: Lab, namespaces: None) -> None:
 def test_small_messages_are_not_free(lab: Lab, namespaces: None) -> None:
     """50 kB, a whole burst: without draining it would take some 20 µs, at the rate it takes 2 ms."""
     assert statistics.median(seconds(lab, "200mbit", 2, 0.05, "pair")) > 0.001
+
+
+@pytest.mark.parametrize(
+    ("world", "arguments", "complaint"),
+    [("1", [], "take two hosts or more"), ("2", ["--repeats", "0"], "must be positive"), ("2", ["--mbytes", "-1"], "positive")],
+)
+def test_what_measures_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], world: str, arguments: list[str], complaint: str
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_what_arrives_is_shaped_too(lab: Lab, namespaces: None) -> None:

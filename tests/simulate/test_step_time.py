@@ -10,18 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gossamer import AllReduce, ByteGrad, Gossip, GossipGraD, GossipPGA, Hierarchical
+from gossamer import AllReduce, ByteGrad, Gossip, GossipGraD, GossipPGA, Hierarchical, PushSum
 from gossamer.algorithms import Algorithm, after, by_size, in_parts
 from gossamer.algorithms.base import Context
 from gossamer.buckets import Bucket, make_plan
 from gossamer.comm import ops
-from gossamer.comm.digraph import Digraph
+from gossamer.comm.digraph import Digraph, OutNeighbours
 from gossamer.comm.ops import Flow, Permute, all_reduce, decide, start, wait
 from gossamer.comm.topology import Dissemination, Hypercube, shift
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, StepTime, step_time
-from gossamer.simulate.sharing import leaving
+from gossamer.simulate.sharing import crossing
 from gossamer.state import State
+from gossamer.sync.usage import USAGE
 
 from ..contracts.cases import plain
 
@@ -164,6 +165,32 @@ def test_gossip_in_parts_sends_the_same_in_every_step() -> None:
     assert cut[1].bytes_per_step == pytest.approx(whole.bytes_per_step / parts, rel=1e-5)
 
 
+def test_of_algorithms_that_follow_each_other_the_last_one_is_priced() -> None:
+    model = tensors(1000, 10**6)
+    for before in (AllReduce(), Gossip(wire="fp32")):
+        found, alone = run(model, after(50, Gossip(), before=before), 4), run(model, Gossip(), 4)
+        assert (found.bytes_per_step, found.messages_per_step) == (alone.bytes_per_step, alone.messages_per_step)
+        assert found.step_seconds == pytest.approx(alone.step_seconds)
+
+
+@pytest.mark.parametrize("steps", [1, 8, 17])
+def test_whole_cycles_are_priced(steps: int) -> None:
+    model, sent = tensors(10**6), BYTES / 2
+    assert run(model, Gossip(every=3), 4, steps=steps).bytes_per_step == pytest.approx(sent / 3)
+    # Every sixteenth time a ring of all weights in full, and two hops of a number that says whether they differ.
+    exact = 2 * 3 / 4 * BYTES + 2 * 4
+    assert run(model, GossipPGA(), 4, steps=steps).bytes_per_step == pytest.approx((15 * sent + exact) / 16)
+    assert run(tensors(999_999), in_parts(3, Gossip()), 4, steps=steps).bytes_per_step == pytest.approx(999_999 * 2 / 3)
+
+
+def test_whoever_hears_most_sets_the_pace_of_a_directed_graph() -> None:
+    """Rank 0 hears from all three others; nobody sends to more than two. One number travels beside the weights."""
+    uneven = PushSum(topology=OutNeighbours(((1,), (0, 2), (0, 3), (0,))))
+    result = run(tensors(10**6), uneven, 4)
+    assert result.wire_seconds == pytest.approx(3 * 8 * (BYTES + 8) / BANDWIDTH)
+    assert result.bytes_per_step == BYTES + 8, "of rank 0"
+
+
 def test_a_profile_names_parameters_whose_pieces_travel() -> None:
     model = tensors(1000, 10**6, 7)
     compute = Compute.uniform(model, forward=0.03, backward=0.07)
@@ -268,6 +295,18 @@ def test_outstanding_operations_share_a_latency() -> None:
     wire = 5 * 8 * BYTES / BANDWIDTH
     assert seconds(tensors(10**6), Messages(together=True), 2) == close(0.1 + wire + LATENCY)
     assert seconds(tensors(10**6), Messages(together=False), 2) == close(0.1 + wire + 5 * LATENCY)
+
+
+def test_an_overlap_waits_for_the_numbers_of_use_before_the_first_update() -> None:
+    """Two hops, while the bucket takes one."""
+    model, algorithm = tensors(1000), Messages(together=True)
+    result = run(model, algorithm, 4, Compute(forward=0.04, backward=0.08, optimizer=0.01), overlap_forward=True, latency=0.1)
+    assert result.step_seconds == close(0.13 + 2 * 0.1, slack=1e-3)
+
+
+def test_nobody_waits_for_the_numbers_of_use_in_a_bucket() -> None:
+    assert LAYERS.needed_at(["3", USAGE]) == LAYERS.needed_at(["3"]) == 0.035
+    assert LAYERS.needed_at([USAGE]) == LAYERS.forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,11 +467,15 @@ def test_frozen_parameters_do_not_travel() -> None:
     [
         lambda: Link(bandwidth=0),
         lambda: Link(bandwidth=float("nan")),
+        lambda: Link(bandwidth="200mbit"),
         lambda: Link(latency=-1),
+        lambda: Link(latency="1ms"),
         lambda: Link(latency=float("inf")),
         lambda: Compute(forward=-1, backward=0),
         lambda: Compute(forward=float("nan"), backward=0),
+        lambda: Compute(forward="0", backward=0),
         lambda: Compute(forward=0, backward=1, ready={"0": 2}),
+        lambda: Compute(forward=0, backward=1, ready={"0": "1"}),
         lambda: run(tensors(1), AllReduce(), 0),
         lambda: run(tensors(1), AllReduce(), 2, lanes=0),
         lambda: run(tensors(1), AllReduce(), 2, steps=0),
@@ -448,12 +491,46 @@ def test_nonsense_is_refused(make) -> None:
         make()
 
 
+DEAF = PushSum(topology=OutNeighbours(((1,), (0,), (0,))))
+"""Nobody sends to rank 2."""
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"algorithm": AllReduce}, r"algorithm must be an instance of Algorithm; got .*: write AllReduce\(\)"),
+        ({"world": 2.5}, r"world must be a whole number, at least 1; got 2\.5"),
+        ({"warmup": "1"}, "warmup must be a whole number, at least 0; got '1'"),
+        ({"link": 200e6}, r"link must be an instance of Link; got 200000000\.0: write for example Link\("),
+        ({"compute": 0.1}, "compute must be an instance of Compute"),
+        ({"inside": 1e9, "ranks_per_node": 2}, "inside must be an instance of Link"),
+        ({"inside": Link()}, "with ranks_per_node=1 no two share one"),
+        ({"compute": Compute(forward=1, backward=1, needed={"1": 1})}, r"compute\.needed names parameters .*: 1"),
+        ({"algorithm": DEAF, "world": 3}, "does not connect 3 ranks"),
+        ({"algorithm": Hierarchical(DEAF), "world": 6, "ranks_per_node": 2}, "does not connect 3 ranks"),
+    ],
+)
+def test_what_cannot_be_priced_is_refused_with_the_reason(options: dict, complaint: str) -> None:
+    given = {"algorithm": AllReduce(), "world": 2, "link": Link(), "compute": Compute(forward=1, backward=1)} | options
+    with pytest.raises(ConfigurationError, match=complaint):
+        step_time(tensors(1), **given)
+
+
+def test_buffers_that_must_not_be_averaged_are_refused_as_in_training() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    given = {"world": 2, "link": Link(), "compute": Compute(forward=1, backward=1)}
+    with pytest.raises(ConfigurationError, match="take buffers='local'"):
+        step_time(model, PushSum(), **given)
+    assert step_time(model, PushSum(), buffers="local", **given).step_seconds > 0
+
+
 def test_what_stays_on_a_machine_is_not_bound_by_the_link_between_machines() -> None:
-    model, link = tensors(1000, 1_000_000), Link(bandwidth=BANDWIDTH, latency=LATENCY)
-    compute = Compute(forward=FORWARD, backward=0.07)
-    found = step_time(model, Hierarchical(AllReduce()), world=16, link=link, compute=compute, ranks_per_node=8)
-    assert found.bound_seconds > 0
-    assert found.step_seconds >= found.bound_seconds
+    """Of 16 ranks on two machines two leaders exchange; all ask for use, whose four hops cross 1, 2, 4 and 8 times."""
+    found = run(tensors(1000, 1_000_000), Hierarchical(AllReduce()), 16, ranks_per_node=8)
+    wire = ring(BYTES + 4000, 2) + 8 * 2 * (1 + 2 + 4 + 8) / BANDWIDTH
+    assert found.bound_seconds == pytest.approx(0.1)
+    assert found.wire_seconds == pytest.approx(wire)
+    assert found.step_seconds == close(0.1 + wire + 4 * LATENCY)
 
 
 @pytest.mark.parametrize(
@@ -478,26 +555,29 @@ def test_parts_for_everyone_come_from_every_rank_of_a_machine() -> None:
 
 
 @pytest.mark.parametrize("machines", [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 2, 3], [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]])
-def test_what_leaves_a_machine(machines: list[int]) -> None:
+def test_what_crosses_the_link_of_a_machine(machines: list[int]) -> None:
     """Beside messages counted one by one."""
     world, data = len(machines), torch.empty(len(machines), 3, device="meta")
 
     def most(messages: list[tuple[int, int]]) -> int:
-        return max(sum(machines[a] == m != machines[b] for a, b in messages) for m in machines)
+        ways = messages, [(b, a) for a, b in messages]
+        return max(sum(machines[a] == m != machines[b] for a, b in way) for way in ways for m in machines)
 
     everyone = [(a, b) for a in range(world) for b in range(world)]
-    assert leaving(ops.AllToAll(data), machines) == 12 * most(everyone)
-    assert leaving(ops.AllGather(data), machines) == 12 * world * most(everyone)
+    assert crossing(ops.AllToAll(data), machines) == 12 * most(everyone)
+    assert crossing(ops.AllGather(data), machines) == 12 * world * most(everyone)
     ring = [(a, (a + 1) % world) for a in range(world)]
-    assert leaving(ops.AllReduce(data), machines) == ops.AllReduce(data).traffic(world).bytes * most(ring)
+    assert crossing(ops.AllReduce(data), machines) == ops.AllReduce(data).traffic(world).bytes * most(ring)
     for hop in range(world):
         along = [(a, (a + hop) % world) for a in range(world)]
-        assert leaving(ops.Permute(data, shift(hop, world)), machines) == 12 * world * most(along)
+        assert crossing(ops.Permute(data, shift(hop, world)), machines) == 12 * world * most(along)
     star = Digraph((tuple(range(1, world)), *[()] * (world - 1)))
-    assert leaving(ops.Push(data, star), machines) == 12 * world * most([(0, b) for b in range(1, world)])
+    assert crossing(ops.Push(data, star), machines) == 12 * world * most([(0, b) for b in range(1, world)])
+    heard = Digraph(((), *[(0,)] * (world - 1)))
+    assert crossing(ops.Push(data, heard), machines) == 12 * world * most([(a, 0) for a in range(1, world)])
     for source in range(world):
         has, tree = [source], []
         while len(has) < world:  # whoever has it sends it on
             tree += [(a, (a + len(has)) % world) for a in has[: world - len(has)]]
             has = [(source + place) % world for place in range(min(world, 2 * len(has)))]
-        assert leaving(ops.Broadcast(data, source), machines) == 12 * world * most(tree)
+        assert crossing(ops.Broadcast(data, source), machines) == 12 * world * most(tree)

@@ -57,14 +57,12 @@ def predict(row: Record, compute_seconds: float) -> StepTime | None:
     rest = max(0.0, compute_seconds - sum(map(sum, layers.values())))
     latency = parse_network(row["network"]).spec(row["hosts"], waits=True).latency_s
     link = Link(bandwidth=row["tcp_bits_per_second"] or float("inf"), latency=latency)
-    period = algorithm.traffic_period
     return step_time(
         model.to("meta"),
         algorithm,
         world=row["hosts"],
         link=link,
         compute=Compute.layered(model, layers, optimizer=rest),
-        steps=-(-8 // period) * period,
         overlap_forward=overlaps_forward(side),
         history=1,  # emulated models are trained by SGD with momentum
     )

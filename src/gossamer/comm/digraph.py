@@ -5,6 +5,7 @@ Pure data, as :mod:`gossamer.comm.topology`.
 """
 
 from abc import abstractmethod
+from collections import Counter
 from dataclasses import dataclass
 
 from gossamer.checks import is_whole
@@ -43,6 +44,12 @@ class Digraph:
     def sources(self, rank: int) -> tuple[int, ...]:
         """The ranks that ``rank`` receives from, in ascending order."""
         return tuple(source for source, targets in enumerate(self.to) if rank in targets)
+
+    @property
+    def most_messages(self) -> int:
+        """Of the rank that sends most, or of the one that receives most, whichever are more."""
+        received = Counter(target for targets in self.to for target in targets)
+        return max([*map(len, self.to), *received.values()], default=0)
 
 
 class DirectedTopology(Pattern):

@@ -112,8 +112,8 @@ class Push(Op):
     graph: Digraph
 
     def traffic(self, world: int) -> Traffic:
-        """Priced at the rank that sends most; all messages at once."""
-        most = max(map(len, self.graph.to))
+        """Priced at the rank that sends, or receives, most; all messages at once."""
+        most = self.graph.most_messages
         return Traffic(most * self.nbytes, min(1, most))
 
     def sent(self, world: int, rank: int) -> Traffic:

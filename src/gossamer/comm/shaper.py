@@ -41,7 +41,11 @@ class Shaper:
 
 
 def shaper_from_environment() -> Shaper | None:
-    """The shaper that ``gossamer lab`` asks for through the environment, or None. Ranks of one host share its rate."""
+    """The shaper that ``gossamer lab`` asks for through the environment, or None.
+
+    Ranks of one host have equal shares of its rate, each for all that it sends. The names are those of
+    ``gossamer.lab.environment``, which imports no torch and so nothing from here, nor this from there.
+    """
     rate, latency = os.environ.get("GOSSAMER_LAB_RATE_BPS"), os.environ.get("GOSSAMER_LAB_LATENCY_S")
     if not rate and not latency:
         return None

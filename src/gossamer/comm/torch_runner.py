@@ -143,6 +143,12 @@ class TorchRunner(Runner):
         return StagedPort(everyone, open_circle, meter, self._shaper, device)
 
     def _open_streams(self, last_resort: timedelta, device: Device, what: str) -> StreamLanes:
+        if self._shaper is not None:
+            raise ConfigurationError(
+                f"rank {self.rank}: the lab has gossamer's runner keep a rate or a latency, which it cannot on NCCL, where the "
+                'host waits for nothing: move tensors by Gloo (init_process_group("gloo")), or have the kernel keep the rate '
+                "(--shaping namespaces, without --latency where it has no netem)"
+            )
         open_circle = self._groups.on_device(last_resort, device)
 
         def open_beside(members: Group) -> Circle:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from gossamer.lab import network, syscalls
 from gossamer.lab.environment import rank_environment
-from gossamer.lab.isolation import Unavailable, isolate
+from gossamer.lab.isolation import Unavailable, isolate, step
 from gossamer.lab.processes import RankProcess, kill_descendants
 from gossamer.lab.spec import LabSpec
 from gossamer.lab.watch import Watch
@@ -66,10 +66,7 @@ def _as_pid_1(work: Callable[[], None]) -> NoReturn:
         syscalls.die_with_parent()
         if select.select([alive], [], [], 0)[0]:  # closed: our parent ended before we asked to be told
             os._exit(1)
-        try:
-            work()
-        except Exception:
-            sys.excepthook(*sys.exc_info())
+        work()
         os._exit(0)
     os.close(0)
     os.close(1)
@@ -78,6 +75,17 @@ def _as_pid_1(work: Callable[[], None]) -> NoReturn:
 
 
 def _supervise(job: dict[str, Any]) -> None:
+    """Run the ranks to their end; the launcher hears what goes wrong with that."""
+    try:
+        _run(job)
+    except Unavailable as error:
+        report("failed", f"{error}; ulimit -a shows the limits of this shell")
+    except Exception as error:
+        sys.excepthook(*sys.exc_info())
+        report("failed", f"{type(error).__name__}: {error}")
+
+
+def _run(job: dict[str, Any]) -> None:
     spec = LabSpec.from_json(job["spec"])
     if os.getpid() == 1:
         _private_files(spec.hosts if job["shaping"] == "namespaces" else 0)
@@ -92,7 +100,7 @@ def _supervise(job: dict[str, Any]) -> None:
             return
         delayed = _delay(spec, made)
         namespaces = list(made)
-    elif spec.latency_s:
+    elif job["shaping"] == "runner" and spec.latency_s:
         report("note", "latency is added by gossamer's own runner, to gossamer's own traffic only")
     report("started", job["shaping"])
     Watch(spec, _start(spec, job, namespaces, delayed), report).run()
@@ -105,7 +113,8 @@ def _start(spec: LabSpec, job: dict[str, Any], namespaces: list[int | None], del
             spec, rank, base=job["env"], shaping=job["shaping"], port=job["port"], run_id=job["run_id"], delayed=delayed
         )
         host = rank // spec.procs_per_host
-        ranks.append(RankProcess(rank, host, job["command"], env, namespaces[host]))
+        with step(f"starting rank {rank} of {spec.world}"):
+            ranks.append(RankProcess(rank, host, job["command"], env, namespaces[host]))
     return ranks
 
 

@@ -23,7 +23,7 @@ def rank_environment(
 
     `shaping` is what is really done (`namespaces`, `runner` or `none`), `delayed` whether the kernel already adds
     the latency: what it does not do is left to gossamer's runner, by GOSSAMER_LAB_RATE_BPS (bits per second and
-    host) and GOSSAMER_LAB_LATENCY_S (seconds, one way).
+    host) and GOSSAMER_LAB_LATENCY_S (seconds, one way); with `none` nothing is.
     """
     host, local = divmod(rank, spec.procs_per_host)
     rate = spec.rates[host]
@@ -52,7 +52,7 @@ def rank_environment(
     }
     if shaping == "runner" and rate.bps is not None:
         values[RATE_BPS] = rate.bps
-    if spec.latency_s and not delayed:
+    if spec.latency_s and shaping != "none" and not delayed:
         values[LATENCY_S] = spec.latency_s
     inherited = {name: value for name, value in base.items() if name not in (RATE_BPS, LATENCY_S)}
     return _DEFAULTS | inherited | {name: str(value) for name, value in values.items()}

@@ -45,24 +45,19 @@ def isolate(*, network: bool) -> None:
     """Move this single-threaded process into namespaces of its own; its next child is pid 1 of the new PID namespace.
 
     With `network`, also into an empty network namespace. Without root's rights a user namespace in which we are
-    root comes first. Raises Unavailable, naming every kind of namespace that is refused.
+    root comes first. Raises Unavailable, naming every kind of namespace that is refused; this process is then as it was.
     """
     flags = syscalls.CLONE_NEWPID | syscalls.CLONE_NEWNS | (syscalls.CLONE_NEWNET if network else 0)
-    uid, gid = os.geteuid(), os.getegid()
     try:
         syscalls.unshare(flags)
         return
     except OSError as error:
         if error.errno != errno.EPERM:
             raise Unavailable(_diagnosis(network)) from error
-    try:
-        syscalls.unshare(flags | syscalls.CLONE_NEWUSER)
-    except OSError as error:
-        raise Unavailable(_diagnosis(network)) from error
-    with step("mapping this user to root in a user namespace"):
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    # Some kernels make a user namespace and then refuse to map this user into it, and there is no way back out: a child
+    # tries it first, so that a process which may not is left as it was.
+    in_child(lambda: _become_root(flags, network))
+    _become_root(flags, network)
 
 
 def advice() -> str:
@@ -99,6 +94,19 @@ def in_child(work: Callable[[], None]) -> None:
     _, status = os.waitpid(pid, 0)
     if message or status:
         raise Unavailable(message.decode() or f"setting up ended with status {status}")
+
+
+def _become_root(flags: int, network: bool) -> None:
+    """Move into new namespaces, below a user namespace in which this user is root."""
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        syscalls.unshare(flags | syscalls.CLONE_NEWUSER)
+    except OSError as error:
+        raise Unavailable(_diagnosis(network)) from error
+    with step("mapping this user to root in a user namespace"):
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
 
 
 def _diagnosis(network: bool) -> str:

@@ -45,6 +45,8 @@ _ONLY_OURS = (
     "that of DistributedDataParallel or anything else is not"
 )
 
+_NOT_KEPT = "without shaping neither the rate nor the latency is kept: all ranks run on 127.0.0.1, as fast as this machine is"
+
 
 class LabError(GossamerError, RuntimeError):
     """The lab cannot run here as asked; the message says what is missing and what to do."""
@@ -68,18 +70,23 @@ class LabResult:
 
 
 def run_lab(
-    spec: LabSpec, command: Sequence[str], *, env: Mapping[str, str] | None = None, on_line: OnLine | None = None
+    spec: LabSpec,
+    command: Sequence[str | os.PathLike[str]],
+    *,
+    env: Mapping[str, str] | None = None,
+    on_line: OnLine | None = None,
 ) -> LabResult:
     """Run `command` (a script and its arguments, or `-m`, a module and its arguments) as every rank of the lab.
 
     `env` is added to this process's environment. `on_line(rank, stream, line)` is called with every line, `stream`
     being "stdout" or "stderr"; without it lines are printed, each with its rank. Waits for the run's end, and leaves
     nothing behind. Called from the main thread, Ctrl-C ends the run and raises KeyboardInterrupt, and SIGTERM, where
-    nothing else handles it, SystemExit. Raises LabError where the lab cannot run, ConfigurationError for a bad command.
+    nothing else handles it, SystemExit. Raises LabError where the lab cannot run, ConfigurationError for a bad command
+    or environment.
     """
     if sys.platform != "linux":
         raise LabError("the lab needs Linux: it is made of its namespaces and signals")
-    job = {"spec": spec.to_json(), "command": _python(command), "env": dict(os.environ) | dict(env or {})}
+    job = {"spec": spec.to_json(), "command": _python(_words(command)), "env": _environment(env or {})}
     printer = RankPrinter(spec)
     sink = on_line or printer.line
     notes: list[str] = []
@@ -92,6 +99,8 @@ def run_lab(
     def attempt(shaping: str) -> dict[str, Any]:
         if shaping == "runner" and any(rate.bps for rate in spec.rates):
             note(_ONLY_OURS)
+        if shaping == "none" and (spec.latency_s or any(rate.bps for rate in spec.rates)):
+            note(_NOT_KEPT)
         return _Session(job, shaping).run(sink, note)
 
     shaping = "namespaces" if spec.shaping == "auto" else spec.shaping
@@ -116,13 +125,13 @@ class _Session:
         self._signal: int | None = None
         port = _PORT if shaping == "namespaces" else free_port("127.0.0.1")
         job = job | {"shaping": shaping, "port": port, "run_id": uuid.uuid4().hex[:12], "launcher": os.getpid()}
+        self._job = json.dumps(job).encode() + b"\n"  # before there is a process that somebody would have to end
         package = Path(__file__).resolve().parent.parent
         # A session of its own: the terminal's Ctrl-C comes to us alone, and we pass it on.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOT, str(package)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )  # fmt: skip
-        self._job = json.dumps(job).encode() + b"\n"
 
     def run(self, on_line: OnLine, note: Callable[[str], None]) -> dict[str, Any]:
         """Hand on events until the supervisor ends; the outcome it reported."""
@@ -139,6 +148,8 @@ class _Session:
             raise KeyboardInterrupt
         if self._signal is not None:
             raise SystemExit(128 + self._signal)
+        if "failed" in outcome:
+            raise LabError(f"the lab's supervisor failed: {outcome['failed']}")
         if not outcome:
             raise LabError(f"the lab's supervisor ended without an outcome (status {self._process.returncode})")
         return outcome
@@ -200,20 +211,43 @@ def _handle(event: list[Any], on_line: OnLine, note: Callable[[str], None]) -> d
             note(text)
         case ["unavailable", reason]:
             return {"unavailable": reason}
+        case ["failed", reason]:
+            return {"failed": reason}
         case ["end", outcome]:
             return dict(outcome)
     return {}
 
 
-def _python(command: Sequence[str]) -> list[str]:
+def _words(command: object) -> list[str]:
+    """The words of a command; ConfigurationError for anything else than a list of texts and paths."""
+    if isinstance(command, str | bytes) or not isinstance(command, Sequence):
+        raise ConfigurationError(f"the command must be a list of words, such as ['train.py', '--epochs', '1']; got {command!r}")
+    words = [os.fspath(word) if isinstance(word, os.PathLike) else word for word in command]
+    for place, word in enumerate(words):
+        if not isinstance(word, str):
+            raise ConfigurationError(f"word {place} of the command must be a text; got {word!r}: write {str(word)!r}")
+    return words
+
+
+def _environment(env: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment, with ``env`` added to it; ConfigurationError for what is no text."""
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigurationError(
+                f"env must map texts to texts; got {name!r}: {value!r}: write {str(name)!r}: {str(value)!r}"
+            )
+    return dict(os.environ) | dict(env)
+
+
+def _python(words: Sequence[str]) -> list[str]:
     """The full command line; ConfigurationError where there is nothing to run."""
-    if not command:
+    if not words:
         raise ConfigurationError("no script to run: write it after --, for example: gossamer lab --hosts 4 -- train.py")
-    if command[0].startswith("-") and command[0] not in ("-m", "-c"):
-        raise ConfigurationError(f"unknown option {command[0]!r}: what follows -- is a script, or -m and a module")
-    if not command[0].startswith("-") and not Path(command[0]).is_file():
-        raise ConfigurationError(f"there is no script {command[0]!r} here (for a module, write -m {command[0]})")
-    return [sys.executable, *command]
+    if words[0].startswith("-") and words[0] not in ("-m", "-c"):
+        raise ConfigurationError(f"unknown option {words[0]!r}: what follows -- is a script, or -m and a module")
+    if not words[0].startswith("-") and not Path(words[0]).is_file():
+        raise ConfigurationError(f"there is no script {words[0]!r} here (for a module, write -m {words[0]})")
+    return [sys.executable, *words]
 
 
 def free_port(address: str) -> int:

@@ -195,6 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nbytes = round(options.mbytes * 1e6)
+    if world < 2:
+        parser.error("one rank has nobody to exchange with: take two hosts or more")
+    if options.repeats < 1 or nbytes < 1:
+        parser.error("there is nothing to measure: --repeats and --mbytes must be positive")
     seconds = line_rate(rank, world, lab_addresses(), options.pattern, nbytes, options.repeats)
     if rank == 0:
         rate = parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped"))

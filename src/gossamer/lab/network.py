@@ -105,7 +105,11 @@ def _shape(ip: Any, interface: str, rate: Rate) -> None:
 
 
 def _delay(namespaces: Sequence[int], rates: Sequence[Rate], latency_s: float) -> None:
-    """Inside the bucket where there is one, so that the bucket paces what comes out of the delay."""
+    """Inside the bucket where there is one, so that the bucket paces what comes out of the delay.
+
+    There it replaces the bucket's own queue, and with that its limit: what waits then is limited in packets, as delayed ones
+    are, which here means hardly at all.
+    """
     for namespace, rate in zip(namespaces, rates, strict=True):
         syscalls.setns(namespace, syscalls.CLONE_NEWNET)
         place = {} if rate.bps is None else {"parent": "1:1"}

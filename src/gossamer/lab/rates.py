@@ -37,7 +37,7 @@ def parse_rate(text: str) -> Rate:
 
     Raises ConfigurationError, with what was expected, for anything else.
     """
-    word = text.strip().lower()
+    word = _word(text)
     if word in _UNSHAPED:
         return Rate(text="unshaped", bps=None)
     match = _RATE.fullmatch(word)
@@ -52,13 +52,18 @@ def parse_rate(text: str) -> Rate:
 
 def parse_duration(text: str) -> float:
     """Read a duration such as `2ms`, `500us`, `0.1s` or `0`, in seconds; ConfigurationError for anything else."""
-    word = text.strip().lower()
+    word = _word(text)
     if word == "0":
         return 0.0
     match = _DURATION.fullmatch(word)
     if match is None:
         raise ConfigurationError(f"{text!r} is no duration: write for example 2ms, 500us or 0.1s")
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def _word(text: object) -> str:
+    """A text as it is compared; nothing for what is none."""
+    return text.strip().lower() if isinstance(text, str) else ""
 
 
 def _advice(word: str) -> str:

@@ -43,8 +43,8 @@ class LabSpec:
         _whole("procs_per_host", self.procs_per_host, 1, 1024)
         _one_of("shaping", self.shaping, get_args(Shaping))
         _one_of("slow_by", self.slow_by, get_args(Slowing))
-        if self.timeout is not None and not 0 < self.timeout < math.inf:
-            raise ConfigurationError(f"timeout is {self.timeout}: it must be a positive number of seconds")
+        if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
+            raise ConfigurationError(f"timeout is {self.timeout!r}: it must be a positive number of seconds")
         for host, factor in self.slow.items():
             self._check_slow(host, factor)
         for host in self.slow_links:
@@ -59,7 +59,7 @@ class LabSpec:
     @property
     def rates(self) -> tuple[Rate, ...]:
         """One rate per host."""
-        texts = self.rate.split(",") if isinstance(self.rate, str) else list(self.rate)
+        texts = self.rate.split(",") if isinstance(self.rate, str) else _listed(self.rate)
         if len(texts) not in (1, self.hosts):
             raise ConfigurationError(f"{len(texts)} rates for {self.hosts} hosts: give one rate, or one per host")
         texts = texts * self.hosts if len(texts) == 1 else texts
@@ -83,12 +83,21 @@ class LabSpec:
 
     def _check_slow(self, host: int, factor: float) -> None:
         self._check_host("slow", host)
-        if not 1 <= factor <= 100:
-            raise ConfigurationError(f"host {host} is slowed by {factor}: the factor must be from 1 to 100")
+        if not (_is_number(factor) and 1 <= factor <= 100):
+            raise ConfigurationError(f"host {host} is slowed by {factor!r}: the factor must be a number from 1 to 100")
 
     def _check_host(self, name: str, host: int) -> None:
         if host not in range(self.hosts):
             raise ConfigurationError(f"{name} names host {host}: hosts are 0 to {self.hosts - 1}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _listed(rates: Any) -> list[str]:
+    """Several rates as a list; anything else as the only one, to be refused as such."""
+    return list(rates) if isinstance(rates, Sequence) else [rates]
 
 
 def _one_of(name: str, value: str, choices: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from gossamer.comm.runner import Meter, alone
 from gossamer.comm.shaper import Shaper
 from gossamer.simulate.clock import Clock, Event, Process
 from gossamer.simulate.profile import Link
-from gossamer.simulate.sharing import leaving
+from gossamer.simulate.sharing import crossing
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Wire:
     """One machine's link, shared by its lanes: payloads queue behind each other, latencies overlap.
 
     Ranks on one machine (``nodes``; none: each has its own) share it, and reach each other over a second one, ``inside``. An
-    operation in which some messages leave a machine takes as long as those of the machine that sends most.
+    operation in which some messages leave a machine takes as long as those of the machine that sends, or receives, most.
     """
 
     def __init__(self, clock: Clock, link: Link, world: int, nodes: tuple[Group, ...] = (), inside: Link | None = None) -> None:
@@ -55,7 +55,7 @@ class Wire:
         group = self._everyone if group is None else group
         traffic = op.traffic(len(group))
         self.meter.count(op, len(group), group.index(0))
-        between = leaving(op, [self._machines[rank] for rank in group]) if self._machines else traffic.bytes
+        between = crossing(op, [self._machines[rank] for rank in group]) if self._machines else traffic.bytes
         queue = self._queue if between else self._inside
         if between:
             traffic = Traffic(between, traffic.rounds)

@@ -1,5 +1,6 @@
 """Prediction: the time of a training step, from what is computed and a description of the network."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -8,19 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.algorithms.base import Algorithm, Subject
+from gossamer.algorithms.hierarchical import consecutive
 from gossamer.buckets import Plan, make_plan
-from gossamer.checks import is_whole
+from gossamer.checks import hint_at_class, is_whole
 from gossamer.comm.ops import Flow, all_reduce, broadcast
 from gossamer.errors import ConfigurationError
+from gossamer.memory import wide
 from gossamer.pieces import cut, part_of
 from gossamer.simulate.clock import Clock, Process
 from gossamer.simulate.clocked import Wire
 from gossamer.simulate.profile import Compute, Link
 from gossamer.simulate.training import MakeFlow, Part, Training, blank
+from gossamer.sync.agreement import PORTION
 from gossamer.sync.checks import named_parameters
 from gossamer.sync.history import weight_of
 from gossamer.sync.launch import launch_order
-from gossamer.sync.module_buffers import Buffers, beside_parameters, floating, named_buffers, resolve_buffers
+from gossamer.sync.module_buffers import Buffers, beside_parameters, check_buffers, floating, named_buffers, resolve_buffers
 from gossamer.sync.usage import with_usage
 
 _SUBJECTS: tuple[Subject, ...] = ("gradients", "weights")
@@ -31,7 +35,7 @@ class StepTime:
     """What one training step takes, as the mean over steps in steady state.
 
     ``exposed_seconds``: the training loop stands still for communication, so step = compute + exposed.
-    ``wire_seconds``: what leaves the busiest machine at the link's full rate, latencies not counted.
+    ``wire_seconds``: what leaves, or reaches, the busiest machine at the link's full rate, latencies not counted.
     ``bytes_per_step``, ``messages_per_step``: what rank 0 sends, as its ``replica.metrics()`` would count it.
     """
 
@@ -67,6 +71,9 @@ def step_time(
     """The time of one training step of ``algorithm`` among ``world`` ranks, each on a ``link`` of its own.
 
     All ranks are equally fast. Exchanges that may lag (``lag=``) therefore lag only where the wire takes longer than a step.
+    Of algorithms that follow each other (``after``) the last one is priced, from the step on at which its time begins. What
+    one does differently at its own beginning (``ChunkSparse(warmup=)``) is priced as it is there: leave it out to price what
+    comes later.
 
     Args:
         model_or_plan: the model (its tensors may be on the ``meta`` device), or a plan of buckets.
@@ -76,20 +83,29 @@ def step_time(
         compute: what one step computes, and when each gradient is there.
         lanes: flows that may be under way at the same time.
         buffers: as in :func:`gossamer.replicate`; for models that have buffers.
-        steps: steps to average over, after ``warmup`` others. An algorithm with a cycle needs a multiple of it.
+        steps: steps to average over, after ``warmup`` others; rounded up to whole cycles of the algorithm, after which what
+            travels repeats itself (``Algorithm.traffic_period``).
         ranks_per_node: how many ranks share a machine, and its link: consecutive ones.
-        inside: how those reach each other; at once by default.
+        inside: how those reach each other, where there are several; at once by default.
         overlap_forward: as in :func:`gossamer.replicate`.
         history: how many tensors the optimizer remembers of each weight: 0 for plain SGD, 1 with momentum, 2 for Adam. They
             travel with the weights where the algorithm exchanges them (``GossipGraD``), and must be told there, unless a
             plan holds them already.
 
     Raises:
-        ConfigurationError: a number out of range, a gradient's moment of a parameter that is not communicated, an
-            ``overlap_forward`` of what moves weights, or no ``history`` where it is exchanged.
+        ConfigurationError: a number out of range or of another type, an algorithm that cannot run among so many ranks, a
+            moment of a parameter that is not communicated, an ``overlap_forward`` of what moves weights, an ``inside`` where
+            no two ranks share a machine, or no ``history`` where it is exchanged.
     """
-    _check(world=world, lanes=lanes, steps=steps, warmup=warmup + 1, ranks_per_node=ranks_per_node)
+    _check_kind("algorithm", algorithm, Algorithm, "Gossip()")
+    _check_kind("compute", compute, Compute, "Compute(forward=0.03, backward=0.06)")
+    _check_whole(1, world=world, lanes=lanes, steps=steps, ranks_per_node=ranks_per_node)
+    _check_whole(0, warmup=warmup)
+    _check_links(link, inside, ranks_per_node)
     _check_history(history, algorithm, model_or_plan)
+    nodes = consecutive(world, ranks_per_node)
+    algorithm.check(world)
+    algorithm.check_machines(nodes)
     mode = resolve_buffers(buffers, algorithm.subject)
     parts = {subject: part for subject in _SUBJECTS if (part := algorithm.part(subject)) is not None}
     if overlap_forward and list(parts) != ["gradients"]:
@@ -100,19 +116,21 @@ def step_time(
     if isinstance(model_or_plan, Plan):
         plans = dict.fromkeys(parts, model_or_plan)
     else:
+        check_buffers(algorithm, model_or_plan, mode)
         plans = {subject: _plan(model_or_plan, part, compute, mode, history or 0) for subject, part in parts.items()}
         if world > 1:
             preludes = _preludes(model_or_plan, algorithm, mode)
     _check_names(plans.values(), compute)
-    members = tuple(range(world))
-    nodes = tuple(members[first : first + ranks_per_node] for first in range(0, world, ranks_per_node))
+    members, first = tuple(range(world)), max(algorithm.changes, default=0)
+    steps = -(-steps // algorithm.traffic_period) * algorithm.traffic_period
 
     def run(overlap: bool) -> list[float]:
         clock = Clock()
         made = {subject: Part(plans[subject], part, lanes, members, nodes, overlap_forward) for subject, part in parts.items()}
         wire = Wire(clock, link, world, nodes if ranks_per_node > 1 else (), inside)
         of_gradients, of_weights = made.get("gradients"), made.get("weights")
-        return _per_step(Training(clock, wire, compute, lanes, of_gradients, of_weights, preludes, overlap), steps, warmup)
+        training = Training(clock, wire, compute, lanes, of_gradients, of_weights, preludes, overlap)
+        return _per_step(training, first, warmup, steps)
 
     if overlap_forward:
         *_, busiest = run(False)
@@ -128,17 +146,36 @@ def step_time(
     )
 
 
+def _check_kind(name: str, value: object, kind: type, example: str) -> None:
+    if not isinstance(value, kind):
+        hint = hint_at_class(value) or f": write for example {example}"
+        raise ConfigurationError(f"{name} must be an instance of {kind.__name__}; got {value!r}{hint}")
+
+
+def _check_whole(least: int, **numbers: object) -> None:
+    for name, value in numbers.items():
+        if not is_whole(value, least):
+            raise ConfigurationError(f"{name} must be a whole number, at least {least}; got {value!r}")
+
+
+def _check_links(link: object, inside: object, ranks_per_node: int) -> None:
+    _check_kind("link", link, Link, "Link(bandwidth=200e6, latency=1e-3)")
+    if inside is None:
+        return
+    _check_kind("inside", inside, Link, "Link(bandwidth=100e9)")
+    if ranks_per_node == 1:
+        raise ConfigurationError(
+            "inside= says how the ranks of one machine reach each other, and with ranks_per_node=1 no two share one: say how "
+            "many do, or leave it out"
+        )
+
+
 def _check_names(plans: Iterable[Plan], compute: Compute) -> None:
     communicated = {part_of(name)[0] for plan in plans for name in plan.names}
-    unknown = sorted(set(compute.ready) - communicated)
-    if unknown:
-        raise ConfigurationError(f"compute.ready names parameters that are not communicated: {', '.join(unknown[:3])}")
-
-
-def _check(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if value < 1:
-            raise ConfigurationError(f"{name} is out of range: {value - (name == 'warmup')}")
+    for what, moments in (("ready", compute.ready), ("needed", compute.needed)):
+        unknown = sorted(set(moments) - communicated)
+        if unknown:
+            raise ConfigurationError(f"compute.{what} names parameters that are not communicated: {', '.join(unknown[:3])}")
 
 
 def _check_history(history: int | None, algorithm: Algorithm, model_or_plan: nn.Module | Plan) -> None:
@@ -151,13 +188,13 @@ def _check_history(history: int | None, algorithm: Algorithm, model_or_plan: nn.
         )
 
 
-def _per_step(training: Training, steps: int, warmup: int) -> list[float]:
-    """What ``training.totals()`` grow by per step, after ``warmup`` steps."""
+def _per_step(training: Training, first: int, warmup: int, steps: int) -> list[float]:
+    """What ``training.totals()`` grow by per step, over ``steps`` of them, after ``warmup`` others from ``first`` on."""
     marks: list[tuple[float, float, int, int, int]] = []
 
     def loop() -> Process:
-        for number in range(warmup + steps):
-            if number == warmup:
+        for number in range(first, first + warmup + steps):
+            if number == first + warmup:
                 marks.append(training.totals())
             yield from training.step(number)
         marks.append(training.totals())
@@ -195,12 +232,25 @@ def _arranged(plan: Plan, compute: Compute, wire_seconds: float) -> Plan:
 
 
 def _preludes(model: nn.Module, algorithm: Algorithm, mode: Buffers) -> list[MakeFlow]:
-    """What a replica sends of the module's buffers before each forward pass: one operation per dtype."""
-    tensors = named_buffers(model) if mode == "broadcast" else floating(named_buffers(model))
+    """What a replica sends of the module's buffers before each forward pass: one operation for each message."""
     if mode == "local" or (mode == "average" and algorithm.subject == "weights"):
         return []
-    sizes: dict[torch.dtype, int] = {}
-    for tensor in tensors.values():
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel() * tensor.element_size()
     operation: Callable[[Tensor], Flow[Tensor]] = broadcast if mode == "broadcast" else all_reduce
-    return [partial(lambda size: operation(blank(size)), size) for size in sizes.values()]
+    sizes = _broadcast_sizes(model) if mode == "broadcast" else _average_sizes(model)
+    return [partial(lambda size: operation(blank(size)), size) for size in sizes]
+
+
+def _broadcast_sizes(model: nn.Module) -> list[int]:
+    """Bytes of the messages of ``same_from_rank``: everything that lies on one device, in portions."""
+    totals: Counter[torch.device] = Counter()
+    for tensor in named_buffers(model).values():
+        totals[tensor.device] += tensor.nbytes
+    return [min(PORTION, total - begin) for total in totals.values() for begin in range(0, total, PORTION)]
+
+
+def _average_sizes(model: nn.Module) -> list[int]:
+    """Bytes of the messages of ``module_buffers.average``: one for each type on a device, in full precision at least."""
+    totals: Counter[tuple[torch.device, torch.dtype]] = Counter()
+    for tensor in floating(named_buffers(model)).values():
+        totals[tensor.device, tensor.dtype] += wide(tensor.to("meta")).nbytes
+    return list(totals.values())

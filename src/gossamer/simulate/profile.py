@@ -4,12 +4,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from numbers import Real
+from typing import TypeGuard
 
 from torch import nn
 from torch.nn import Parameter
 
 from gossamer.errors import ConfigurationError
 from gossamer.sync.checks import named_parameters
+from gossamer.sync.usage import USAGE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +23,9 @@ class Link:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.bandwidth > 0:
+        if not (_is_number(self.bandwidth) and self.bandwidth > 0):
             raise ConfigurationError(f"bandwidth must be a positive number of bits per second; got {self.bandwidth!r}")
-        if not 0 <= self.latency < math.inf:
+        if not (_is_number(self.latency) and 0 <= self.latency < math.inf):
             raise ConfigurationError(f"latency must be a number of seconds; got {self.latency!r}")
 
 
@@ -43,12 +46,12 @@ class Compute:
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "optimizer"):
-            if not 0 <= getattr(self, name) < math.inf:
+            if not (_is_number(getattr(self, name)) and 0 <= getattr(self, name) < math.inf):
                 raise ConfigurationError(f"{name} must be a number of seconds; got {getattr(self, name)!r}")
         for what, where in (("ready", "backward"), ("needed", "forward")):
             seconds = getattr(self, where)
             for name, moment in getattr(self, what).items():
-                if not 0 <= moment <= seconds * (1 + 1e-9):
+                if not (_is_number(moment) and 0 <= moment <= seconds * (1 + 1e-9)):
                     raise ConfigurationError(f"{what}[{name!r}] is {moment!r}, not within the {where} pass of {seconds:g} s")
 
     @property
@@ -61,8 +64,12 @@ class Compute:
         return max((self.ready.get(name, self.backward) for name in names), default=0.0)
 
     def needed_at(self, names: Iterable[str]) -> float:
-        """When the first of these parameters is used, in seconds after the beginning of the forward pass."""
-        return min((self.needed.get(name, 0.0) for name in names), default=0.0)
+        """When the first of these parameters is used, in seconds after the beginning of the forward pass; its end if none is.
+
+        The numbers of use that travel among them are nothing that a module waits for.
+        """
+        used = (name for name in names if name != USAGE)
+        return min((self.needed.get(name, 0.0) for name in used), default=self.forward)
 
     @classmethod
     def uniform(cls, model: nn.Module, *, forward: float, backward: float, optimizer: float = 0.0) -> "Compute":
@@ -94,6 +101,10 @@ class Compute:
             ready={name: ends[layer] for name, layer in layer_of.items()},
             needed={name: begins[layer] for name, layer in layer_of.items()},
         )
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real)
 
 
 def _trainable(model: nn.Module) -> dict[str, Parameter]:

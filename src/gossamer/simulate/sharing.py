@@ -1,4 +1,4 @@
-"""Sharing: what the ranks of one machine together send over the one link that it has."""
+"""Sharing: what the ranks of one machine together send, or receive, over the one link that it has."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,46 +9,47 @@ from gossamer.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Per
 
 
 @singledispatch
-def leaving(op: Op, machines: Sequence[int]) -> int:
-    """Bytes that leave the machine which sends most; ``machines``: that of each member of the operation."""
+def crossing(op: Op, machines: Sequence[int]) -> int:
+    """Bytes that cross the link of the busiest machine, in its busier direction; ``machines``: that of each member."""
     raise TypeError(f"the simulation does not know {op}")
 
 
-@leaving.register
+@crossing.register
 def _(op: AllReduce, machines: Sequence[int]) -> int:
     """A ring in order of the ranks: from a machine whose ranks follow each other, one of them sends to another one."""
     return op.traffic(len(machines)).bytes * _most(list(pairwise([*machines, machines[0]])))
 
 
-@leaving.register
+@crossing.register
 def _(op: Permute, machines: Sequence[int]) -> int:
     return op.nbytes * _most([(machines[rank], machines[to]) for rank, to in enumerate(op.permutation.to)])
 
 
-@leaving.register
+@crossing.register
 def _(op: Push, machines: Sequence[int]) -> int:
     return op.nbytes * _most([(machines[rank], machines[to]) for rank, targets in enumerate(op.graph.to) for to in targets])
 
 
-@leaving.register
+@crossing.register
 def _(op: AllToAll, machines: Sequence[int]) -> int:
     return op.nbytes // len(machines) * _most_pairs(machines)
 
 
-@leaving.register
+@crossing.register
 def _(op: AllGather, machines: Sequence[int]) -> int:
     return op.nbytes * _most_pairs(machines)
 
 
-@leaving.register
+@crossing.register
 def _(op: Broadcast, machines: Sequence[int]) -> int:
     world = len(machines)
     return op.nbytes * _most([(machines[rank], machines[to]) for rank in range(world) for to in op.receivers(world, rank)])
 
 
 def _most(edges: Sequence[tuple[int, int]]) -> int:
-    """How many of the edges leave the machine that most of them leave."""
-    return max(Counter(sender for sender, receiver in edges if sender != receiver).values(), default=0)
+    """How many of the edges leave the machine that most of them leave, or reach the one that most of them reach."""
+    between = [edge for edge in edges if edge[0] != edge[1]]
+    return max((count for ends in zip(*between, strict=True) for count in Counter(ends).values()), default=0)
 
 
 def _most_pairs(machines: Sequence[int]) -> int:

@@ -161,9 +161,10 @@ class Training:
         compute, begin = self._compute, self.clock.now
         total = sum(bucket.layout.nbytes for bucket in part.buckets)
         needs = [(compute.needed_at(bucket.layout.names), bucket.index) for bucket in part.buckets]
+        usage = part.under_way[len(part.buckets) :]  # no result is a gradient before it is known who has one
         for moment, index in sorted(needs):
             yield begin + moment
-            yield from self._wait([part.under_way[index]])
+            yield from self._wait([*usage, part.under_way[index]])
             yield self.clock.now + compute.optimizer * part.buckets[index].layout.nbytes / max(1, total)
             begin = self.clock.now - moment
         yield begin + compute.forward
