@@ -1,8 +1,8 @@
 """Replica: the handle on a replicated model; it drives the flows from the hooks of the training loop."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,20 +13,17 @@ from gossamer.algorithms.base import Algorithm, Context
 from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
 from gossamer.optim.communicating import Communicating
-from gossamer.optim.gossip_adamw import AVERAGED_OVER
+from gossamer.optim.gossip_adamw import stop_telling, tell_how_many
 from gossamer.sync import checkpoint
 from gossamer.sync.agreement import same_from_rank
 from gossamer.sync.backward import Backward, alarming
 from gossamer.sync.checks import Watch, held_by, named_parameters
 from gossamer.sync.consensus import at_average, become_average, distance
-from gossamer.sync.exact import changing, exact
+from gossamer.sync.exact import changing
 from gossamer.sync.gradients import GradientSync
-from gossamer.sync.history import history
 from gossamer.sync.join import Event, Join, state_from_rank
-from gossamer.sync.lagging import catch_up
 from gossamer.sync.module_buffers import (
     Buffers,
-    averaged,
     beside_parameters,
     floating,
     hook_forward,
@@ -38,6 +35,7 @@ from gossamer.sync.overlap import ForwardOverlap, NoOverlap
 from gossamer.sync.scaling import LossScale, agree_on_overflow
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.turns import Turns
+from gossamer.sync.weight_syncs import WeightSyncs
 from gossamer.sync.weights import WeightSync
 
 logger = logging.getLogger("gossamer")
@@ -65,18 +63,20 @@ class Replica:
         self._buffers, self._loss_scale = buffers, LossScale(scaler)
         self._parameters = named_parameters(model)
         self._trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        held = [set(map(id, held_by(optimizer))) for optimizer in self._optimizers]
+        self._owned = [{name: p for name, p in self._trainable.items() if id(p) in ids} for ids in held]
+        """The parameters of each optimizer."""
         self._statistics = Statistics(runner)
         self._watch = Watch(model, optimizers, self._parameters)
         self._backward = Backward(runner, self._begin_backward, self._end_backward)
-        self._weights: list[WeightSync] = []
-        self._buffers_travel = False
-        """Whether buffers are averaged with the weights."""
-        self._gradients: GradientSync | None = None
-        self._links: list[OptimizerSync] = []
-        self._open_syncs()
+        self._weights = WeightSyncs(
+            runner, algorithm, model, self._optimizers, self._owned, buffers == "average", self._statistics
+        )
+        self._gradients = self._open_gradients()
+        self._links = self._open_links()
         weight = next(iter(self._trainable.values())) if self._weights else None
-        self._turns = Turns(runner, self._backward, len(self._optimizers), weight, self._loss_scale)
-        self._turns.weights_moved(self._trainable.values())
+        self._turns = Turns(runner, self._backward, [owned.values() for owned in self._owned], weight, self._loss_scale)
+        self._turns.weights_moved()
         self._overlap = NoOverlap()
         if overlap_forward and self._gradients is not None:
             self._overlap = ForwardOverlap(runner, model, self._optimizers[0], self._gradients)
@@ -140,7 +140,7 @@ class Replica:
         tensors: dict[str, Tensor] = {**floating(self._parameters), **beside_parameters(self._model)}
         self._at_average = True
         try:
-            with at_average(self._runner, tensors, self._weigh):
+            with at_average(self._runner, tensors, self._weights.weigh):
                 yield self._model
         finally:
             self._at_average = False
@@ -155,7 +155,7 @@ class Replica:
             return 0.0
         self._refuse_in_join("consensus_distance()")
         self.wait_for_exchanges()
-        return distance(self._runner, floating(self._parameters), self._weigh)
+        return distance(self._runner, floating(self._parameters), self._weights.weigh)
 
     def catch_up(self) -> None:
         """Where exchanges may lag (``lag=``): wait until every rank is here and all have taken part in the same ones.
@@ -163,9 +163,9 @@ class Replica:
         Collective. Call it before the ranks wait for each other in any other way (a barrier, a mean of losses): one that
         waits there does not answer those that still train. The methods of a replica call it by themselves.
         """
-        if self._may_be_apart:
+        if self._weights.may_be_apart:
             with alarming(self._runner):
-                catch_up(self._runner, self._weights[0], self._answer, self._exchange_again)
+                self._weights.catch_up(self._at_average)
 
     def answer(self) -> bool:
         """Where exchanges may lag: take part in one more, if it could begin at once; whether it did. Between steps.
@@ -173,10 +173,10 @@ class Replica:
         For a loop that waits for other ranks in its own way: one that calls this meanwhile holds nobody up.
         ``RingShuffle(…, replica=replica)`` does.
         """
-        if self._closed or not self._may_be_apart:
+        if self._closed or self._at_average or not self._weights.may_be_apart:
             return False
         with alarming(self._runner):
-            return self._answer()
+            return self._weights.answer()
 
     def wait_for_exchanges(self) -> None:
         """Wait until no exchange is under way. What weights brought is added before the next update, as always; updates that
@@ -206,8 +206,11 @@ class Replica:
         return self._statistics.read(self.step, exchanged, shares)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plan, counters and the algorithm's state of this rank, under a key with its rank. Collective, between steps."""
-        self._require_open()
+        """Plan, counters and the algorithm's state of this rank, under a key with its rank.
+
+        Collective, between steps and outside of :meth:`consensus`: the state belongs to the rank's own weights.
+        """
+        self._require_own_weights("state_dict()")
         self._overlap.conclude()
         self.catch_up()
         state = checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
@@ -224,7 +227,7 @@ class Replica:
         With another number of ranks give every rank the merged dictionaries of all old ones: what was not sent yet is
         summed and shared out (its mean stays), an exchange of weights begins anew, and a warning says so.
         """
-        self._require_open()
+        self._require_own_weights("load_state_dict()")
         self.catch_up()
         with alarming(self._runner):
             syncs: list[WeightSync | OptimizerSync] = [*self._weights, *self._links]
@@ -259,6 +262,7 @@ class Replica:
     def _release(self, average: bool) -> None:
         self.algorithm.detach(self._optimizers)
         for optimizer in self._optimizers:
+            stop_telling(optimizer)
             if isinstance(optimizer, Communicating):
                 optimizer.link = None
         for handle in self._handles:
@@ -266,41 +270,33 @@ class Replica:
         self._watch.release()
         try:
             self.catch_up()
-            for index, sync in enumerate(self._weights):
-                sync.arrive()
-                self._land(index)
+            self._weights.conclude()
             if average and self._weights and self._runner.world > 1:
                 beside = beside_parameters(self._model)
-                become_average(self._runner, self._optimizers, floating(self._parameters), beside, self._weigh)
+                become_average(self._runner, self._optimizers, floating(self._parameters), beside, self._weights.weigh)
         finally:
             self._runner.close()
 
     # -- what the hooks call ------------------------------------------------------------------------------------
 
-    def _open_syncs(self) -> None:
-        of_gradients, of_weights = self.algorithm.part("gradients"), self.algorithm.part("weights")
-        if of_gradients is not None:
-            alone = of_weights is None and not any(isinstance(optimizer, Communicating) for optimizer in self._optimizers)
-            self._gradients = GradientSync(self._runner, of_gradients, self._trainable, self._statistics, alone)
+    def _open_gradients(self) -> GradientSync | None:
+        of_gradients = self.algorithm.part("gradients")
+        if of_gradients is None:
+            return None
+        alone = not self._weights and not any(isinstance(optimizer, Communicating) for optimizer in self._optimizers)
+        owners = [owned.keys() for owned in self._owned]
+        return GradientSync(self._runner, of_gradients, self._trainable, self._statistics, alone, owners)
+
+    def _open_links(self) -> list[OptimizerSync]:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
+        links: list[OptimizerSync] = []
         for optimizer in self._optimizers:
             if isinstance(optimizer, Communicating):
                 held_here = {names[id(parameter)]: parameter for parameter in optimizer.parameters()}
-                announce = partial(self._announce_step, len(self._links))
+                announce = partial(self._announce_step, len(links))
                 optimizer.link = OptimizerSync(self._runner, optimizer.algorithm, held_here, self._statistics, announce)
-                self._links.append(optimizer.link)
-        if of_weights is None:
-            return
-        for optimizer in self._optimizers:
-            held = {id(parameter) for parameter in held_by(optimizer)}
-            tensors = {name: exact(optimizer, p) for name, p in self._trainable.items() if id(p) in held}
-            if self._buffers == "average" and not self._weights:
-                beside = averaged(self._model)
-                self._buffers_travel, tensors = bool(beside), tensors | beside
-            wanted = {name for name, t in tensors.items() if of_weights.of(of_weights.route(name, t)).exchanges_history}
-            own = {name: p for name, p in self._trainable.items() if id(p) in held and name in wanted}
-            remembered = partial(history, optimizer, own) if own else None
-            self._weights.append(WeightSync(self._runner, of_weights, tensors, self._statistics, remembered))
+                links.append(optimizer.link)
+        return links
 
     def _hook(self) -> list[Any]:
         handles: list[Any] = []
@@ -324,29 +320,30 @@ class Replica:
     def _begin_backward(self) -> None:
         again = self._turns.begin_backward()
         if self._gradients is not None and self._gradients.exchange.remembers:
-            moved = self._turns.weights_moved(self._trainable.values())
-            if again:
-                self._begin_again(self._gradients, moved)
+            moved = self._turns.weights_moved()
+            for index in again:
+                self._begin_again(self._gradients, self._owned[index].keys(), moved[index])
         self._overlap.begin_backward()
         self._join.announce(Event.BACKWARD)
         if self._gradients is not None:
             self._loss_scale.follow(self._gradients.exchange.rescale if self._gradients.exchange.remembers else None)
             self._gradients.begin()
 
-    def _begin_again(self, gradients: GradientSync, moved: bool) -> None:
-        """A pass follows another one that no step was taken for: its gradients are added to that one's, or those were cleared
-        (a step that is left out, gradients that only pass through this model), and then nothing of them is to be sent later.
-        Set to zero, and not to None, they look as if they were added to. Inside ``join()`` some ranks have no passes.
+    def _begin_again(self, gradients: GradientSync, names: Set[str], moved: bool) -> None:
+        """A pass follows another one that the optimizer of these parameters took no step for: gradients are added to that
+        one's, or those were cleared (a step that is left out, gradients that only pass through), and then nothing of them is
+        to be sent later. Set to zero, and not to None, they look as if they were added to. Inside ``join()`` some ranks have
+        no passes.
 
-        ``moved``: the weights have changed all the same, so that somebody has used them.
+        ``moved``: these weights have changed all the same, so that somebody has used them.
         """
-        if self.algorithm.takes_momentum and gradients.hold_results() > 1:  # one may be of the pass that begins
+        if self.algorithm.takes_momentum and gradients.hold_results(names) > 1:  # one may be of the pass that begins
             raise UsageError(
                 f"rank {self._runner.rank}: a second backward pass without an optimizer's step between (step {self.step}), "
                 "with momentum_correction, which gives gradients that have the momentum in them; accumulate inside no_sync()"
             )
-        if not gradients.hold_views and not moved and not self._join.on:
-            gradients.exchange.undo(gradients.step - 1)
+        if not moved and not self._join.on:
+            gradients.throw_away(names)
 
     def _end_backward(self) -> None:
         if self._gradients is not None:
@@ -358,7 +355,7 @@ class Replica:
                 "rank %d: a backward pass, but %s was not called: its buffers are synchronised when it is, and so not at all; "
                 "call it itself, or give replicate() buffers='local'", self._runner.rank, type(self._model).__name__
             )  # fmt: skip
-        agree_on_overflow(self._runner, self._loss_scale.scaler, self._trainable.values())
+        agree_on_overflow(self._runner, self._loss_scale.scaler, [owned.values() for owned in self._owned])
         self.step += 1
 
     def _before_step(self, index: int) -> Any:
@@ -374,7 +371,7 @@ class Replica:
                     self._turns.require_backward(index, self.step)
             self._tell_how_many(optimizer)
             if self._weights and not self.algorithm.lands_late:
-                self._land(index)
+                self._weights.land(index)
 
         return before_step
 
@@ -385,56 +382,21 @@ class Replica:
             self._overlap.ask()
             if self._weights:
                 if self.algorithm.lands_late:
-                    self._land(index)
+                    self._weights.land(index)
                 self._join.announce(Event.WEIGHTS, index)
-                with self._changing_late(index):
-                    self._weights[index].launch(self.step)
+                self._weights.launch(index, self.step)
             self._turns.note_step(index)
 
         return after_step
 
-    def _changing_late(self, index: int) -> AbstractContextManager[None]:
-        """What may lag may be there by now, and is added before the next exchange begins."""
-        if not self.algorithm.may_lag:
-            return nullcontext()
-        self._follow(index)
-        return changing(self._optimizers[index])
-
-    @property
-    def _may_be_apart(self) -> bool:
-        """Whether ranks may be at different steps, so that some wait for others' parts."""
-        return self.algorithm.may_lag > 0 and self._runner.world > 1
-
     def _tell_how_many(self, optimizer: Optimizer) -> None:
         """Of how many gradients the mean update is made, if the optimizer asks for it."""
-        for group in optimizer.param_groups:
-            if AVERAGED_OVER in group:
-                ctx = Context(self.step - 1, self._runner.rank, self._runner.members, self._runner.nodes)
-                group[AVERAGED_OVER] = self.algorithm.gradients_apart(ctx)
 
-    def _land(self, index: int) -> None:
-        self._follow(index)
-        with changing(self._optimizers[index]):
-            self._weights[index].land()
+        def workers() -> int:
+            ctx = Context(self.step - 1, self._runner.rank, self._runner.members, self._runner.nodes)
+            return self.algorithm.gradients_apart(ctx)
 
-    def _weigh(self, tensors: Mapping[str, Tensor]) -> None:
-        for sync in self._weights:
-            sync.weigh(tensors)
-
-    def _answer(self) -> bool:
-        if self._at_average or not self._weights[0].can_answer:
-            return False  # inside consensus() all ranks are: nobody waits for this one
-        self._exchange_again()
-        return True
-
-    def _exchange_again(self) -> None:
-        self._follow(0)
-        with changing(self._optimizers[0]):
-            self._weights[0].exchange_again()
-
-    def _follow(self, index: int) -> None:
-        if index == 0 and self._buffers_travel:
-            self._weights[0].follow(beside_parameters(self._model))
+        tell_how_many(optimizer, workers)
 
     def _synchronise_buffers(self) -> None:
         self._awaits_forward = False
@@ -466,8 +428,8 @@ class Replica:
         self._optimizers[index].step()
 
     def _mirror_weights(self, index: int, source: int) -> None:
-        self._land(index)
-        self._weights[index].launch(self.step)
+        self._weights.land(index)
+        self._weights.launch(index, self.step)
 
     def _conclude_join(self, last: int, uneven: bool) -> None:
         if self._weights:
@@ -485,6 +447,12 @@ class Replica:
                 f"{what} inside join(): a rank whose batches have ended would not take part; call it after the block"
             )
 
-    def _require_open(self) -> None:
+    def _require_own_weights(self, what: str) -> None:
+        """Raise where the algorithm's state would not be that of the weights that the model has."""
         if self._closed:
             raise UsageError("the replica is closed")
+        if self._at_average:
+            raise UsageError(
+                f"{what} inside consensus(): a replica's state belongs to the model's own weights, and not to the average; "
+                "call it after the block"
+            )

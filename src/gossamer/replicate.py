@@ -22,7 +22,8 @@ from gossamer.optim.communicating import Communicating
 from gossamer.replica import Replica
 from gossamer.sync.agreement import agree, checksum, same_from_rank
 from gossamer.sync.checks import check_held, check_model, check_optimizers, held_by, named_parameters, release
-from gossamer.sync.module_buffers import Buffers, averaged, floating, named_buffers, resolve_buffers
+from gossamer.sync.exact import copies_from_rank
+from gossamer.sync.module_buffers import Buffers, averaged, check_buffers, named_buffers, resolve_buffers
 
 logger = logging.getLogger("gossamer")
 
@@ -79,7 +80,7 @@ def replicate(
         mode = resolve_buffers(buffers, algorithm.subject)
         algorithm.check(runner.world)
         _check_lag(algorithm, optimizers, mode, scaler)
-        _check_buffers(algorithm, model, mode)
+        check_buffers(algorithm, model, mode)
         if overlap_forward:
             _check_overlap(algorithm, optimizers, scaler, model)
         travelling = named_parameters(model) | (averaged(model) if mode == "average" and algorithm.part("weights") else {})
@@ -87,7 +88,7 @@ def replicate(
         if runner.nodes is not None:
             algorithm.check_machines(runner.nodes)
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward))
-        _start_equal(runner, model)
+        _start_equal(runner, model, optimizers)
         replica = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward)
     except BaseException as error:
         if isinstance(error, GossamerError):
@@ -96,7 +97,21 @@ def replicate(
         raise
     if runner.rank == 0:
         logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, algorithm)
+        _advise(optimizers, algorithm, runner.world)
     return replica
+
+
+def _advise(optimizers: Sequence[Optimizer], algorithm: Algorithm, world: int) -> None:
+    """Tell of what works, but worse than something else."""
+    adams = [type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, _ADAMS)]
+    if adams and world > 1 and algorithm.part("weights") is not None:
+        logger.warning(
+            "%s divides by the size of this worker's own gradient, most of which may be noise that averaging would have "
+            "removed: with %r, which averages weights, gossamer.optim.GossipAdamW learns faster", adams[0], algorithm
+        )  # fmt: skip
+
+
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
 
 def _attached(
@@ -161,21 +176,13 @@ def _check_overlap(algorithm: Algorithm, optimizers: Sequence[Optimizer], scaler
         "there is more than one optimizer, so parts of a step would not be known to belong together": len(optimizers) > 1,
         "LBFGS updates all parameters together": isinstance(optimizers[0], torch.optim.LBFGS),
         "a GradScaler looks at all gradients before the step": scaler is not None,
-        "a compiled model calls its modules inside of compiled code: give the model as it is, uncompiled": hasattr(
-            model, "_orig_mod"
+        "a compiled model calls its modules inside of compiled code: give the model as it is, uncompiled": (
+            hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
         ),
     }
     for reason, holds in reasons.items():
         if holds:
             raise ConfigurationError(f"overlap_forward=True cannot be used: {reason}")
-
-
-def _check_buffers(algorithm: Algorithm, model: nn.Module, buffers: Buffers) -> None:
-    if buffers == "average" and not algorithm.averages_buffers and floating(named_buffers(model)):
-        raise ConfigurationError(
-            f"{type(algorithm).__name__} magnifies updates where little weight is, which would make running variances "
-            "negative: give replicate() buffers='local' (or 'broadcast', unless exchanges may lag)"
-        )
 
 
 def _default(optimizers: Sequence[Optimizer]) -> Algorithm:
@@ -212,9 +219,11 @@ def _described(optimizer: Optimizer) -> str:
     return f"{name} ({optimizer.algorithm!r})" if isinstance(optimizer, Communicating) else name
 
 
-def _start_equal(runner: Runner, model: nn.Module) -> None:
-    """Copy rank 0's parameters and buffers to all ranks, and prove that they arrived."""
+def _start_equal(runner: Runner, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Copy rank 0's parameters and buffers, and optimizers' exact copies, to all ranks, and prove that they arrived."""
     tensors = [*named_parameters(model).values(), *named_buffers(model).values()]
     same_from_rank(runner, tensors, 0)
     if runner.world > 1:
-        agree(runner, {"the initial values after the broadcast": checksum(list(tensors))})
+        for optimizer in optimizers:
+            tensors += copies_from_rank(runner, optimizer, 0)
+        agree(runner, {"the initial values after the broadcast": checksum(tensors)})

@@ -471,6 +471,20 @@ def too_late_in_a_ring(here: Here) -> dict[str, Any]:
     return told(many(train))
 
 
+def consensus_on_one_rank(here: Here) -> dict[str, Any]:
+    """Rank 1 evaluates as one does with DDP, alone."""
+    with warnings_after(2.0):
+        _, _, train = begin(here, Gossip(bucket_bytes=2048))
+
+        def go_on() -> None:
+            if here.rank == 1:
+                with here.replicas[-1].consensus():
+                    pass
+            many(train)()
+
+        return told(go_on)
+
+
 def late_in_a_ring(here: Here) -> dict[str, Any]:
     _, _, train = begin(here, FaultyPrompt(where=-1))
     if here.rank == 2:

@@ -117,6 +117,15 @@ def test_who_is_late() -> None:
     assert board[0].late(7) == []
 
 
+def test_who_waits_in_something_else() -> None:
+    """The number of a step may differ, where exchanges may lag; what only some ranks have called is another flow."""
+    board = boards(4)
+    board[1].wait_in(7, "bucket 0 (a …) after step 4")
+    board[2].wait_in(7, "the average of the replicas")
+    board[3].wait_in(8, "something that comes later")
+    assert board[0].elsewhere(7, "bucket 0 (a …) after step 5") == {2: "the average of the replicas"}
+
+
 def test_roll_call_names_who_is_silent() -> None:
     board = boards(4)
 

@@ -60,6 +60,8 @@ EXPECTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "sparse_gradient": (C, C, ("'0.weight'", "sparse=False")),
     "state_of_another_run": (C, E, ("Gossip()", "AllReduce")),
     "state_of_another_step": (D, D, ("step", "rank 1: 3", "ranks 0, 2: 2")),
+    # Whichever rank is the first to notice.
+    "consensus_on_one_rank": (f"{U} {E}", f"{U} {E}", ("the average of the replicas", "Every rank enters consensus()")),
     "used_after_close": (U, U, ("closed",)),
     "close_after_a_failure": (E, T, ("bucket", "step", "4 s")),
     "late": ("nothing", "nothing", ()),

@@ -12,7 +12,7 @@ from gossamer.comm import bulletin, patience
 from gossamer.comm.bulletin import Bulletin, StoreSilentError
 from gossamer.comm.patience import Patience, first_line, is_connection_error
 from gossamer.comm.runner import Ticket
-from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, PeerLeftError
+from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, PeerLeftError, UsageError
 from processes.test_bulletin import Gone, Shelf
 
 
@@ -72,6 +72,14 @@ def test_a_warning_comes_once_and_names_everything(caplog: pytest.LogCaptureFixt
         r"waiting for all 3 ranks \(late: rank 2\)",
         record.getMessage(),
     )
+
+
+def test_ranks_that_wait_in_different_flows_do_not_wait_for_ever() -> None:
+    waiting, boards = three()
+    boards[1].wait_in(3, "the average of the replicas")
+    boards[2].wait_in(3, "bucket 3 (a …) at step 9")
+    with pytest.raises(UsageError, match=r"rank 0 waits in bucket 3 \(a …\) at step 9, but rank 1 in the average of the repl"):
+        waiting.wait(ticket(), nothing)
 
 
 def test_a_rank_that_goes_on_says_so() -> None:

@@ -447,3 +447,10 @@ def test_short_buckets_overtake_in_one_message_from_each_after_loading_too() -> 
         return found
 
     assert loopback(body, WORLD) == [[{2**18}] * 4] * WORLD
+
+
+def test_a_model_that_was_compiled_in_place_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.compile()
+    with pytest.raises(ConfigurationError, match="give the model as it is, uncompiled"):
+        gossamer.replicate(model, sgd(model.parameters()), overlap_forward=True)

@@ -64,7 +64,7 @@ def test_overflow_is_agreed_with_a_rank_that_has_no_gradients() -> None:
     def body(rank: int) -> float | None:
         parameter = nn.Parameter(torch.zeros(1))
         parameter.grad = [None, torch.tensor([float("inf")]), torch.tensor([3.0])][rank]
-        agree_on_overflow(connect(), torch.amp.GradScaler("cpu"), [parameter])
+        agree_on_overflow(connect(), torch.amp.GradScaler("cpu"), [[parameter]])
         return None if parameter.grad is None else parameter.grad.item()
 
     assert loopback(body, 3) == [None, float("inf"), float("inf")]

@@ -149,6 +149,43 @@ def test_no_update_inside_consensus() -> None:
         loopback(body, 2)
 
 
+@pytest.mark.parametrize("action", ["state_dict", "load_state_dict"])
+def test_no_state_inside_consensus(action: str) -> None:
+    """It would be saved beside weights that it is not of."""
+
+    def body(rank: int) -> None:
+        model, optimizer, replica = make(rank)
+        step(model, optimizer, 1.0)
+        state = replica.state_dict()
+        with replica.consensus(), pytest.raises(UsageError, match=rf"{action}\(\) inside consensus\(\)"):
+            replica.state_dict() if action == "state_dict" else replica.load_state_dict(state)
+        replica.load_state_dict(state)
+
+    loopback(body, 2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_of", "algorithm", "told"),
+    [
+        (torch.optim.AdamW, Gossip(), True),
+        (torch.optim.AdamW, gossamer.AllReduce(), False),
+        (torch.optim.SGD, Gossip(), False),
+        (gossamer.optim.GossipAdamW, Gossip(), False),
+    ],
+    ids=repr,
+)
+def test_adam_where_weights_travel_is_told_of_once(
+    optimizer_of: type[torch.optim.Optimizer], algorithm: gossamer.Algorithm, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(rank: int) -> None:
+        model = nn.Linear(2, 1)
+        gossamer.replicate(model, optimizer_of(model.parameters(), lr=0.1), algorithm).close()
+
+    loopback(body, 3)
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert ["gossamer.optim.GossipAdamW learns faster" in text for text in texts] == [True] * told
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_final_model_may_be_the_average(dtype: torch.dtype) -> None:
     """With what was under way when the run ended, the buffers, and the exact weights of an optimizer that keeps them."""

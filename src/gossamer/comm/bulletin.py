@@ -5,6 +5,7 @@ waited for a second, so it costs nothing while all goes well.
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -17,6 +18,7 @@ WARN_AFTER = 10.0
 """Seconds after which a late peer is named in a warning."""
 
 _EXIT = "gossamer/exit"
+_NUMBER = re.compile(r"\d+")
 
 
 class StoreLostError(ConnectionError):
@@ -121,16 +123,27 @@ class Bulletin:
             self._post("answer", "heard")
             raise CommunicationError(f"rank {self._rank} gave up {waiting_for}: {self._read('alarm')}")
 
-    def wait_in(self, sequence: int | None) -> None:
-        """Post in which flow this rank waits, or with None that it goes on."""
-        self._post("waits", "" if sequence is None else str(sequence))
+    def wait_in(self, sequence: int | None, label: str = "") -> None:
+        """Post in which flow this rank waits, by its number and what it is called, or with None that it goes on."""
+        self._post("waits", "" if sequence is None else f"{sequence} {label}")
 
-    def late(self, sequence: int) -> list[int]:
+    def late(self, sequence: int, label: str = "") -> list[int]:
         """The ranks that keep flow ``sequence`` waiting: those that wait for nobody, or else in the earliest flow."""
-        self.wait_in(sequence)
+        self.wait_in(sequence, label)
         time.sleep(0.3)
-        waits = {rank: self._read("waits", rank) for rank in self._others()}
-        return [r for r, at in waits.items() if not at] or [r for r, at in waits.items() if int(at) < sequence]
+        waits = self._waits()
+        return [r for r, at in waits.items() if at is None] or [r for r, at in waits.items() if at and at[0] < sequence]
+
+    def elsewhere(self, sequence: int, label: str) -> dict[int, str]:
+        """The ranks that wait in another flow of the same number, and what that is called. Numbers in a name do not matter:
+        where exchanges may lag, ranks are at different steps."""
+        same_number = {rank: at[1] for rank, at in self._waits().items() if at and at[0] == sequence}
+        return {rank: other for rank, other in same_number.items() if _NUMBER.sub("", other) != _NUMBER.sub("", label)}
+
+    def _waits(self) -> dict[int, tuple[int, str] | None]:
+        """Where the others wait."""
+        posted = {rank: self._read("waits", rank).partition(" ") for rank in self._others()}
+        return {rank: (int(number), label) if number else None for rank, (number, _, label) in posted.items()}
 
     def roll_call(self, patience: float = 3.0) -> list[int]:
         """After a lost connection: the ranks that give no answer within ``patience`` seconds."""

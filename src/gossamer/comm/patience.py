@@ -10,7 +10,7 @@ from typing import Any
 from gossamer.comm import bulletin
 from gossamer.comm.bulletin import Bulletin, StoreSilentError, names
 from gossamer.comm.runner import Ticket
-from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError
+from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError, UsageError
 
 logger = logging.getLogger("gossamer")
 
@@ -59,6 +59,7 @@ class Patience:
             if waited >= bulletin.WARN_AFTER and not warned:
                 warned = True
                 self._warn(ticket, waited)
+                self._require_same_flow(ticket)
         if posted:
             self._go_on()
         return ticket
@@ -67,7 +68,7 @@ class Patience:
         """Read the board. Returns for how many looks in a row there was no store."""
         try:
             if first:
-                self._board.wait_in(ticket.sequence)
+                self._board.wait_in(ticket.sequence, ticket.label)
             self._board.check(ticket.sequence, str(ticket))
         except GossamerError:
             if not ticket.wait(SLICE):  # what was posted may have happened after this exchange
@@ -91,13 +92,28 @@ class Patience:
     def _late(self, ticket: Ticket[Any]) -> str:
         """Who keeps a flow waiting, in words; empty if nobody knows."""
         try:
-            late = self._board.late(ticket.sequence)
+            late = self._board.late(ticket.sequence, ticket.label)
         except StoreSilentError as error:
             return str(error)
         except Exception as error:
             logger.debug("could not ask who is late: %s", error)
             return ""
         return f"late: {names(late)}" if late else ""
+
+    def _require_same_flow(self, ticket: Ticket[Any]) -> None:
+        """Raise if others wait in something else, as after a collective call that only some ranks have made: no rank would
+        ever go on."""
+        try:
+            elsewhere = self._board.elsewhere(ticket.sequence, ticket.label)
+        except Exception as error:
+            logger.debug("could not ask in what others wait: %s", error)
+            return
+        if elsewhere and not ticket.done.is_set():
+            others = "; ".join(f"rank {rank} in {label}" for rank, label in elsewhere.items())
+            raise UsageError(
+                f"rank {self._rank} waits in {ticket.label}, but {others}: not all ranks have made the same calls. Every rank "
+                "enters consensus(), and calls consensus_distance(), state_dict(), load_state_dict() and close(average=True)"
+            )
 
     def _warn(self, ticket: Ticket[Any], waited: float) -> None:
         late = self._late(ticket) or "every rank waits: the network is slow, or stuck"

@@ -9,7 +9,8 @@ import select
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -85,22 +86,15 @@ class _Silence(Exception):
     """A call takes too long."""
 
 
-class _Errand(Generic[T]):
-    """One call: what came of it, and when."""
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self.call, self.done = call, threading.Event()
-        self.answer: Any = None
-        self.error: BaseException | None = None
-        self.given_up = False
-
-
 class _Clerk:
     """A thread that asks, so that whoever wants to know need not wait for a host that is stopped, or cut off: a call to the
-    store itself knows no limit. While it waits for such an answer nobody else begins to."""
+    store itself knows no limit. While it waits for such an answer nobody else begins to.
+
+    An executor of one thread is not enough: the interpreter waits for its thread at the end.
+    """
 
     def __init__(self) -> None:
-        self._errands: queue.SimpleQueue[_Errand[Any]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._begun, self._stuck = False, threading.Event()
         self._lock = threading.Lock()
 
@@ -110,19 +104,16 @@ class _Clerk:
             return call()
         if self._stuck.is_set():
             raise _Silence
-        errand = _Errand(call)
-        self._errands.put(errand)
+        answer: Future[T] = Future()
+        self._calls.put((answer, call))
         # In slices: they pass as slowly as everything else where the whole machine stands still.
-        if not any(errand.done.wait(_SLICE) for _ in range(max(1, round(within / _SLICE)))):
+        if not any(wait([answer], _SLICE).done for _ in range(max(1, round(within / _SLICE)))):
             with self._lock:
-                if not errand.done.is_set():
-                    errand.given_up = True
+                if not answer.done():
+                    answer.cancel()  # if it has not begun
                     self._stuck.set()
                     raise _Silence
-        if errand.error is not None:
-            raise errand.error
-        answer: T = errand.answer
-        return answer
+        return answer.result()
 
     def _begin(self) -> bool:
         """Whether there is a thread: at the end of the process none runs, or can be started, any more."""
@@ -139,17 +130,16 @@ class _Clerk:
 
     def _work(self) -> None:
         while True:
-            errand = self._errands.get()
-            if not errand.given_up:
+            answer, call = self._calls.get()
+            if answer.set_running_or_notify_cancel():
                 try:
-                    errand.answer = errand.call()
+                    answer.set_result(call())
                 except BaseException as error:
-                    errand.error = error
+                    answer.set_exception(error)
             with self._lock:
-                errand.done.set()
-                if self._errands.empty():
+                if self._calls.empty():
                     self._stuck.clear()
-            del errand  # with what it holds, while there is nothing to do
+            del answer, call  # with what they hold, while there is nothing to do
 
 
 _SLICE = 0.1

@@ -3,7 +3,7 @@
 What gradients, weights and optimizers have in common. Threads and ownership: see the note in ``gossamer.lanes``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, left_alone, wrong_shape
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM
-from gossamer.buckets import Bucket, Plan, Segment
+from gossamer.buckets import Bucket, Plan, Routing, Segment
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.memory import wide
@@ -30,9 +30,11 @@ _STEP = "step "
 class Exchange:
     """One algorithm over the buckets of a plan."""
 
-    def __init__(self, runner: Runner, algorithm: Algorithm, alone: bool = False) -> None:
-        """``alone``: nothing else of this runner uses its data lanes."""
+    def __init__(self, runner: Runner, algorithm: Algorithm, alone: bool = False, routing: Routing | None = None) -> None:
+        """``alone``: nothing else of this runner uses its data lanes. ``routing``: by which the plan is made, if not the
+        algorithm's own."""
         self.runner, self.algorithm = runner, algorithm
+        self._routing: Routing = routing or algorithm
         self._alone, self._prompt, self._overtakes = alone, False, False
         self.plan = Plan(())
         self.buckets: list[Bucket] = []
@@ -60,7 +62,7 @@ class Exchange:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
         kept, extras = self.state_by_name(), self.extras_by_name()
         self.plan, self.buckets = plan, [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
-        self.handlers = [self.algorithm.of(layout.label) for layout in plan.layouts]
+        self.handlers = [self._routing.of(layout.label) for layout in plan.layouts]
         if self._overtakes:
             self.let_overtake()
         self.arrange(range(len(plan.layouts)))
@@ -251,11 +253,13 @@ class Exchange:
         """Of the buckets, then of the step."""
         return [*self.states, *self.step_states.values()]
 
-    def undo(self, step: int) -> None:
-        """The results of ``step``, the last one, are not going to be used: remember what was remembered before it."""
+    def undo(self, step: int, names: Set[str]) -> None:
+        """The results that ``step``, the last one, had for these parameters are not going to be used: remember what was
+        remembered of them before it. No bucket that remembers anything has some of them and others."""
         if step != self._step:
             return  # nothing was exchanged in it
-        for state in self.all_states():
+        of_these = [index for index, layout in enumerate(self.plan.layouts) if not names.isdisjoint(layout.names)]
+        for state in [*(self.states[i] for i in of_these), *(self.step_states[self.plan.layouts[i].label] for i in of_these)]:
             state.undo()
 
     def commit(self) -> None:

@@ -5,7 +5,7 @@ Threads and ownership: see the note in ``gossamer.lanes``.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.buckets import Bucket, Plan, make_plan, plan_from_names
+from gossamer.buckets import Bucket, Plan, Routing, make_plan, plan_from_names
 from gossamer.comm.ops import broadcast, maximum
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.errors import ConfigurationError
 from gossamer.sync.agreement import agree
 from gossamer.sync.backward import Backward, current_task
 from gossamer.sync.exchange import Exchange
+from gossamer.sync.owners import ByOwner
 from gossamer.sync.slots import OpenStep, Slot
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.usage import USAGE, with_usage
@@ -31,7 +32,7 @@ logger = logging.getLogger("gossamer")
 class GradientSync:
     """Exchanges gradients bucket by bucket. ``step`` counts synchronised backward passes.
 
-    ``alone``: neither weights nor optimizers are exchanged as well.
+    ``alone``: neither weights nor optimizers are exchanged as well. ``owners``: the names of each optimizer's parameters.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class GradientSync:
         parameters: Mapping[str, Parameter],
         statistics: Statistics,
         alone: bool = False,
+        owners: Sequence[Set[str]] = (),
     ) -> None:
         self.step = 0
         self.learned = False
@@ -62,7 +64,10 @@ class GradientSync:
         self._learned_plan: Plan | None = None
         self._usage: tuple[Bucket, int] | None = None
         """Where the numbers of use are, if they travel in a bucket: the place of their view."""
-        self.exchange = Exchange(runner, algorithm, alone)
+        self._routing: Routing = algorithm
+        if len(owners) > 1:
+            self._routing = ByOwner(algorithm, {name: number for number, names in enumerate(owners) for name in names})
+        self.exchange = Exchange(runner, algorithm, alone, self._routing)
         # Until the first step has shown the order, assume that gradients come in the reverse order of definition.
         self.adopt_plan(self._make_plan(dict(reversed(list(parameters.items())))))
 
@@ -85,7 +90,7 @@ class GradientSync:
                 return
 
     def _make_plan(self, parameters: Mapping[str, Tensor]) -> Plan:
-        return make_plan(with_usage(parameters, self._algorithm), self._algorithm)
+        return make_plan(with_usage(parameters, self._routing), self._routing)
 
     def adopt_plan(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
@@ -224,20 +229,21 @@ class GradientSync:
         names = self.exchange.plan.layouts[index].names
         return [self.parameters[name] for name in names if name != USAGE]
 
-    @property
-    def hold_views(self) -> bool:
-        """Whether any gradient lies in a bucket: is, or is added to, what a pass has left there, or was set to zero there."""
-        return next(self._held_views(), None) is not None
+    def throw_away(self, names: Set[str]) -> None:
+        """What the last pass gave for these parameters is not going to be used, unless a gradient of theirs lies in a bucket:
+        is, or is added to, what it has left there, or was set to zero there. Then nothing of it is to be sent later."""
+        if next(self._held_views(names), None) is None:
+            self.exchange.undo(self.step - 1, names)
 
-    def _held_views(self) -> Iterator[Tensor]:
-        for slot in self._slots.values():
+    def _held_views(self, names: Set[str]) -> Iterator[Tensor]:
+        for slot in map(self._slots.__getitem__, names):
             grad = slot.parameter.grad
             if grad is not None and grad.data_ptr() == slot.view.data_ptr():
                 yield slot.view
 
-    def hold_results(self) -> int:
-        """How many gradients are, or are added to, what a pass has left, and are not zero."""
-        held = list(self._held_views())
+    def hold_results(self, names: Set[str]) -> int:
+        """Of how many of these parameters the gradient is, or is added to, what a pass has left, and is not zero."""
+        held = list(self._held_views(names))
         return int(torch.stack([view.count_nonzero() for view in held]).count_nonzero()) if held else 0
 
     def reached(self) -> list[str]:
@@ -339,14 +345,14 @@ class GradientSync:
         """Restore a saved plan, and the order of launch if one was chosen."""
         known: dict[str, Tensor] = {name: slot.parameter for name, slot in self._slots.items()}
         if USAGE in (name for bucket in buckets for name in bucket):
-            known = with_usage(known, self._algorithm)
+            known = with_usage(known, self._routing)
             # Of the type that it has there: the plan may be of another order of parameters, and so of another neighbour.
             beside = next((name for bucket in buckets if USAGE in bucket for name in bucket if name != USAGE), None)
             if beside in known:
                 known[USAGE] = torch.empty(len(self._slots), dtype=known[beside].dtype, device=known[beside].device)
         if sorted(name for bucket in buckets for name in bucket) != sorted(known):
             raise ConfigurationError("the saved plan names other parameters than this model has")
-        self.adopt_plan(plan_from_names(buckets, known, self._algorithm))
+        self.adopt_plan(plan_from_names(buckets, known, self._routing))
         self.learned, self.arranged = learned, order is not None
         if order is not None:
             self.exchange.arrange(order)

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from gossamer.algorithms.base import Algorithm
 from gossamer.buckets import buffer_name
 from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner, lane_for
@@ -26,6 +27,15 @@ def resolve_buffers(buffers: Buffers | None, subject: str) -> Buffers:
     if buffers not in get_args(Buffers):
         raise ConfigurationError(f"buffers must be one of {', '.join(get_args(Buffers))}; got {buffers!r}")
     return buffers
+
+
+def check_buffers(algorithm: Algorithm, model: nn.Module, buffers: Buffers) -> None:
+    """Raise ConfigurationError if this algorithm must not average the buffers that the model has."""
+    if buffers == "average" and not algorithm.averages_buffers and floating(named_buffers(model)):
+        raise ConfigurationError(
+            f"{type(algorithm).__name__} magnifies updates where little weight is, which would make running variances "
+            "negative: take buffers='local' (or 'broadcast', unless exchanges may lag)"
+        )
 
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:

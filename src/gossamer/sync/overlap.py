@@ -236,7 +236,10 @@ class ForwardOverlap(NoOverlap):
 
     def _begin(self) -> None:
         if self._runner.rank == 0:
-            logger.info("from now on gradients overlap the forward pass: between backward and there p.grad is None")
+            logger.info(
+                "from now on gradients travel during the next forward pass too: between backward() and there p.grad is None, "
+                "and what clips, scales or logs gradients there (clip_grad_norm_) does nothing"
+            )
         self._gradients.adopt_learned()
         self._gradients.hold = self._gradients.arranged = True
         self._assign()

@@ -11,14 +11,20 @@ from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
 
 
-def agree_on_overflow(runner: Runner, scaler: Any, parameters: Iterable[Parameter]) -> None:
-    """If any rank has a non-finite gradient, write inf into every rank's gradients, so that every GradScaler skips."""
+def agree_on_overflow(runner: Runner, scaler: Any, owners: Sequence[Iterable[Parameter]]) -> None:
+    """If any rank has a non-finite gradient, write inf into every rank's gradients, so that every GradScaler skips.
+
+    ``owners``: the parameters of each optimizer. It is agreed for each of them, as the scaler skips for each: gradients that
+    one has left from its own turn do not make another one skip.
+    """
     if scaler is None or not scaler.is_enabled() or runner.world == 1:
         return
-    gradients = [parameter.grad.detach() for parameter in parameters if parameter.grad is not None]
-    overflow = runner.run(lambda: maximum(any_non_finite(gradients), runner.world), "the agreement on overflow")
-    if overflow.item() > 0 and gradients:
-        torch._foreach_add_(gradients, float("inf"))
+    gradients = [[p.grad.detach() for p in parameters if p.grad is not None] for parameters in owners]
+    found = torch.cat(list(map(any_non_finite, gradients)))
+    overflow = runner.run(lambda: maximum(found, runner.world), "the agreement on overflow")
+    for of_one, broken in zip(gradients, overflow.tolist(), strict=True):
+        if broken > 0 and of_one:
+            torch._foreach_add_(of_one, float("inf"))
 
 
 class LossScale:

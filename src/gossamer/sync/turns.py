@@ -1,7 +1,7 @@
 """Turns: a backward pass, then a step of each optimizer. What cannot be meant is refused."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -14,19 +14,25 @@ logger = logging.getLogger("gossamer")
 
 
 class Turns:
-    """Which backward passes each of several optimizers has taken steps for.
+    """Which backward passes each of several optimizers has taken steps for. ``owners``: the parameters of each.
 
     ``weight``: any of the weights, where it is these that travel. Then a pass inside ``no_sync()`` is one to take a step for,
     unless the loss is scaled: only at the end of a synchronised one all agree on whether to skip the step.
     """
 
     def __init__(
-        self, runner: Runner, backward: Backward, optimizers: int, weight: Tensor | None, loss_scale: LossScale
+        self,
+        runner: Runner,
+        backward: Backward,
+        owners: Sequence[Collection[Tensor]],
+        weight: Tensor | None,
+        loss_scale: LossScale,
     ) -> None:
         self._runner, self._backward, self._weight, self._loss_scale = runner, backward, weight, loss_scale
-        self._seen = [(0, 0)] * optimizers
+        self._owners = owners
+        self._seen = [(0, 0)] * len(owners)
         """Of each optimizer's last step: how many passes there had been, and how many synchronised ones."""
-        self._versions = -1
+        self._versions = [-1] * len(owners)
         self._version = -1 if weight is None else weight._version
         """Of the weight, in the first pass after the last step."""
         self._apart = 0
@@ -55,13 +61,12 @@ class Turns:
                 "on whether to skip the step (scaler=); the last pass before a step must be outside"
             )
 
-    def begin_backward(self) -> bool:
-        """A synchronised pass begins. Whether it follows another one, with neither an optimizer's step nor a pass inside
-        ``no_sync()`` between: what that one gave is either accumulated on, or was not used."""
+    def begin_backward(self) -> list[int]:
+        """A synchronised pass begins. The numbers of the optimizers for which it follows another one with neither their step
+        nor a pass inside ``no_sync()`` between: what that one gave them is either accumulated on, or was not used."""
         apart = self._backward.passes - self._backward.synchronised_passes
         apart, self._apart = apart - self._apart, apart
-        passes, synchronised = map(max, zip(*self._seen, strict=True))
-        waiting = self._backward.passes - passes
+        waiting = self._backward.passes - max(passes for passes, _ in self._seen)
         if self._weight is not None and waiting == 0:
             self._version = self._weight._version
         if self._weight is not None and waiting == _MANY and self._weight._version != self._version:
@@ -69,12 +74,13 @@ class Turns:
                 "rank %d: the weights have changed during %d backward passes, but the optimizer given to replicate() took "
                 "no step, so nothing was exchanged; give it the optimizer whose step() is called", self._runner.rank, waiting
             )  # fmt: skip
-        return not apart and self._backward.synchronised_passes > synchronised
+        last = self._backward.synchronised_passes
+        return [] if apart else [index for index, (_, synchronised) in enumerate(self._seen) if last > synchronised]
 
-    def weights_moved(self, weights: Iterable[Tensor]) -> bool:
-        """Whether any of ``weights`` has changed since this was asked last."""
-        before, self._versions = self._versions, sum(weight._version for weight in weights)
-        return before != self._versions
+    def weights_moved(self) -> list[bool]:
+        """Of each optimizer: whether any of its parameters has changed since this was asked last."""
+        before, self._versions = self._versions, [sum(weight._version for weight in owned) for owned in self._owners]
+        return [then != now for then, now in zip(before, self._versions, strict=True)]
 
 
 _MANY = 20

@@ -1,0 +1,118 @@
+"""The exchanges of weights of a replica: one for each optimizer, because each takes its steps when it likes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from gossamer.algorithms.base import Algorithm
+from gossamer.comm.runner import Runner
+from gossamer.sync.exact import changing, exact
+from gossamer.sync.history import history
+from gossamer.sync.lagging import catch_up
+from gossamer.sync.module_buffers import averaged, beside_parameters
+from gossamer.sync.statistics import Statistics
+from gossamer.sync.weights import WeightSync
+
+
+class WeightSyncs:
+    """All of a replica's :class:`WeightSync`; none where no weights travel.
+
+    ``owned``: the parameters of each optimizer. ``with_buffers``: floating-point buffers are averaged with the weights; they
+    go with those of the first optimizer.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        algorithm: Algorithm,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        owned: Sequence[Mapping[str, Parameter]],
+        with_buffers: bool,
+        statistics: Statistics,
+    ) -> None:
+        self._runner, self._algorithm, self._model, self._optimizers = runner, algorithm, model, optimizers
+        self._all: list[WeightSync] = []
+        of_weights = algorithm.part("weights")
+        self._buffers_travel = False
+        if of_weights is None:
+            return
+        beside = averaged(model) if with_buffers else {}
+        self._buffers_travel = bool(beside)
+        for optimizer, parameters in zip(optimizers, owned, strict=True):
+            tensors = {name: exact(optimizer, p) for name, p in parameters.items()} | ({} if self._all else beside)
+            wanted = {name for name, t in tensors.items() if of_weights.of(of_weights.route(name, t)).exchanges_history}
+            own = {name: p for name, p in parameters.items() if name in wanted}
+            remembered = partial(history, optimizer, own) if own else None
+            self._all.append(WeightSync(runner, of_weights, tensors, statistics, remembered))
+
+    def __iter__(self) -> Iterator[WeightSync]:
+        return iter(self._all)
+
+    def __getitem__(self, index: int) -> WeightSync:
+        return self._all[index]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def may_be_apart(self) -> bool:
+        """Whether ranks may be at different steps, so that some wait for others' parts."""
+        return self._algorithm.may_lag > 0 and self._runner.world > 1
+
+    def land(self, index: int) -> None:
+        """Add what has come for one optimizer's weights."""
+        self._follow(index)
+        with changing(self._optimizers[index]):
+            self._all[index].land()
+
+    def launch(self, index: int, step: int) -> None:
+        """Send one optimizer's weights on their way."""
+        with self._changing_late(index):
+            self._all[index].launch(step)
+
+    def conclude(self) -> None:
+        """Wait for everything that is under way, and add it."""
+        for index, sync in enumerate(self._all):
+            sync.arrive()
+            self.land(index)
+
+    def weigh(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make of ``tensors`` what their mean over the ranks is made of: see :meth:`WeightSync.weigh`."""
+        for sync in self._all:
+            sync.weigh(tensors)
+
+    def answer(self) -> bool:
+        """Take part in one more exchange if it could begin at once; whether it did."""
+        if not self._all[0].can_answer:
+            return False
+        self.exchange_again()
+        return True
+
+    def exchange_again(self) -> None:
+        """Take part in one more exchange, where ranks may be at different steps."""
+        self._follow(0)
+        with changing(self._optimizers[0]):
+            self._all[0].exchange_again()
+
+    def catch_up(self, at_average: bool) -> None:
+        """Wait until all ranks have taken part in the same exchanges. Collective.
+
+        ``at_average``: all are inside ``consensus()``, so that nobody waits for an answer.
+        """
+        catch_up(self._runner, self._all[0], (lambda: False) if at_average else self.answer, self.exchange_again)
+
+    def _changing_late(self, index: int) -> AbstractContextManager[None]:
+        """What may lag may be there by now, and is added before the next exchange begins."""
+        if not self._algorithm.may_lag:
+            return nullcontext()
+        self._follow(index)
+        return changing(self._optimizers[index])
+
+    def _follow(self, index: int) -> None:
+        if index == 0 and self._buffers_travel:
+            self._all[0].follow(beside_parameters(self._model))
