@@ -121,7 +121,7 @@ bench-peers: peers ## step time beside whatever else a user of PyTorch could tak
 	  --side 'OneBitAdam(warmup=2)' --side 'ChunkSparse()' --side ddp-powersgd --side post-localsgd --side torchft-localsgd \
 	  --side torchft-diloco --side ddp-fp16 --side accelerate --side deepspeed --side deepspeed-fp16 --side torchft-ddp \
 	  --side hivemind --side torchft-streaming-diloco --side horovod --side bagua --side bluefog \
-	  --side 'in_parts(16, GossipGraD())' --side "in_parts(8, Gossip(wire='bf16'))" --save-to benchmarks/results/peers
+	  --side 'in_parts(16, GossipGraD())' --save-to benchmarks/results/peers
 
 bench-bounds: $(READY) ## step time beside its bound with emulated compute, on every kind of network (about 40 minutes)
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 20mbit --network 100mbit --network 200mbit --network 500mbit --network 1gbit \
@@ -165,10 +165,10 @@ bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, besi
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (on a processor ten seconds)
 	$(RUN) -m gossamer.bench.kernels --save-to benchmarks/results
 
-bench-overhead: $(READY) ## what exact all-reduce adds to a step where nothing travels, beside DDP (a minute)
+bench-overhead: $(READY) ## what exact all-reduce adds to a step where nothing travels, beside DDP (two minutes)
 	$(RUN) -m gossamer.bench.overhead --save-to benchmarks/results
 
-bench-threads: $(READY) ## whose processor time a step takes: loop, lanes, transport (about 5 minutes)
+bench-threads: $(READY) ## whose processor time a step takes: loop, lanes, transport (about 7 minutes)
 	$(RUN) -m gossamer.bench.threads --save-to benchmarks/results
 
 clean: ## remove what was built, and out/ with what was measured and not saved elsewhere

@@ -39,7 +39,7 @@ def option_parser(description: str | None, steps: int | None, eval_every: int) -
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--log-to", metavar="FILE", help="JSON lines from rank 0; - is standard output")
+    parser.add_argument("--log-to", metavar="FILE", default="-", help="JSON lines from rank 0; standard output by default")
     parser.add_argument("--save-to", metavar="FILE", type=Path, help="the trained model's state dict")
     return parser
 

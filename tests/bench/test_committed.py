@@ -65,6 +65,10 @@ def test_tables_of_one_run(program, stem, keys):
     assert saved.keys() == keys, "nothing that it does not write"
 
 
+def test_the_short_table_of_speed():
+    assert (RESULTS / "speed-summary.md").read_text() == speed.page(json.loads((RESULTS / "speed.json").read_text()), True)
+
+
 @pytest.mark.parametrize("stem", ["convnet", "gpt"])
 def test_times_to_quality(stem, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -103,6 +103,25 @@ class TestTwoRanks:
         assert payload[0] == 3 * 867_072 * 8
         assert payload[0] < payload[1] < 1.001 * payload[0]
 
+    def test_what_changes_in_a_script_for_ddp(self, tmp_path: Path) -> None:
+        """A run that is stopped and goes on ends with the same bits."""
+
+        def run(folder: Path, *options: str) -> list[str]:
+            spec = LabSpec(hosts=2, shaping="none", timeout=120)
+            lines: list[str] = []
+            command = [str(EXAMPLES / "00_from_ddp.py"), "--folder", str(folder), *options]
+            result = run_lab(spec, command, on_line=lambda rank, stream, line: lines.append(line))
+            assert result.exit_code == 0, result.traceback
+            return [line for line in lines if line.startswith("epoch")]
+
+        whole = run(tmp_path / "whole", "--epochs", "2")
+        parts = run(tmp_path / "parts", "--epochs", "1") + run(tmp_path / "parts", "--epochs", "2", "--resume")
+        assert whole == parts
+        losses = [float(line.split()[-1]) for line in whole]
+        assert losses[1] < losses[0] < math.log(256)
+        models = [torch.load(tmp_path / folder / "model.pt") for folder in ("whole", "parts")]
+        assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
+
     def test_gossip_by_torchrun(self, fashion: None, tmp_path: Path) -> None:
         log = tmp_path / "log.jsonl"
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(CONVNET), "--method", "gossip"]

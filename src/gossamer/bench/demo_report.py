@@ -67,7 +67,7 @@ class Report:
     def _stood_still(self) -> list[str]:
         waits = {run.title: run.per_step("exposed_seconds") for run in self.runs}
         told = [f"{1e3 * wait:.0f} ms per step with {title}" for title, wait in waits.items() if wait is not None]
-        return [f"The training loop stood still, while others perhaps computed, for {', '.join(told)}."] if told else []
+        return [f"gossamer kept the training loop waiting for {', '.join(told)}."] if told else []
 
     def _trained_with(self) -> list[str]:
         """What differs between the runs beside the communication."""

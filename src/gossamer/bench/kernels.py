@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from gossamer.bench.clock import clock_for, seconds_of
+from gossamer.bench.conditions import busy_machine
 from gossamer.bench.rows import markdown
 from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK
 from gossamer.codecs.kernels import chunk_norms, kernels_for
@@ -150,6 +151,8 @@ def main() -> None:
     parser.add_argument("--no-sparse", action="store_true", help="leave out the slow ones")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    for warning in busy_machine():
+        console.log(warning)
     rows = []
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         console.log(f"{options.mbytes:g} MiB on {device}: {options.rounds} rounds")

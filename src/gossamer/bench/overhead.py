@@ -28,7 +28,7 @@ import gossamer
 from gossamer.algorithms import AllReduce
 from gossamer.bench.absent import AbsentRunner
 from gossamer.bench.clock import clock_for, seconds_of
-from gossamer.bench.conditions import conditions, load
+from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.emulated import MODELS, Emulated
 from gossamer.bench.ratios import ends, require_scipy
 from gossamer.bench.rows import markdown, write_rows
@@ -163,6 +163,8 @@ def main() -> None:
     options = parser.parse_args()
     require_scipy()
     torch.set_num_threads(1)
+    for warning in busy_machine():
+        console.log(warning)
     device, load_before, rows = torch.device(options.device), load(), []
     for size in options.sizes:
         for world in WORLDS:

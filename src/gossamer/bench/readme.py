@@ -8,7 +8,7 @@ from gossamer.errors import ConfigurationError
 
 TABLES = (
     "docs/assets/demo.md",
-    "benchmarks/results/speed.md",
+    "benchmarks/results/speed-summary.md",
     "benchmarks/results/convnet-quality.md",
     "benchmarks/results/gpt-quality.md",
 )

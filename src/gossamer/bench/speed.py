@@ -43,14 +43,25 @@ def steps_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return markdown(("workload", "network", "side", "ms per step", f"time relative to DDP ({spread(rows)})"), lines)
 
 
-def page(saved: dict[str, Any]) -> str:
-    """What ``speed.md`` says of what ``speed.json`` holds."""
+def summary_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: the same in one line per workload and network, slow ones first, without the spread."""
+    sides = list(dict.fromkeys(side for row in rows for side in row["sides"] if not side.startswith("ddp")))
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["workload"], -row["sides"]["ddp"]["step_seconds"])):
+        ratios = [f"{row['sides'][side]['ratio']:.2f}" if side in row["sides"] else "" for side in sides]
+        lines.append([row["workload"], row["rate"], f"{1e3 * row['sides']['ddp']['step_seconds']:.0f}", *ratios])
+    return markdown(("workload", "network", "DDP, ms per step", *(f"`{side}`, times DDP" for side in sides)), lines)
+
+
+def page(saved: dict[str, Any], summary: bool = False) -> str:
+    """What ``speed.md`` says of what ``speed.json`` holds; or ``speed-summary.md``."""
     when = days(saved["steps"])
-    return "\n".join([*steps_table(saved["steps"]), "", saved["machine"] + (f". {when}" if when else "")]) + "\n"
+    table = (summary_table if summary else steps_table)(saved["steps"])
+    return "\n".join([*table, "", saved["machine"] + (f". {when}" if when else "")]) + "\n"
 
 
 def main() -> None:
-    """Measure everything and save ``speed.json`` and ``speed.md``."""
+    """Measure everything and save ``speed.json``, ``speed.md`` and ``speed-summary.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-to", type=Path, default=Path("out/speed"))
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), help="as in gossamer bench, without a latency")
@@ -95,6 +106,7 @@ def save(folder: Path, steps: Sequence[dict[str, Any]]) -> None:
     saved = {"machine": machine, "steps": steps}
     (folder / "speed.json").write_text(json.dumps(saved, indent=1))
     (folder / "speed.md").write_text(page(saved))
+    (folder / "speed-summary.md").write_text(page(saved, summary=True))
     console.log(f"wrote {folder / 'speed.md'} and {folder / 'speed.json'}")
 
 

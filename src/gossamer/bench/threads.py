@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from gossamer.bench.catalogue import find_workload
-from gossamer.bench.conditions import conditions, load
+from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.in_lab import lab_result
 from gossamer.bench.network import parse_network
 from gossamer.bench.paired import warm_up
@@ -138,6 +138,8 @@ def main() -> None:
         return
     try:
         spec, rows = parse_network(options.network).spec(options.hosts, waits=False), []
+        for warning in busy_machine():
+            console.log(warning)
         for workload in options.workloads:
             console.log(f"{workload} on {options.network}: {len(options.sides)} sides, {options.steps} steps of each")
             before = load()

@@ -105,8 +105,8 @@ def train(key: Record, seconds: float, until: float | None, told: Callable[[Reco
 def table(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
     """Markdown: every side beside the first one, over all seeds that have a target."""
     head = (
-        "side", "seeds", "ms per step", "steps to the target", "seconds to the target", "times faster than the first",
-        "of what steps without communication allow",
+        "side", "seeds", "ms per step", "steps to the target", "seconds to the target", "speed-up over the first",
+        "share of the speed-up that is possible without communication",
     )  # fmt: skip
     lines = []
     sides = list(dict.fromkeys(row["side"] for row in rows))

@@ -1,0 +1,49 @@
+"""What README.md and docs show runs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gossamer
+
+ROOT = Path(__file__).parent.parent
+
+
+def snippet(page: str, word: str) -> str:
+    """The only block of a page that has this word."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    (found,) = [block for block in blocks if word in block]
+    return str(found)
+
+
+def test_the_prediction_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(snippet("README.md", "step_time"), "README.md", "exec"), {})
+    exact, gossip = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
+    assert gossip < exact
+
+
+def test_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order that docs/algorithms.md shows."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    replica = gossamer.replicate(model, optimizer, gossamer.Gossip())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    saving, going_on = snippet("docs/algorithms.md", "torch.save").split("# every rank, to go on\n")
+    names: dict[str, Any] = {"gossamer": gossamer, "torch": torch, "rank": 0}
+    exec(compile(saving, "algorithms.md", "exec"), names | {"model": model, "optimizer": optimizer, "replica": replica})
+    other = nn.Linear(3, 2)
+    names |= {
+        "model": other,
+        "optimizer": torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9),
+        "algorithm": gossamer.Gossip(),
+    }
+    exec(compile(going_on, "algorithms.md", "exec"), names)
+    assert names["replica"].step == 1
+    assert all(torch.equal(now, then) for now, then in zip(other.parameters(), kept, strict=True))
