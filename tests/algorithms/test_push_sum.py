@@ -133,7 +133,7 @@ def test_running_statistics_do_not_travel_in_sums(algorithm):
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
         gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm)
 
-    with pytest.raises(ConfigurationError, match="negative: give replicate"):
+    with pytest.raises(ConfigurationError, match="negative: take buffers"):
         gossamer.loopback(body, 2)
 
 
