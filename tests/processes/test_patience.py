@@ -82,6 +82,16 @@ def test_ranks_that_wait_in_different_flows_do_not_wait_for_ever() -> None:
         waiting.wait(ticket(), nothing)
 
 
+def test_where_ranks_may_part_flows_of_one_number_may_differ() -> None:
+    waiting, boards = three()
+    waiting.in_step = False
+    boards[1].wait_in(3, "the end of exchanges that may lag")
+    boards[2].wait_in(3, "the end of exchanges that may lag")
+    made = ticket()
+    later(1.2, made.done.set)
+    assert waiting.wait(made, nothing) is made
+
+
 def test_a_rank_that_goes_on_says_so() -> None:
     store = Shelf()
     waiting, boards = three(store=store)

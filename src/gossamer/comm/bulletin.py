@@ -5,7 +5,6 @@ waited for a second, so it costs nothing while all goes well.
 """
 
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -18,7 +17,6 @@ WARN_AFTER = 10.0
 """Seconds after which a late peer is named in a warning."""
 
 _EXIT = "gossamer/exit"
-_NUMBER = re.compile(r"\d+")
 
 
 class StoreLostError(ConnectionError):
@@ -135,10 +133,9 @@ class Bulletin:
         return [r for r, at in waits.items() if at is None] or [r for r, at in waits.items() if at and at[0] < sequence]
 
     def elsewhere(self, sequence: int, label: str) -> dict[int, str]:
-        """The ranks that wait in another flow of the same number, and what that is called. Numbers in a name do not matter:
-        where exchanges may lag, ranks are at different steps."""
+        """The ranks that wait in another flow of the same number, and what that is called, where they have said it."""
         same_number = {rank: at[1] for rank, at in self._waits().items() if at and at[0] == sequence}
-        return {rank: other for rank, other in same_number.items() if _NUMBER.sub("", other) != _NUMBER.sub("", label)}
+        return {rank: other for rank, other in same_number.items() if other and other != label}
 
     def _waits(self) -> dict[int, tuple[int, str] | None]:
         """Where the others wait."""

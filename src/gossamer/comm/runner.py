@@ -166,6 +166,9 @@ class Runner(ABC):
         ``devices``: where the tensors lie that are going to be exchanged, if not on the host.
         """
 
+    def let_ranks_part(self) -> None:  # noqa: B027  (most know of no other rank's flows)
+        """From now on ranks may be at different steps: flows of one number need not be the same one."""
+
     def note_writer(self) -> None:  # noqa: B027  (without streams there is one order)
         """On a device: the current stream has written into what is going to be submitted, perhaps from another stream."""
 

@@ -180,6 +180,9 @@ class TorchRunner(Runner):
             issued.follow(ticket.event, self._port.asked())
         return ticket
 
+    def let_ranks_part(self) -> None:
+        self._patience.in_step = False
+
     def note_writer(self) -> None:
         if self._device is not None:
             self._device.note_writer()

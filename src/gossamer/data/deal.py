@@ -36,7 +36,7 @@ def dealt(runner: Runner, rows: Tensor, sizes: list[int], name: str) -> Tensor:
         message = rows.new_zeros(largest, rows.shape[1])
         message[: len(hands[hop])] = hands[hop]
         flow = partial(permute, message, shift(hop, world))
-        came = runner.run(flow, f"the samples dealt to rank {(rank - hop) % world}", lane_for(message))
+        came = runner.run(flow, f"the samples dealt out in round {hop}", lane_for(message))
         held.append(came[: hand_sizes(sizes[(rank + hop) % world], world)[hop]])
     mine = torch.cat(held)
     return mine[drawn(len(mine), f"{name}/held by {rank}")]

@@ -36,6 +36,8 @@ class WeightSyncs:
         statistics: Statistics,
     ) -> None:
         self._runner, self._algorithm, self._model, self._optimizers = runner, algorithm, model, optimizers
+        if algorithm.may_lag:
+            runner.let_ranks_part()
         self._all: list[WeightSync] = []
         of_weights = algorithm.part("weights")
         self._buffers_travel = False
