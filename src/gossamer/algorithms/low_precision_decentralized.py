@@ -9,6 +9,7 @@ from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Meeting, add_difference
 from gossamer.algorithms.lossy import check_codec, leave_out
 from gossamer.buckets import Bucket
+from gossamer.checks import is_number
 from gossamer.codecs.base import Codec
 from gossamer.codecs.contraction import contraction
 from gossamer.codecs.quantize import Quantize
@@ -54,9 +55,7 @@ class LowPrecisionDecentralized(Meeting):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_codec(self.codec)
-        if self.rate is not None and (
-            isinstance(self.rate, bool) or not isinstance(self.rate, int | float) or not 0 < self.rate <= 1
-        ):
+        if self.rate is not None and not (is_number(self.rate) and 0 < self.rate <= 1):
             raise ConfigurationError(f"rate must be a number above 0 and at most 1, or None; got {self.rate!r}")
         if contraction(self.codec) <= 0:
             raise ConfigurationError(f"{self.codec!r} brings no replica closer to what it stands for: take one with less loss")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.checks import is_whole
+from gossamer.checks import is_number, is_whole
 from gossamer.codecs.base import Codec
 from gossamer.codecs.kernels import chunk_norms
 from gossamer.codecs.kernels.layout import MASK, Keys, keys, signed
@@ -33,7 +33,7 @@ def aligned(payload: Tensor) -> Tensor:
 
 def check_density(density: object) -> None:
     """Raise ConfigurationError unless it is a share that can be sent."""
-    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+    if not (is_number(density) and 0 < density <= 1):
         raise ConfigurationError(f"density must be above 0 and at most 1 (the share that is sent); got {density!r}")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from gossamer.checks import is_number
 from gossamer.comm import bulletin
 from gossamer.comm.bulletin import Bulletin, StoreSilentError, names
 from gossamer.comm.runner import Ticket
@@ -157,7 +158,7 @@ def seconds_of(timeout: float | timedelta | None, group_timeout: timedelta) -> f
     if timeout is None:
         return group_timeout.total_seconds()
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+    if not (is_number(seconds) and 0 < seconds < math.inf):
         raise ConfigurationError(f"timeout must be a positive number of seconds, or a timedelta; got {timeout!r}")
     return float(seconds)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from gossamer.checks import is_whole
+from gossamer.checks import is_number, is_whole
 from gossamer.errors import ConfigurationError
 from gossamer.lab.rates import Rate, parse_duration, parse_rate
 
@@ -43,7 +43,7 @@ class LabSpec:
         _whole("procs_per_host", self.procs_per_host, 1, 1024)
         _one_of("shaping", self.shaping, get_args(Shaping))
         _one_of("slow_by", self.slow_by, get_args(Slowing))
-        if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
+        if self.timeout is not None and not (is_number(self.timeout) and 0 < self.timeout < math.inf):
             raise ConfigurationError(f"timeout is {self.timeout!r}: it must be a positive number of seconds")
         for host, factor in self.slow.items():
             self._check_slow(host, factor)
@@ -83,16 +83,12 @@ class LabSpec:
 
     def _check_slow(self, host: int, factor: float) -> None:
         self._check_host("slow", host)
-        if not (_is_number(factor) and 1 <= factor <= 100):
+        if not (is_number(factor) and 1 <= factor <= 100):
             raise ConfigurationError(f"host {host} is slowed by {factor!r}: the factor must be a number from 1 to 100")
 
     def _check_host(self, name: str, host: int) -> None:
         if host not in range(self.hosts):
             raise ConfigurationError(f"{name} names host {host}: hosts are 0 to {self.hosts - 1}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _listed(rates: Any) -> list[str]:
