@@ -25,6 +25,7 @@ Note, who owns what, until when (cited by the modules that depend on it):
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -86,11 +87,16 @@ class PromptTicket(Ticket[T]):
     def wait(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
         while not self._left and not self.done.is_set():
-            handle = self._begun.handle
-            if self._port.patient(handle) and not self._port.arrives(handle, max(0.0, end - time.monotonic())):
+            if self._port.patient(self._begun.handle) and not self._arrives(max(0.0, end - time.monotonic())):
                 return False
             self._go_on()
         return self.done.wait(max(0.0, end - time.monotonic()))
+
+    def _arrives(self, seconds: float) -> bool:
+        begin = time.perf_counter()
+        arrived: bool = self._port.arrives(self._begun.handle, seconds)
+        self._meter.busy_seconds += time.perf_counter() - begin
+        return arrived
 
     @property
     def failed(self) -> bool:
@@ -142,6 +148,9 @@ class ThreadLanes:
         ]
         for thread in self._threads:
             thread.start()
+        # A runner that is dropped without being closed leaves no threads behind. (A process that ends ends them anyway.)
+        self._end = weakref.finalize(self, _end, self._queues)
+        self._end.atexit = False
 
     def submit(self, ticket: Ticket[T], make_flow: Callable[[], Flow[T]], lane: int) -> None:
         """Queue a flow on ``lane``."""
@@ -170,8 +179,7 @@ class ThreadLanes:
 
     def close(self) -> None:
         """End the threads once their queues are empty."""
-        for jobs in self._queues:
-            jobs.put(None)
+        self._end()
 
     def _carry_out(self, ticket: Ticket[T], make_flow: Callable[[], Flow[T]], port: Any, meter: Meter, stream: Any) -> None:
         if self.error is not None:
@@ -194,6 +202,11 @@ class ThreadLanes:
         while (job := jobs.get()) is not None:
             job()
             del job  # the closure holds tensors; do not keep them while waiting for the next
+
+
+def _end(queues: "list[queue.SimpleQueue[_Job | None]]") -> None:
+    for jobs in queues:
+        jobs.put(None)
 
 
 class StreamLanes:

@@ -17,10 +17,11 @@ from gossamer.checks import hint_at_class
 from gossamer.codecs.kernels import compiler_for
 from gossamer.comm.connect import connect
 from gossamer.comm.runner import Runner
-from gossamer.errors import ConfigurationError, GossamerError
+from gossamer.errors import ConfigurationError
 from gossamer.optim.communicating import Communicating
 from gossamer.replica import Replica
 from gossamer.sync.agreement import agree, checksum, same_from_rank
+from gossamer.sync.backward import in_words
 from gossamer.sync.checks import check_held, check_model, check_optimizers, held_by, named_parameters, release
 from gossamer.sync.exact import copies_from_rank
 from gossamer.sync.module_buffers import Buffers, averaged, check_buffers, named_buffers, resolve_buffers
@@ -91,8 +92,7 @@ def replicate(
         _start_equal(runner, model, optimizers)
         replica = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward)
     except BaseException as error:
-        if isinstance(error, GossamerError):
-            runner.alarm(str(error))
+        runner.alarm(in_words(runner.rank, error))
         runner.close(graceful=False)
         raise
     if runner.rank == 0:

@@ -1,5 +1,7 @@
 """The vocabulary: what an operation costs, what it says, and that drivers know nothing else."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from gossamer.comm.flow import drive
 from gossamer.comm.ops import Traffic, all_gather, all_reduce, all_to_all, broadcast, decide, permute
 from gossamer.comm.runner import LocalPort, Meter, solo_runner
 from gossamer.comm.topology import Permutation, shift
+from gossamer.errors import ConfigurationError
 
 worlds = st.integers(2, 200)
 
@@ -75,7 +78,26 @@ def test_alone_an_operation_costs_nothing_and_gives_itself(op: ops.Op) -> None:
     result = runner.run(lambda: ops.perform(op), "alone")
     assert torch.equal(result.reshape(before.shape), before)
     assert result.shape == (ops.result_like(op, 1).shape)
+    in_place = isinstance(op, ops.AllReduce | ops.Broadcast)
+    assert (result.data_ptr() == op.tensor.data_ptr()) is in_place, "whoever writes into what it sent would write into this"
     assert runner.meters()[0].bytes == 0
+
+
+def test_alone_a_message_arrives_where_it_should() -> None:
+    into = torch.zeros(3)
+    assert solo_runner().run(lambda: permute(torch.ones(3), shift(1, 1), into), "alone") is into
+    assert torch.equal(into, torch.ones(3))
+
+
+@pytest.mark.parametrize("make", [ops.AllReduce, ops.AllToAll, ops.AllGather, lambda x: ops.Permute(x, shift(1, 2))])
+def test_what_lies_between_other_numbers_is_refused(make: Callable[[torch.Tensor], ops.Op]) -> None:
+    """Gloo would sum those beside it."""
+    matrix = torch.zeros(4, 6)
+    for apart in (matrix[:, ::2], matrix.t(), matrix[:, :3]):
+        with pytest.raises(ConfigurationError, match=r"\(float32\[\d, \d\].*\): the tensor is not contiguous"):
+            make(apart)
+    for together in (matrix[1:3], matrix[:0], torch.zeros(1, 3).t(), torch.zeros(())):
+        make(together)
 
 
 def test_a_rank_that_is_its_own_partner_sends_nothing() -> None:

@@ -1,5 +1,7 @@
 """Outbox: in which order messages are posted, and how many are under way."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -102,7 +104,43 @@ def test_after_an_error_nothing_more_is_posted_and_nobody_waits() -> None:
             broken.wait()
     others[0].wait()
     for message in others[1:]:
-        with pytest.raises(CommunicationError, match="before this one has failed"):
+        with pytest.raises(RuntimeError, match="connection closed"):
             message.wait()
     assert wire.posted == [1]
     assert wire.waits == [0, 1], "what is done is not waited for again"
+
+
+def test_who_waits_behind_an_interrupted_wait_is_not_interrupted() -> None:
+    class Interrupted:
+        def wait(self) -> None:
+            raise KeyboardInterrupt
+
+    wire, outbox = Wire(), Outbox()
+    (broken,) = outbox.put([(lambda: [Interrupted()], 1)])
+    others = outbox.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in range(3))
+    with pytest.raises(KeyboardInterrupt):
+        broken.wait()
+    with pytest.raises(CommunicationError, match="before this one has failed"):
+        others[1].wait()
+
+
+def test_a_message_that_another_thread_is_posting_is_waited_for() -> None:
+    """The main thread posts everything before a collective, while a lane waits for an operation in rounds."""
+    wire, outbox, posting, go_on = Wire(), Outbox(), threading.Event(), threading.Event()
+
+    def slowly() -> list[Any]:
+        posting.set()
+        assert go_on.wait(10)
+        return wire.post(2, AT_ONCE)
+
+    *_, last = outbox.put([(partial(wire.post, 0, AT_ONCE), AT_ONCE), (partial(wire.post, 1, 1), 1), (slowly, 1)])
+    with ThreadPoolExecutor(2) as threads:
+        emptied = threads.submit(outbox.empty)
+        assert posting.wait(10)
+        waited = threads.submit(last.wait)
+        wait([waited], timeout=0.1)
+        go_on.set()
+        for each in (emptied, waited):
+            each.result(10)
+    assert wire.posted == [0, 1, 2]
+    assert wire.waits == [2]

@@ -118,4 +118,4 @@ def test_streams_are_refused_where_the_runner_would_have_to_shape_them() -> None
     runner = TorchRunner.__new__(TorchRunner)
     runner.rank, runner._shaper = 3, Shaper(latency=0.005)
     with pytest.raises(ConfigurationError, match=r"rank 3: .* cannot on NCCL.* by Gloo .*--shaping namespaces"):
-        runner._open_streams(timedelta(seconds=1), FakeDevice(), "gossamer.replicate()")
+        runner._open_streams(FakeDevice(), "gossamer.replicate()")

@@ -2,13 +2,14 @@
 
 import gc
 import threading
+import time
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gossamer.comm.ops import Flow
+from gossamer.comm.ops import Flow, all_reduce
 from gossamer.comm.runner import LocalPort, Meter, Ticket
 from gossamer.lanes import PromptTicket, ThreadLanes
 
@@ -37,6 +38,41 @@ def test_the_result_of_the_last_flow_lives_no_longer_than_its_ticket() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_lanes_that_nobody_closes_end_when_nobody_has_them() -> None:
+    meters = [Meter(), Meter()]
+    lanes = ThreadLanes([Port(meter) for meter in meters], meters)
+    ticket: Ticket[Tensor] = Ticket(0, "the only one")
+    lanes.submit(ticket, result, 0)
+    assert ticket.wait(5)
+    threads = lanes._threads
+    del lanes
+    for thread in threads:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_the_time_in_which_the_main_thread_waits_for_a_prompt_flow_is_the_flows() -> None:
+    """Else what lanes do beside waiting would seem to take less than nothing."""
+    meter = Meter()
+
+    class Slow(Port):
+        def patient(self, handle: Any) -> bool:
+            return True
+
+        def arrives(self, handle: Any, seconds: float) -> bool:
+            time.sleep(0.05)
+            meter.wire_seconds += 0.05
+            return True
+
+    def flow() -> Flow[Tensor]:
+        return (yield from all_reduce(torch.ones(5)))
+
+    ticket = PromptTicket[Tensor](0, "the only one")
+    ticket.begin(flow, Slow(meter), meter)
+    assert ticket.wait(5)
+    assert meter.busy_seconds >= meter.wire_seconds == 0.05
 
 
 def test_a_flow_is_carried_on_by_one_lane_however_often_it_is_handed_over() -> None:

@@ -69,6 +69,14 @@ def test_one_tensor_and_a_dict_and_a_list_of_items() -> None:
         assert same(table.layout.unpack(table.rows), expected)
 
 
+def test_a_tuple_of_samples_is_a_dataset_of_items() -> None:
+    pairs = ((torch.zeros(2), 1), (torch.ones(2), 2), (torch.ones(2), 3))
+    table = load(pairs, [1, 2])
+    assert count(pairs) == 3
+    assert same(table.layout.unpack(table.rows), (torch.ones(2, 2), torch.tensor([2, 3])))
+    assert count((torch.tensor(1), 2, 3)) == 3, "numbers, one of them in a tensor"
+
+
 def test_arrays_of_any_layout(tmp_path: Path) -> None:
     """Backwards, every other row, of a file that may only be read; what is not chosen stays there."""
     x = np.arange(24, dtype=np.float32).reshape(8, 3)
@@ -113,6 +121,8 @@ def test_what_cannot_be_stacked_is_refused(dataset: Any, said: str) -> None:
         ((torch.zeros(2), torch.zeros(3)), r"differ in length: \[2, 3\]"),
         (iter([1]), "len"),
         ({"a": 1}, "got dict"),
+        ((torch.zeros(3, 2), [1, 2, 3]), "part 1 of the dataset is a list, beside tensors or arrays"),
+        ({"x": np.zeros(3), "y": range(3)}, "part 'y' of the dataset is a range"),
     ],
 )
 def test_what_has_no_length_is_refused(dataset: Any, said: str) -> None:

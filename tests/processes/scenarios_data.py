@@ -1,5 +1,6 @@
 """Scenarios: samples that travel between real processes."""
 
+import time
 from typing import Any
 
 import torch
@@ -60,6 +61,13 @@ def differing(here: Here) -> None:
 def empty(here: Here) -> None:
     """Rank 2 has no data."""
     RingShuffle(torch.zeros(0 if here.rank == 2 else 8), 4, timeout=30.0)
+
+
+def late(here: Here) -> None:
+    """Rank 2 comes when the others have given up."""
+    if here.rank == 2:
+        time.sleep(4.0)
+    RingShuffle(share(here.rank, 8), 4, timeout=2.0)
 
 
 def failing(here: Here) -> None:

@@ -172,6 +172,24 @@ def wrapped_in_fsdp1(here: Here) -> dict[str, Any]:
     return start(here, odd={"model": lambda: FullyShardedDataParallel(mlp(), device_id=device)}, rank=None)
 
 
+def error_of_another_kind_in_replicate(here: Here) -> dict[str, Any]:
+    """Rank 1 has no room for the buckets, or the like: no error of gossamer's."""
+    if here.rank != 1:
+        return told(lambda: begin(here))
+    hook = gossamer.Replica._hook
+    gossamer.Replica._hook = out_of_memory  # type: ignore[method-assign, assignment]
+    try:
+        return told(lambda: begin(here))
+    except MemoryError:
+        return told(lambda: None)
+    finally:
+        gossamer.Replica._hook = hook  # type: ignore[method-assign]
+
+
+def out_of_memory(replica: gossamer.Replica) -> None:
+    raise MemoryError("on purpose")
+
+
 def replicated_twice(here: Here) -> dict[str, Any]:
     model, optimizer, _ = begin(here)
     return told(lambda: here.replicate(model, optimizer))

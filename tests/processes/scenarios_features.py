@@ -1,6 +1,7 @@
 """Scenarios: every way in which a training loop may be written, against DDP where DDP can do it. Three ranks."""
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from gossamer import AllReduce, DDPHook, Gossip, Hierarchical, ScatterReduce, af
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
 from gossamer.codecs import Codec, Quantize, Sign
+from gossamer.comm.connect import connect
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.state import State
 from processes.expect import raises
@@ -589,10 +591,10 @@ def non_finite_gradients_and_state(here: Here) -> None:
         for step, batch in enumerate(steps(run, 3)):
             loss = loss_of(run, batch)
             (loss * float("nan") if here.rank == 1 and step == 1 else loss).backward()
-            kept = run.replica.state_dict()[f"rank{here.rank}"]["residual"]
-            seen.append(torch.cat([tensor.reshape(-1) for tensor in kept.values()]))
             if step != 1:
                 run.optimizers[0].step()
+            kept = run.replica.state_dict()[f"rank{here.rank}"]["residual"]
+            seen.append(torch.cat([tensor.reshape(-1) for tensor in kept.values()]))
         assert all(tensor.isfinite().all() for tensor in seen)
         assert torch.equal(seen[0], seen[1])
         assert not torch.equal(seen[1], seen[2])
@@ -837,6 +839,10 @@ def metrics(here: Here) -> dict[str, float]:
     for part in ("wire_seconds", "local_seconds", "exposed_seconds"):
         assert 0 < parts[part] < passed * (1 if part == "exposed_seconds" else 3), (part, parts)  # of three lanes
     assert parts["residual_norm"] > 0
+    here.close()
+    prompt = under_gossamer(here, with_adamw(mlp), AllReduce(gather_below=0))
+    plain(prompt)
+    assert prompt.replica.metrics()["local_seconds"] > 0, "its waits are cut short by the main thread, again and again"
     return found
 
 
@@ -860,6 +866,28 @@ def closing_and_replicating_again(here: Here) -> int:
         tasks.append(len(os.listdir("/proc/self/task")))
     assert tasks[-1] <= tasks[1] + 3, tasks
     return tasks[-1]
+
+
+def runners_that_are_dropped_leave_no_threads_behind(here: Here) -> None:
+    """As that of a shuffle which nobody has closed."""
+    import gc
+
+    def lanes() -> int:
+        return sum(thread.name.startswith("gossamer-lane") for thread in threading.enumerate())
+
+    def use_once() -> None:
+        runner = connect()
+        runner.agree_on_opening()
+        runner.run(lambda: all_reduce(torch.ones(3)), "an exchange")
+
+    before = lanes()
+    use_once()
+    here.gathered(torch.zeros(1))  # until all are there, nobody's connections end
+    gc.collect()
+    end = time.monotonic() + 10
+    while lanes() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert lanes() <= before, threading.enumerate()
 
 
 def all_lanes_share_two_network_threads(here: Here) -> None:

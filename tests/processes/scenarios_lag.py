@@ -12,6 +12,7 @@ import gossamer
 from gossamer import DecentralizedSGD, Gossip, GossipGraD, LowPrecisionDecentralized, PushSum, QuantizedGossip
 from gossamer.algorithms.base import Algorithm
 from gossamer.codecs import Quantize
+from gossamer.comm import torch_groups
 from gossamer.comm.digraph import RandomPush
 from gossamer.data import RingShuffle
 from processes.expect import raises
@@ -125,6 +126,24 @@ def closing_loses_nothing(here: Here) -> None:
     moved = before - sum(map(float, here.gathered(torch.tensor([mean_of(model)], dtype=torch.float64)))) / here.world
     expected = 12 * UPDATE * (here.world + 1) / 2
     assert abs(moved - expected) < 1e-3 * expected, (moved, expected)
+
+
+def a_rank_may_end_long_before_the_others(here: Here) -> int:
+    """It answers the others meanwhile, for longer than one wait on the network would last without that."""
+    spare, torch_groups._SPARE = torch_groups._SPARE, 1.0 - 30.0  # to the timeout, where connections cannot be cut
+    try:
+        model = model_of(here.rank)
+        optimizer = SGD(model.parameters(), lr=1.0)
+        replica = here.replicate(model, optimizer, Gossip(lag=2))
+    finally:
+        torch_groups._SPARE = spare
+    for _ in range(2 if here.rank == 0 else 25):
+        optimizer.zero_grad()
+        model[0].weight.sum().backward()
+        time.sleep(0.1)
+        optimizer.step()
+    replica.close()
+    return replica._weights[0].exchanges
 
 
 def other_waits_need_to_catch_up_first(here: Here) -> None:

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,24 +18,28 @@ class Shelf:
     """A store in this process."""
 
     def __init__(self) -> None:
-        self.values: dict[str, str] = {}
+        self.posted: dict[str, str] = {}
         self.calls = 0
         self._lock = threading.Lock()
 
     def set(self, key: str, value: str) -> None:
-        self.values[key] = value
+        self.posted[key] = value
 
     def get(self, key: str) -> str:
-        return self.values[key]
+        return self.posted[key]
+
+    def values(self, keys: Sequence[str]) -> list[str]:
+        self.calls += 1
+        return [self.posted.get(key, "") for key in keys]
 
     def has(self, key: str) -> bool:
         self.calls += 1
-        return key in self.values
+        return key in self.posted
 
     def add(self, key: str, amount: int) -> int:
         with self._lock:
-            self.values[key] = str(int(self.values.get(key, "0")) + amount)
-            return int(self.values[key])
+            self.posted[key] = str(int(self.posted.get(key, "0")) + amount)
+            return int(self.posted[key])
 
 
 class Gone(Shelf):
@@ -44,7 +48,7 @@ class Gone(Shelf):
     def _ask(self, *arguments: Any) -> Any:
         raise StoreLostError("gone")
 
-    has = set = get = add = _ask  # type: ignore[assignment]
+    has = set = get = add = values = _ask  # type: ignore[assignment]
 
 
 def boards(world: int, store: Any = None) -> list[Bulletin]:
@@ -68,6 +72,22 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
 def test_names() -> None:
     assert names([2]) == "rank 2"
     assert names({3, 1, 2}) == "ranks 1, 2, 3"
+
+
+def test_many_ranks_are_asked_after_in_one_call() -> None:
+    """All ranks look at the same time, mostly: one by one, their questions would keep the store busy for seconds."""
+    store = Shelf()
+    board = boards(200, store)
+    board[5].leave(9)
+    for look in (
+        lambda: board[3].check(5, "an exchange"),
+        lambda: board[3].late(5),
+        lambda: board[3].elsewhere(5, "an exchange"),
+        lambda: board[3].roll_call(0.15),
+    ):
+        store.calls = 0
+        look()
+        assert store.calls <= 4
 
 
 def test_nothing_posted_costs_one_look() -> None:
@@ -115,6 +135,18 @@ def test_who_is_late() -> None:
     assert board[0].late(7) == [2]
     board[2].wait_in(8)
     assert board[0].late(7) == []
+
+
+def test_of_two_threads_that_wait_the_one_in_the_earlier_flow_counts() -> None:
+    """On a device one watches what was issued while the main thread waits for something else."""
+    board = boards(3)
+    board[2].wait_in(9)
+    board[1].wait_in(9)
+    in_threads(lambda: board[1].wait_in(4, "a bucket"))
+    assert board[0].late(9) == [1]
+    board[1].wait_in(None)
+    assert board[0].elsewhere(4, "") == {1: "a bucket"}
+    assert board[0].late(4) == [], "it still waits"
 
 
 def test_who_waits_in_something_else() -> None:

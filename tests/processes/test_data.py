@@ -8,7 +8,7 @@ from processes.harness import Process, launch, require
 from processes.scenarios_data import wander
 
 WORLD = 3
-SCENARIOS = ["wandering", "training", "differing", "empty", "failing", "leaving"]
+SCENARIOS = ["wandering", "training", "differing", "empty", "late", "failing", "leaving"]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,10 @@ def test_every_rank_hears_of_samples_that_differ(processes: list[Process]) -> No
 
 def test_every_rank_hears_of_an_empty_share(processes: list[Process]) -> None:
     assert all("rank 2 holds no sample" in error for error in errors(processes, "empty"))
+
+
+def test_who_comes_too_late_is_told_what_for(processes: list[Process]) -> None:
+    assert all("gossamer.data.RingShuffle(): rank 2 not there after 2 s" in error for error in errors(processes, "late"))
 
 
 def test_a_failure_of_one_rank_ends_the_others_soon(processes: list[Process]) -> None:

@@ -40,6 +40,7 @@ EXPECTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "optimizer_with_some_parameters": (C, E, ("the optimizer does not hold", "'2.weight'")),
     "wrapped_in_ddp": (C, C, ("DistributedDataParallel", "wrapped.module")),
     "wrapped_in_fsdp1": (C, C, ("FSDP1",)),
+    "error_of_another_kind_in_replicate": ("nothing", E, ("rank 1: MemoryError: on purpose",)),
     "replicated_twice": (C, C, ("replicate() was called twice", "'0.weight'")),
     "late_at_the_start": (E, T, ("replicate()", "rank 2")),
     "parameter_added_on_one_rank": (U, E, ("'extra'", "after replicate()")),

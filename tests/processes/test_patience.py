@@ -4,13 +4,14 @@ import logging
 import re
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from gossamer.comm import bulletin, patience
 from gossamer.comm.bulletin import Bulletin, StoreSilentError
-from gossamer.comm.patience import Patience, first_line, is_connection_error
+from gossamer.comm.patience import Opening, Patience, first_line, is_connection_error
 from gossamer.comm.runner import Ticket
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, PeerLeftError, UsageError
 from processes.test_bulletin import Gone, Shelf
@@ -82,6 +83,20 @@ def test_ranks_that_wait_in_different_flows_do_not_wait_for_ever() -> None:
         waiting.wait(ticket(), nothing)
 
 
+def test_process_groups_of_other_ranks_may_be_opened_at_the_same_time(caplog: pytest.LogCaptureFixture) -> None:
+    """One rank is late for one of them: that is no reason to end."""
+    waiting, boards = three()
+    first, second = (Opening[Any](3, f"gossamer.replicate(): NCCL among ranks {members}") for members in ([0, 3], [1, 2]))
+    made = ticket()
+    for rank, waited_for in ((1, second), (2, made)):
+        threading.Thread(target=Patience(boards[rank], rank, 5.0).wait, args=(waited_for, nothing), daemon=True).start()
+    for each in (first, second, made):
+        later(1.0, each.done.set)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        assert waiting.wait(first, nothing) is first
+    assert "every rank waits" in caplog.text
+
+
 def test_where_ranks_may_part_flows_of_one_number_may_differ() -> None:
     waiting, boards = three()
     waiting.in_step = False
@@ -109,7 +124,7 @@ def test_a_rank_that_got_on_in_between_goes_on_all_the_same() -> None:
     made, got_on = ticket(), []
 
     def meanwhile() -> bool:
-        if not store.values or got_on:
+        if not store.posted or got_on:
             return False
         got_on.append(True)
         made.done.set()
@@ -144,7 +159,7 @@ def test_a_short_wait_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     later(0.02, made.done.set)
     waiting.wait(made, nothing)
     assert not store.calls
-    assert not store.values
+    assert not store.posted
 
 
 def test_alarms_and_departures_end_the_wait() -> None:
@@ -189,6 +204,15 @@ def test_a_lost_store_ends_the_wait() -> None:
     waiting, _ = three(store=Gone())
     with pytest.raises(CommunicationError, match=r"all_reduce.* the key-value store is lost: gone"):
         waiting.wait(ticket(), nothing)
+
+
+def test_a_store_of_somebody_else_is_not_needed(caplog: pytest.LogCaptureFixture) -> None:
+    """Its host may end hours before this group does; only nobody can be asked then."""
+    boards = [Bulletin(Gone(), range(1, 3), rank, "test") for rank in range(2)]
+    waiting = Patience(boards[0], 0, 0.6, store_is_vital=False)
+    with caplog.at_level(logging.WARNING), pytest.raises(CommunicationTimeout, match="nobody can be asked who is late: gone"):
+        waiting.wait(ticket(), nothing)
+    assert "(nobody can be asked who is late: gone)" in caplog.text
 
 
 def test_ctrl_c_ends_the_wait() -> None:
@@ -244,6 +268,9 @@ class Silent(Shelf):
 
     def has(self, key: str) -> bool:
         raise StoreSilentError("the process of rank 0 has not answered for 10 s")
+
+    def values(self, keys: Sequence[str]) -> list[str]:
+        return [str(self.has(key)) for key in keys]
 
     def set(self, key: str, value: str) -> None:
         raise StoreSilentError("the process of rank 0 has not answered for 10 s")

@@ -3,9 +3,11 @@
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -70,8 +72,6 @@ def test_a_lost_store_is_noticed_without_a_word(
 
 
 def test_a_store_that_waits_in_another_thread_does_not_stop_this_one(host: tuple[subprocess.Popen[str], int]) -> None:
-    import threading
-
     origin = connect(host[1])
     waiting = threading.Thread(target=lambda: origin.wait(["never before"], timedelta(seconds=15)), daemon=True)
     store = QuietStore(origin)
@@ -118,6 +118,30 @@ def test_other_stores_work_too(tmp_path: object) -> None:
         assert (store.get("key"), store.has("other"), store.add("n", 3)) == ("value", False, 3)
 
 
+def test_several_values_are_read_at_once(tmp_path: object, host: tuple[subprocess.Popen[str], int]) -> None:
+    for origin in (connect(host[1]), dist.HashStore(), dist.FileStore(f"{tmp_path}/store", 1)):  # type: ignore[attr-defined]
+        store = QuietStore(origin)
+        store.set("a", "1")
+        store.set("b", "")
+        assert store.values(["a", "b"]) == ["1", ""]
+        assert store.values(["c", "b", "a"]) == ["", "", "1"]
+
+
+def test_the_thread_that_asks_ends_with_its_store() -> None:
+    def asking() -> int:
+        return sum(thread.name == "gossamer-store" for thread in threading.enumerate())
+
+    before = asking()
+    store = QuietStore(dist.HashStore())  # type: ignore[attr-defined]
+    store.set("key", "value")
+    assert asking() == before + 1
+    del store
+    end = time.monotonic() + 10
+    while asking() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert asking() == before
+
+
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket, int]]:
     """Two connected sockets, and the port of the second one's listener."""
@@ -139,6 +163,20 @@ def test_connections_are_found_and_cut(pair: tuple[socket.socket, socket.socket,
     assert other.recv(10) == b""
     assert one.recv(100) == b"something to read"
     assert one.recv(100) == b""
+
+
+def test_those_with_a_limit_of_ones_own_are_told_from_others(pair: tuple[socket.socket, socket.socket, int]) -> None:
+    one, other, port = pair
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 1234, 0))
+    found = [connection for connection in sockets.connections() if connection.descriptor in (one.fileno(), other.fileno())]
+    assert len(found) == 2
+    assert [connection.port for connection in sockets.with_limit(1234, found)] == [port]
+
+
+def test_what_is_no_tcp_is_no_connection() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        datagrams.connect(("127.0.0.1", 9))
+        assert datagrams.fileno() not in [connection.descriptor for connection in sockets.connections()]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="TCP tells nobody else")

@@ -3,6 +3,7 @@
 import logging
 import re
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -37,10 +38,17 @@ def issued(event: FakeEvent, number: int = 3) -> Issued:
     return made
 
 
-def watch(timeout: float) -> tuple[Watch, list[Bulletin], list[GossamerError]]:
+class Failed(list[GossamerError]):
+    """What a runner was told."""
+
+    def tell(self, error: GossamerError) -> None:
+        self.append(error)
+
+
+def watch(timeout: float) -> tuple[Watch, list[Bulletin], Failed]:
     boards = [Bulletin(store, range(3), rank, "test") for store in [Shelf()] for rank in range(3)]
-    failed: list[GossamerError] = []
-    return Watch(Patience(boards[0], 0, timeout), FakeDevice(), failed.append), boards, failed
+    failed = Failed()
+    return Watch(Patience(boards[0], 0, timeout), FakeDevice(), failed.tell), boards, failed
 
 
 def until(holds: Any) -> bool:
@@ -121,6 +129,17 @@ def test_its_end_is_a_failure_else() -> None:
     watching.close()
     assert watching.ends(5.0)
     assert isinstance(failed[0], CommunicationTimeout)
+
+
+def test_who_lets_go_of_it_leaves_no_thread_behind() -> None:
+    """A runner that nobody closes is collected, with its communicators, although its watch waits for more to do."""
+    watching, _, failed = watch(timeout=60.0)
+    watching.add(issued(FakeEvent({})))
+    ended, owner = watching._ended, weakref.ref(failed)
+    del failed
+    assert owner() is None
+    del watching
+    assert ended.wait(5.0)
 
 
 class Group:

@@ -10,7 +10,9 @@ import gossamer
 from gossamer import AllReduce, Gossip, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.codecs import Quantize
+from gossamer.comm.runner import Meter, solo_runner
 from gossamer.optim import OneBitAdam
+from gossamer.sync.statistics import Statistics
 
 
 def metrics(algorithm: Algorithm, world: int = 4, steps: int = 3) -> dict[str, float]:
@@ -33,6 +35,14 @@ def metrics(algorithm: Algorithm, world: int = 4, steps: int = 3) -> dict[str, f
     exact = steps * 2 * (world - 1) / world * 4 * 512 * 256
     assert found["compression_ratio"] == pytest.approx(exact / found["bytes_sent"], rel=1e-4)
     return found | {"while_training": exact / sent}
+
+
+def test_a_lane_that_waits_takes_nothing_from_what_others_have_computed() -> None:
+    """It has counted its wait already, and the time of its flow not yet."""
+    runner = solo_runner()
+    runner.meters = lambda: [Meter(wire_seconds=1.0, busy_seconds=3.0), Meter(wire_seconds=5.0)]  # type: ignore[method-assign]
+    found = Statistics(runner).read(0, 0, [])
+    assert (found["wire_seconds"], found["local_seconds"]) == (6.0, 2.0)
 
 
 @pytest.mark.parametrize(("algorithm", "ratio"), [(AllReduce(), 1), (AllReduce(wire="bf16"), 2), (ScatterReduce(), 3.9)])

@@ -5,6 +5,7 @@ waited for a second, so it costs nothing while all goes well.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -36,6 +37,9 @@ class Store(Protocol):
     def get(self, key: str) -> str:
         """Read a value that is there."""
 
+    def values(self, keys: Sequence[str]) -> list[str]:
+        """Read several values, empty where there is none."""
+
     def has(self, key: str) -> bool:
         """Whether there is a value."""
 
@@ -65,6 +69,8 @@ class Bulletin:
 
     def __init__(self, store: Store, members: Sequence[int], rank: int, prefix: str) -> None:
         self._store, self._members, self._rank, self._prefix = store, tuple(members), rank, prefix
+        self._waiting: dict[int, tuple[int, str]] = {}
+        """In which flows threads of this process wait."""
 
     def _key(self, name: str, rank: int | None = None) -> str:
         return f"gossamer/{self._prefix}/{name}" + ("" if rank is None else f"/{rank}")
@@ -72,9 +78,9 @@ class Bulletin:
     def _has(self, name: str, rank: int | None = None) -> bool:
         return self._store.has(self._key(name, rank))
 
-    def _read(self, name: str, rank: int | None = None) -> str:
-        """What is posted; empty where nothing is."""
-        return self._store.get(self._key(name, rank)) if self._has(name, rank) else ""
+    def _read(self, name: str, ranks: Sequence[int]) -> dict[int, str]:
+        """What these ranks have posted; empty where nothing is."""
+        return dict(zip(ranks, self._store.values([self._key(name, rank) for rank in ranks]), strict=True))
 
     def _post(self, name: str, text: str) -> None:
         """Post under this rank's own key."""
@@ -111,7 +117,7 @@ class Bulletin:
             return
         if self._has("roll call"):
             self._post("answer", "here")
-        gone = [rank for rank in self._others() if int(self._read("left", rank) or sequence + 1) <= sequence]
+        gone = [rank for rank, left in self._read("left", self._others()).items() if left and int(left) <= sequence]
         if gone:
             raise PeerLeftError(
                 f"rank {self._rank} waits in {waiting_for}, but {names(gone)} ended their training (replica closed, or "
@@ -119,11 +125,19 @@ class Bulletin:
             )
         if self._has("alarm"):
             self._post("answer", "heard")
-            raise CommunicationError(f"rank {self._rank} gave up {waiting_for}: {self._read('alarm')}")
+            raise CommunicationError(f"rank {self._rank} gave up {waiting_for}: {self._store.get(self._key('alarm'))}")
 
     def wait_in(self, sequence: int | None, label: str = "") -> None:
-        """Post in which flow this rank waits, by its number and what it is called, or with None that it goes on."""
-        self._post("waits", "" if sequence is None else f"{sequence} {label}")
+        """Post in which flow this thread waits, by its number and what it is called, or with None that it goes on.
+
+        Where several threads of a rank wait, it is for the earliest flow.
+        """
+        if sequence is None:
+            self._waiting.pop(threading.get_ident(), None)
+        else:
+            self._waiting[threading.get_ident()] = (sequence, label)
+        waiting = list(self._waiting.values())
+        self._post("waits", "{} {}".format(*min(waiting)) if waiting else "")
 
     def late(self, sequence: int, label: str = "") -> list[int]:
         """The ranks that keep flow ``sequence`` waiting: those that wait for nobody, or else in the earliest flow."""
@@ -139,7 +153,7 @@ class Bulletin:
 
     def _waits(self) -> dict[int, tuple[int, str] | None]:
         """Where the others wait."""
-        posted = {rank: self._read("waits", rank).partition(" ") for rank in self._others()}
+        posted = {rank: text.partition(" ") for rank, text in self._read("waits", self._others()).items()}
         return {rank: (int(number), label) if number else None for rank, (number, _, label) in posted.items()}
 
     def roll_call(self, patience: float = 3.0) -> list[int]:
@@ -150,20 +164,20 @@ class Bulletin:
         missing = self._others()
         while missing and time.monotonic() < end:
             time.sleep(0.1)
-            missing = [rank for rank in missing if not self._has("answer", rank)]
+            missing = [rank for rank, answer in self._read("answer", missing).items() if not answer]
         for rank in missing:
             self._store.set(self._key("missing", rank), "1")
         return missing
 
     def heard_by_all(self) -> bool:
         """Whether every other rank has left, is missing, or has heard of an alarm: none needs this board any more."""
-        return all(
-            self._has("left", rank) or self._has("missing", rank) or self._read("answer", rank) in ("heard", "alarm")
-            for rank in self._others()
-        )
+        left, answers = self._read("left", self._others()), self._read("answer", self._others())
+        return all(left[rank] or answers[rank] in ("heard", "alarm") or self._has("missing", rank) for rank in self._others())
 
     def arrive(self, timeout: float, what: str) -> None:
         """Wait until every rank is here; say after ten seconds who is not."""
+        for name in ("left", "answer", "waits"):
+            self._post(name, "")  # what is there of all ranks can be read in one call
         self._post("arrived", "1")
         self._store.add(self._key("arrivals"), 1)
         self._poll(lambda: self._store.add(self._key("arrivals"), 0) >= len(self._members), timeout, what)

@@ -33,10 +33,19 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """One communication operation over all members. ``tensor`` is contiguous; its shape and dtype agree on all ranks."""
+    """One communication operation over all members. ``tensor`` is contiguous; its shape and dtype agree on all ranks.
+
+    Raises:
+        ConfigurationError: it is not contiguous. Transports are given the address of its first element, and would read, and
+            write, what lies between its elements.
+    """
 
     name: ClassVar[str] = "op"
     tensor: Tensor
+
+    def __post_init__(self) -> None:
+        if not self.tensor.is_contiguous():
+            raise ConfigurationError(f"{self}: the tensor is not contiguous (strides {self.tensor.stride()}); send a copy")
 
     def traffic(self, world: int) -> Traffic:
         """Payload bytes and successive messages of one rank among ``world``."""

@@ -40,8 +40,8 @@ class Message:
     def post(self) -> None:
         """Hand it to the transport. For its outbox."""
         assert self._post is not None
-        post, self._post = self._post, None
-        self._works += post()
+        self._works += self._post()
+        self._post = None  # not before: whoever waits on another thread would find nothing to wait for
 
     def wait(self) -> None:
         """Block until it is done, and so is, if need be, what has to be posted before it."""
@@ -50,8 +50,8 @@ class Message:
         try:
             self._outbox.reach(self)
             self.finish()
-        except BaseException:
-            self._outbox.clear()
+        except BaseException as error:
+            self._outbox.clear(error)
             raise
         self._outbox.go_on()
 
@@ -74,7 +74,9 @@ class Outbox:
         self._waiting: deque[Message] = deque()
         self._under_way: deque[Message] = deque()
         self._lock = threading.Lock()
-        """While messages are posted: Gloo tells those between two ranks apart by their order."""
+        """While messages are posted: Gloo tells those between two ranks apart by their order. And while somebody looks at what
+        is posted: a message is on its way from one queue to the other meanwhile."""
+        self._error: BaseException | None = None
 
     def put(self, posts: Iterable[tuple[Post, int]]) -> list[Message]:
         """Messages of an operation in rounds, each with its number of bytes: posted in turn, as those before them are done."""
@@ -98,16 +100,27 @@ class Outbox:
                 self._post_next()
 
     def reach(self, message: Message) -> None:
-        """Wait for what is under way until ``message`` is posted. Raises CommunicationError if it never will be."""
-        while not message.posted:
-            if not self._under_way:
-                raise CommunicationError("a message before this one has failed")
-            self._under_way[0].finish()
+        """Wait for what is under way until ``message`` is posted. If it never will be, raises the error of the one that failed
+        before it; CommunicationError if that was no error of the transport's."""
+        while (before := self._before(message)) is not None:
+            before.finish()
             self.go_on()
 
-    def clear(self) -> None:
-        """Something has failed: nothing more is posted, and nothing kept of it."""
+    def _before(self, message: Message) -> Message | None:
+        """What has to be waited for until ``message`` is posted, if it is not."""
         with self._lock:
+            if message.posted:
+                return None
+            if self._under_way:
+                return self._under_way[0]
+        if isinstance(self._error, Exception):  # and not Ctrl-C on another thread
+            raise self._error
+        raise CommunicationError("a message before this one has failed")
+
+    def clear(self, error: BaseException) -> None:
+        """Something has failed: nothing more is posted, and nothing kept of it but the first error."""
+        with self._lock:
+            self._error = self._error or error
             self._waiting.clear()
             self._under_way.clear()
 

@@ -5,15 +5,17 @@ import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from gossamer.checks import is_number
 from gossamer.comm import bulletin
-from gossamer.comm.bulletin import Bulletin, StoreSilentError, names
+from gossamer.comm.bulletin import Bulletin, StoreLostError, StoreSilentError, names
 from gossamer.comm.runner import Ticket
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError, UsageError
 
 logger = logging.getLogger("gossamer")
+
+T = TypeVar("T")
 
 SLICE = 0.2
 """Seconds for which the main thread waits at a time, so that Ctrl-C works and other ranks' alarms are heard."""
@@ -29,11 +31,18 @@ LOOKS_WITHOUT_STORE = 3
 """Looks in a row without a store after which a rank gives up."""
 
 
+class Opening(Ticket[T]):
+    """The promise of process groups, which are opened beside the flows: what others wait for may be called otherwise."""
+
+    __slots__ = ()
+
+
 class Patience:
     """Waits for tickets: never for ever, and never without saying for whom."""
 
-    def __init__(self, board: Bulletin, rank: int, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, board: Bulletin, rank: int, timeout: float, store_is_vital: bool = True) -> None:
+        """``store_is_vital``: whether a store that is lost means that a member of the group is."""
+        self.timeout, self._store_is_vital = timeout, store_is_vital
         self.in_step = True
         """Whether flows of one number are the same one on all ranks."""
         self._board, self._rank = board, rank
@@ -71,7 +80,7 @@ class Patience:
         """Read the board. Returns for how many looks in a row there was no store."""
         try:
             if first:
-                self._board.wait_in(ticket.sequence, ticket.label)
+                self._board.wait_in(ticket.sequence, _to_compare(ticket))
             self._board.check(ticket.sequence, str(ticket))
         except GossamerError:
             if not ticket.wait(SLICE):  # what was posted may have happened after this exchange
@@ -80,7 +89,7 @@ class Patience:
             return lost
         except Exception as error:
             # Rank 0 may have ended well, its last messages still on their way to this one.
-            if lost >= LOOKS_WITHOUT_STORE:
+            if lost >= LOOKS_WITHOUT_STORE and self._store_is_vital:
                 where = f"rank {self._rank} waits in {ticket}"
                 raise CommunicationError(f"{where}, and the key-value store is lost: {first_line(error)}") from error
             return lost + 1
@@ -95,9 +104,11 @@ class Patience:
     def _late(self, ticket: Ticket[Any]) -> str:
         """Who keeps a flow waiting, in words; empty if nobody knows."""
         try:
-            late = self._board.late(ticket.sequence, ticket.label)
+            late = self._board.late(ticket.sequence, _to_compare(ticket))
         except StoreSilentError as error:
             return str(error)
+        except StoreLostError as error:
+            return f"nobody can be asked who is late: {error}"
         except Exception as error:
             logger.debug("could not ask who is late: %s", error)
             return ""
@@ -106,10 +117,11 @@ class Patience:
     def _require_same_flow(self, ticket: Ticket[Any]) -> None:
         """Raise if others wait in something else, as after a collective call that only some ranks have made: no rank would
         ever go on."""
-        if not self.in_step:
+        label = _to_compare(ticket)
+        if not self.in_step or not label:
             return
         try:
-            elsewhere = self._board.elsewhere(ticket.sequence, ticket.label)
+            elsewhere = self._board.elsewhere(ticket.sequence, label)
         except Exception as error:
             logger.debug("could not ask in what others wait: %s", error)
             return
@@ -151,6 +163,11 @@ class Patience:
         except Exception as lost:
             text += f"; the key-value store is lost too: {first_line(lost)}"
         return CommunicationError(f"{text} ({first_line(error)})")
+
+
+def _to_compare(ticket: Ticket[Any]) -> str:
+    """What others that wait in something of this number call it, too; empty if they need not."""
+    return "" if isinstance(ticket, Opening) else ticket.label
 
 
 def seconds_of(timeout: float | timedelta | None, group_timeout: timedelta) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.flow import Port, drive
-from gossamer.comm.ops import Decide, Flow, Group, Op
+from gossamer.comm.ops import AllReduce, Broadcast, Decide, Flow, Foreign, Group, Op, Push, result_like
 
 T = TypeVar("T")
 
@@ -25,13 +25,15 @@ CONTROL = -1
 class Meter:
     """Counts what one rank handed to the transport: payload bytes, messages, and seconds spent waiting for the wire.
 
-    Written by the lanes, read by the main thread; each lane has its own, so that no lock is needed.
+    Each lane has its own, without a lock: only the thread that starts operations counts bytes and messages. Seconds of prompt
+    flows are added by the main thread and by the lane's, so that now and then those of one wait may be missing.
     """
 
     bytes: int = 0
     messages: int = 0
     wire_seconds: float = 0.0
     busy_seconds: float = 0.0
+    """What flows that have come to their next wait, or to their end, have taken; ``wire_seconds`` are a part of it."""
 
     def count(self, op: Op, world: int, rank: int | None = None) -> None:
         """Add one operation, of the ``rank``-th of its members (if it matters which)."""
@@ -163,7 +165,7 @@ class Runner(ABC):
     ) -> None:
         """Meet the other ranks, who have called ``what`` as well, before the first exchange.
 
-        ``devices``: where the tensors lie that are going to be exchanged, if not on the host.
+        ``devices``: where the tensors lie that go on data lanes; without any, only the control lane is opened.
         """
 
     def let_ranks_part(self) -> None:  # noqa: B027  (most know of no other rank's flows)
@@ -173,7 +175,7 @@ class Runner(ABC):
         """On a device: the current stream has written into what is going to be submitted, perhaps from another stream."""
 
     def close(self, graceful: bool = True) -> None:  # noqa: B027  (a world of one has nobody to tell)
-        """Leave. Ranks that still wait for this one are told."""
+        """Leave. Ranks that still wait for this one are told; after an alarm (not ``graceful``) they have been."""
 
 
 class LocalPort:
@@ -194,12 +196,11 @@ class LocalPort:
 
 
 def alone(op: Op) -> Tensor:
-    """What an operation gives in a world of one."""
-    from gossamer.comm.ops import AllGather, Push, result_like
-
-    if isinstance(op, Push):
-        return result_like(op, 1)
-    return op.tensor.unsqueeze(0).clone() if isinstance(op, AllGather) else op.tensor
+    """What an operation gives in a world of one: as elsewhere, the tensor itself only where the operation works in place."""
+    if isinstance(op, AllReduce | Broadcast | Foreign):
+        return op.tensor
+    result = result_like(op, 1)
+    return result if isinstance(op, Push) else result.copy_(op.tensor)
 
 
 class InlineRunner(Runner):

@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+import struct
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,10 +21,15 @@ class Connection:
     """The port at the other end."""
 
 
+def visible() -> bool:
+    """Whether the connections of this process can be found."""
+    # A socket object makes its descriptor non-blocking, for its owner too, if there is a default timeout.
+    return os.path.isdir(_FOLDER) and socket.getdefaulttimeout() is None
+
+
 def connections() -> frozenset[Connection]:
     """Every TCP connection of this process; none where that cannot be found out."""
-    # A socket object makes its descriptor non-blocking, for its owner too, if there is a default timeout.
-    if not os.path.isdir(_FOLDER) or socket.getdefaulttimeout() is not None:
+    if not visible():
         return frozenset()
     found = (_connection(descriptor) for descriptor in map(int, os.listdir(_FOLDER)))
     return frozenset(connection for connection in found if connection is not None)
@@ -35,10 +41,30 @@ def _connection(descriptor: int) -> Connection | None:
         if not stat.S_ISSOCK(status.st_mode):
             return None
         with socket.socket(fileno=os.dup(descriptor)) as handle:
-            name = handle.getpeername()
+            if handle.family not in (socket.AF_INET, socket.AF_INET6) or handle.type != socket.SOCK_STREAM:
+                return None
+            return Connection(descriptor, status.st_ino, handle.getpeername()[1])
     except OSError:
         return None
-    return Connection(descriptor, status.st_ino, name[1]) if isinstance(name, tuple) else None
+
+
+def with_limit(seconds: int, found: Iterable[Connection]) -> frozenset[Connection]:
+    """Those of some connections on which a wait for data ends after so many seconds: the mark of an owner who alone asks so."""
+    return frozenset(connection for connection in found if _limit(connection) == seconds)
+
+
+def _limit(connection: Connection) -> int:
+    """In whole seconds; 0 if there is none, or it is unknown."""
+    try:
+        with socket.socket(fileno=os.dup(connection.descriptor)) as handle:
+            told = handle.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.size)
+    except OSError:
+        return 0
+    return int(_TIMEVAL.unpack(told)[0]) if len(told) == _TIMEVAL.size else 0
+
+
+_TIMEVAL = struct.Struct("@ll")
+"""Seconds and microseconds."""
 
 
 def round_trip(chosen: Iterable[Connection]) -> float | None:

@@ -74,15 +74,20 @@ def say_goodbye(process: int) -> None:
     alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
     hosting = not alone and _say_where_replicas_open(reason) and not any(leaver.is_needed() for leaver in leavers)
     interrupted = reason.startswith(KeyboardInterrupt.__name__)
-    end = time.monotonic() + (_LINGER_AFTER_INTERRUPT if interrupted else LINGER)
-    while time.monotonic() < end and (hosting or any(leaver.is_needed() for leaver in leavers)):
-        time.sleep(0.02)
+    linger(_LINGER_AFTER_INTERRUPT if interrupted else LINGER, hosting)
     end = time.monotonic() + _PATIENCE_WITH_LANES
     while any(leaver.is_stuck() for leaver in leavers):
         if time.monotonic() > end:
             _let_stuck_threads_sleep()
             break
         time.sleep(0.005)
+
+
+def linger(seconds: float, hosting: bool = False) -> None:
+    """Wait, for so long at most, until nobody needs the store in this process any more (``hosting``: somebody does)."""
+    leavers, end = list(_leavers), time.monotonic() + seconds
+    while time.monotonic() < end and (hosting or any(leaver.is_needed() for leaver in leavers)):
+        time.sleep(0.02)
 
 
 def _let_stuck_threads_sleep() -> None:

@@ -1,5 +1,6 @@
 """Groups: what the user's process group can do for a device, and the process groups of our own."""
 
+import math
 import os
 import threading
 from collections.abc import Callable, Collection
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from gossamer.comm.device import Device
 from gossamer.comm.ops import Group
-from gossamer.comm.sockets import Connection, connections, round_trip
+from gossamer.comm.sockets import Connection, connections, round_trip, visible, with_limit
 from gossamer.comm.torch_ports import Circle
-from gossamer.comm.torch_store import QuietStore
+from gossamer.comm.torch_store import QuietStore, default_store
 from gossamer.errors import ConfigurationError, DisagreementError
 
 
@@ -117,6 +118,20 @@ def group_timeout(group: Any) -> timedelta:
     return timedelta(minutes=30)
 
 
+def last_resort(timeout: float) -> int:
+    """Seconds after which Gloo itself ends a wait in exchanges that may take ``timeout``: longer than any of them waits.
+
+    Gloo counts from where a wait begins; the main thread's patience may begin anew in the midst of it (``lag=``), and is what
+    ends it, by cutting connections. Only where those cannot be found Gloo has to, a bit later.
+    """
+    return max(math.ceil(timeout + _SPARE), _A_WEEK if visible() else 0)
+
+
+_SPARE = 60.0
+_A_WEEK = 7 * 24 * 3600 + 1
+"""And a second: no other library is likely to give its sockets the same limit."""
+
+
 class Groups:
     """Makes process groups of our own, on a prefix of the store: named alike by those who are in them, and by nobody else.
 
@@ -133,47 +148,52 @@ class Groups:
         self._on_devices: list[Any] = []
         self._opened = 0
 
-    def gloo(self, last_resort: timedelta) -> Callable[[Group], Circle]:
-        """What makes the groups of one lane on Gloo, by the indices of their members."""
+    def gloo(self, timeout: float) -> Callable[[Group], Circle]:
+        """What makes the groups of one lane on Gloo, by the indices of their members, for exchanges of ``timeout`` seconds."""
         self._opened += 1
-        number, stores = self._opened, [self._store.origin]
+        # A group holds its store; one that is hosted here is to end with the user's process group.
+        number, stores = self._opened, [] if self._store.hosted else [default_store()]
+        limit = last_resort(timeout)
 
         def open_circle(members: Group) -> Circle:
             # Later, lanes open groups side by side; a thread that waits for a key blocks every other call on a connection.
-            store = stores.pop() if stores else self._store.origin.clone()
+            store = stores.pop() if stores else self._store.clone()
             name = f"{number}/{','.join(map(str, members))}"
             known = self.connections
-            up, down = (self._gloo(last_resort, store, f"{name}/{way}", members, way) for way in ("up", "down"))
+            up, down = (self._gloo(limit, store, f"{name}/{way}", members, way) for way in ("up", "down"))
             rtt = round_trip(self.connections - known)
             return Circle(up, down, members, near=rtt is not None and rtt < _NEAR)
 
         return open_circle
 
-    def _gloo(self, last_resort: timedelta, store: Any, name: str, members: Group, way: str) -> Any:
+    def _gloo(self, limit: int, store: Any, name: str, members: Group, way: str) -> Any:
         """A group over ``members`` for messages that go one ``way``."""
         before = connections()
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # All groups of one way share their devices: each device has a thread that wakes a hundred times a second.
         if way not in self._devices:
             self._devices[way] = _gloo_devices()
-        options._timeout, options._devices = last_resort, self._devices[way]
+        options._timeout, options._devices = timedelta(seconds=limit), self._devices[way]
         group: Any = dist.ProcessGroupGloo(self._below(store, f"gloo/{name}"), members.index(self._rank), len(members), options)
+        found = connections() - before
+        # Another thread may have connected to something else meanwhile. Gloo gives its own limit to every socket it makes.
+        own = with_limit(limit, found)
         with _counting:  # lanes open groups side by side
-            self.connections |= connections() - before
+            self.connections |= own if len(own) >= len(members) - 1 else found
         group.allreduce([torch.zeros(1)]).wait()  # the first message of a group can involve all ranks
         return group
 
-    def on_device(self, last_resort: timedelta, device: Device) -> Callable[[Group], Circle]:
+    def on_device(self, timeout: float, device: Device) -> Callable[[Group], Circle]:
         """What makes groups on NCCL, by the indices of their members, on a thread of its own: each is warmed, which waits."""
         self._opened += 1
-        number = self._opened
+        number, limit = self._opened, timedelta(seconds=timeout + _SPARE)
 
         def open_circle(members: Group) -> Circle:
             device.enter_thread()
             path = f"nccl/{number}/{','.join(map(str, members))}"
-            store, name = self._below(self._store.origin.clone(), path), f"gossamer/{self._name}/{path}"
+            store, name = self._below(self._store.clone(), path), f"gossamer/{self._name}/{path}"
             rank, ranks = members.index(self._rank), [self._ranks[index] for index in members]
-            group = single(store, rank, len(ranks), name, nccl(store, rank, ranks, name, last_resort), device)
+            group = single(store, rank, len(ranks), name, nccl(store, rank, ranks, name, limit), device)
             self._on_devices.append(group)
             _warm(group, len(ranks), device)
             return Circle(group, group, members)

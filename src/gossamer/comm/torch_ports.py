@@ -170,7 +170,9 @@ class GlooPort:
             options.reduceOp = REDUCE[op.reduce]
             return Pending(op, [circle.up.allreduce([op.tensor], options)], op.tensor, collective=True)
         if isinstance(op, ops.Broadcast):
-            return Pending(op, [dist.broadcast(op.tensor, group=circle.up, group_src=op.source, async_op=True)], op.tensor)
+            source = dist.BroadcastOptions()
+            source.rootRank = op.source
+            return Pending(op, [circle.up.broadcast([op.tensor], source)], op.tensor)
         result = ops.result_like(op, circle.world, circle.rank)
         if isinstance(op, ops.Push):
             outgoing = [(to, op.tensor) for to in op.graph.destinations(circle.rank)]

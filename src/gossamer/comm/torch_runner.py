@@ -11,26 +11,24 @@ import torch
 import torch.distributed as dist
 
 from gossamer.comm import torch_departure
-from gossamer.comm.bulletin import Bulletin, StoreLostError
+from gossamer.comm.bulletin import Bulletin, Store, StoreLostError
 from gossamer.comm.device import Device
 from gossamer.comm.flow import Port
 from gossamer.comm.nodes import here, nodes_from
 from gossamer.comm.ops import Flow, Group, all_gather
-from gossamer.comm.patience import SLICE, Patience, seconds_of
+from gossamer.comm.patience import SLICE, Opening, Patience, seconds_of
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
 from gossamer.comm.sockets import cut
 from gossamer.comm.torch_device import DevicePort, StagedPort
 from gossamer.comm.torch_groups import Groups, group_timeout, ranks_of, same_everywhere, told, transport_for
 from gossamer.comm.torch_ports import Circle, GlooPort
-from gossamer.comm.torch_store import QuietStore, board_store
+from gossamer.comm.torch_store import board_store, default_store
 from gossamer.comm.torch_watch import Issued, Watch
 from gossamer.errors import CommunicationError, ConfigurationError, GossamerError
 from gossamer.lanes import PromptTicket, StreamLanes, ThreadLanes
 
 T = TypeVar("T")
-
-_instances: dict[tuple[int, ...], int] = {}
 
 _OPENING = -1
 """Stands for the opening of process groups among the flows under way."""
@@ -68,8 +66,12 @@ class TorchRunner(Runner):
         self._under_way: dict[int, Ticket[Any]] = {}
         self._closed, self._alarmed = False, False
         self._failure: GossamerError | None = None
-        self._name = _instance_name(self._ranks)
-        self._store = _open_store()
+        try:
+            self._store = board_store()
+            self._name = _instance_name(self._store, self._ranks, self.rank)
+        except StoreLostError as error:
+            raise CommunicationError(f"the key-value store of the process group is lost: {error}") from error
+        self._origin_store: Any = default_store()  # until this is closed: its end is told there
         self._board = Bulletin(self._store, self._ranks, self.rank, self._name)
         self._groups = Groups(self._store, self._name, self._ranks, self.rank)
         self._device: Device | None = None
@@ -85,7 +87,8 @@ class TorchRunner(Runner):
         except ConfigurationError as error:
             self.alarm(f"rank {self.rank}: {error}")
             raise
-        self._patience = Patience(self._board, self.rank, seconds)
+        # A host that is no member may end when it likes.
+        self._patience = Patience(self._board, self.rank, seconds, self._store.host_rank in (None, *self._ranks))
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -101,22 +104,20 @@ class TorchRunner(Runner):
             self._board.arrive(self._patience.timeout, what)
         except StoreLostError as error:
             raise CommunicationError(f"rank {self.rank}: {what}: the key-value store is lost: {error}") from error
-        # The groups' own timeout is only the last resort: the main thread's patience ends first.
-        last_resort = timedelta(seconds=self._patience.timeout + 60)
         control, data = self._meters[self.lanes :], self._meters[: self.lanes]
-        self._control = self._beside(lambda: self._open_threads(last_resort, control, device), what)
+        self._control = self._beside(lambda: self._open_threads(control, device), what)
         mine = torch.cat([here(self._machine), told(transport)])
         everyone = self.run(lambda: all_gather(mine), "the search for machines")
         self.nodes = nodes_from(everyone[:, :1])
         same_everywhere(everyone[:, 1:], self.rank)
         if device is not None and transport.streams:
-            self._data = self._open_streams(last_resort, device, what)
-        else:
-            self._data = self._beside(lambda: self._open_threads(last_resort, data, device), what)
+            self._data = self._open_streams(device, what)
+        elif devices:
+            self._data = self._beside(lambda: self._open_threads(data, device), what)
 
     def _beside(self, work: Callable[[], T], what: str) -> T:
         """What ``work``, which waits for other ranks, returns. On a thread: this one listens for alarms and for Ctrl-C."""
-        ticket: Ticket[T] = Ticket(self._submitted, what)
+        ticket: Ticket[T] = Opening(self._submitted, what)
         ticket.doing = "making connections"
         self._under_way[_OPENING] = ticket
 
@@ -132,24 +133,24 @@ class TorchRunner(Runner):
         del self._under_way[_OPENING]
         return result
 
-    def _open_threads(self, last_resort: timedelta, meters: list[Meter], device: Device | None) -> ThreadLanes:
-        return ThreadLanes([self._open_port(last_resort, meter, device) for meter in meters], meters, device)
+    def _open_threads(self, meters: list[Meter], device: Device | None) -> ThreadLanes:
+        return ThreadLanes([self._open_port(meter, device) for meter in meters], meters, device)
 
-    def _open_port(self, last_resort: timedelta, meter: Meter, device: Device | None) -> Port:
-        open_circle = self._groups.gloo(last_resort)
+    def _open_port(self, meter: Meter, device: Device | None) -> Port:
+        open_circle = self._groups.gloo(self._patience.timeout)
         everyone = open_circle(tuple(range(self.world)))
         if device is None:
             return GlooPort(everyone, open_circle, meter, self._shaper)
         return StagedPort(everyone, open_circle, meter, self._shaper, device)
 
-    def _open_streams(self, last_resort: timedelta, device: Device, what: str) -> StreamLanes:
+    def _open_streams(self, device: Device, what: str) -> StreamLanes:
         if self._shaper is not None:
             raise ConfigurationError(
                 f"rank {self.rank}: the lab has gossamer's runner keep a rate or a latency, which it cannot on NCCL, where the "
                 'host waits for nothing: move tensors by Gloo (init_process_group("gloo")), or have the kernel keep the rate '
                 "(--shaping namespaces, without --latency where it has no netem)"
             )
-        open_circle = self._groups.on_device(last_resort, device)
+        open_circle = self._groups.on_device(self._patience.timeout, device)
 
         def open_beside(members: Group) -> Circle:
             return self._beside(lambda: open_circle(members), f"{what}: NCCL among ranks {list(members)}")
@@ -240,7 +241,8 @@ class TorchRunner(Runner):
         if self._closed:
             return
         self._closed, failed_before = True, self._failure is not None
-        self._leave()
+        if graceful:
+            self._leave()
         if self._watch is not None:
             self._watch.close()
             # The groups of a device end when their work is done, however long that takes: so it is waited for here, in slices.
@@ -258,6 +260,7 @@ class TorchRunner(Runner):
         if not graceful:
             self._groups.abort()
         self._groups.close()
+        self._origin_store = None
         if graceful and self._watch is not None and self._failure is not None and not failed_before:
             raise self._failure
 
@@ -322,15 +325,11 @@ class TorchRunner(Runner):
         return error
 
 
-def _open_store() -> QuietStore:
-    try:
-        return board_store()
-    except StoreLostError as error:
-        raise CommunicationError(f"the key-value store of the process group is lost: {error}") from error
+def _instance_name(store: Store, ranks: tuple[int, ...], rank: int) -> str:
+    """A name for this replica that all of its ranks compute alike: the group, and how many replicas it had before.
 
-
-def _instance_name(ranks: tuple[int, ...]) -> str:
-    """A name for this replica that all of its ranks compute alike: the group, and how many replicas it had before."""
-    _instances[ranks] = _instances.get(ranks, 0) + 1
+    Counted in the store, which is as old as the process group; some of the processes may have been in others before.
+    """
     spelled = f"{ranks[0]}-{ranks[-1]}-{len(ranks)}-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-    return f"{spelled}/{_instances[ranks]}"
+    number = store.add(f"gossamer/instances/{spelled}/{rank}", 1) if len(ranks) > 1 else 1  # nobody to differ from
+    return f"{spelled}/{number}"

@@ -8,13 +8,15 @@ import queue
 import select
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from gossamer.comm import torch_departure
 from gossamer.comm.bulletin import StoreLostError, StoreSilentError
 from gossamer.comm.sockets import connections
 
@@ -22,7 +24,7 @@ T = TypeVar("T")
 
 
 class QuietStore:
-    """The four operations of ``torch.distributed.Store`` that a bulletin needs.
+    """The operations of ``torch.distributed.Store`` that a bulletin needs.
 
     A ``TCPStore`` whose host has ended writes pages of stack traces on each call. So the connection is looked at first,
     and a store that was lost once is not asked again.
@@ -30,15 +32,15 @@ class QuietStore:
 
     def __init__(self, store: Any, own_connection: bool = True, within: float = 10.0) -> None:
         """``within``: seconds that the store may take for an answer."""
-        self.origin = self._store = store
-        tcp = store
-        while isinstance(tcp, PrefixStore):
-            tcp = tcp.underlying_store
+        self._store, self._within, self._clerk = store, within, _Clerk()
+        tcp = _bottom(store)
         port = tcp.port if isinstance(tcp, TCPStore) else None
         # torchrun keeps the store in its agent; elsewhere the process of rank 0 hosts it.
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
         self.host = "the launcher, which hosts it," if agent else "the process of rank 0, which hosts it,"
-        self.hosted = port is not None and not agent and dist.get_rank() == 0
+        self.host_rank = 0 if port is not None and not agent else None
+        """The global rank of the process that hosts the store, if one of them does."""
+        self.hosted = self.host_rank == dist.get_rank()
         """Whether this process hosts the store, so that the others lose it when this process ends."""
         before = _connections_to(port)
         self._line, self._lost = _Line(before), False
@@ -47,7 +49,13 @@ class QuietStore:
             # A connection of our own, because a thread that waits for a key blocks every other call on the same one.
             self._store = store.clone()
             self._line = _Line(_connections_to(port) - before)
-        self._within, self._clerk = within, _Clerk()
+
+    def __del__(self) -> None:
+        self._clerk.end()
+
+    def clone(self) -> Any:
+        """The store itself, on one more connection. It does not keep a server alive that this process hosts."""
+        return self._store.clone()
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
@@ -57,6 +65,14 @@ class QuietStore:
         """Read a value that is there."""
         value: bytes = self._ask(lambda: self._store.get(key))
         return value.decode(errors="replace")
+
+    def values(self, keys: Sequence[str]) -> list[str]:
+        """Read several values, empty where there is none: in two calls if all are there."""
+        listed = list(keys)
+        found = self._ask(lambda: self._store.multi_get(listed) if self._store.check(listed) else None)
+        if found is None:
+            return [self.get(key) if self.has(key) else "" for key in listed]
+        return [value.decode(errors="replace") for value in found]
 
     def has(self, key: str) -> bool:
         """Whether there is a value."""
@@ -94,7 +110,7 @@ class _Clerk:
     """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._begun, self._stuck = False, threading.Event()
         self._lock = threading.Lock()
 
@@ -128,9 +144,13 @@ class _Clerk:
                 self._begun = True
         return True
 
+    def end(self) -> None:
+        """Let the thread end. Nobody is going to ask any more."""
+        self._calls.put(None)
+
     def _work(self) -> None:
-        while True:
-            answer, call = self._calls.get()
+        while (job := self._calls.get()) is not None:
+            answer, call = job
             if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(call())
@@ -139,7 +159,7 @@ class _Clerk:
             with self._lock:
                 if self._calls.empty():
                     self._stuck.clear()
-            del answer, call  # with what they hold, while there is nothing to do
+            del job, answer, call  # with what they hold, while there is nothing to do
 
 
 _SLICE = 0.1
@@ -156,11 +176,11 @@ class _Line:
         self._descriptors = [os.dup(descriptor) for descriptor in found]
 
     def is_cut(self) -> bool:
-        """Whether the other side has gone."""
+        """Whether the other side has gone, from all of them: some may be left of an earlier store at the same port."""
         poll = select.poll()  # its own: two threads may ask at once
         for descriptor in self._descriptors:
             poll.register(descriptor, _CLOSED)
-        return bool(poll.poll(0))
+        return bool(self._descriptors) and len(poll.poll(0)) == len(self._descriptors)
 
     def __del__(self) -> None:
         for descriptor in self._descriptors:
@@ -177,13 +197,32 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-_board_store: QuietStore | None = None
+def _bottom(store: Any) -> Any:
+    """A store without the prefixes that were put on it."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+_board_store: tuple[weakref.ref[Any], QuietStore] | None = None
 
 
 def board_store() -> QuietStore:
-    """That store, on a connection that all boards of this process share."""
+    """That store, on a connection that all boards of this process share.
+
+    It ends with the process group, as it would without us: another group on the same port is to find an empty one. A server in
+    this process then only waits, for a few seconds at most, until the others have read why replicas ended.
+    """
     global _board_store
     store = default_store()
-    if _board_store is None or _board_store.origin is not store:
-        _board_store = QuietStore(store)
-    return _board_store
+    if _board_store is None or _board_store[0]() is not store:
+        quiet = QuietStore(store)
+        _board_store = weakref.ref(store), quiet
+        if quiet.hosted:
+            weakref.finalize(store, _let_others_read, _bottom(store)).atexit = False
+    return _board_store[1]
+
+
+def _let_others_read(server: Any) -> None:
+    """``server`` lives until this is over."""
+    torch_departure.linger(torch_departure.LINGER)

@@ -4,7 +4,9 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gossamer.comm.device import Device
@@ -48,13 +50,17 @@ class Watch:
     After ten seconds it warns, naming flow and late ranks; it hears of other ranks' failures; after the timeout it gives up.
     Then ``fail`` ends what the device waits for, so that the main thread, which may stand in a synchronisation (``.item()``),
     goes on to its next exchange and raises the error there.
+
+    The thread holds neither the watch nor the owner of the method ``fail``: whoever lets go of both leaves no thread behind.
     """
 
     def __init__(self, patience: Patience, device: Device, fail: Callable[[GossamerError], Any]) -> None:
-        self._patience, self._device, self._fail = patience, device, fail
         self._queue: queue.SimpleQueue[Issued | None] = queue.SimpleQueue()
         self._ended = threading.Event()
-        threading.Thread(target=self._loop, name="gossamer-watch", daemon=True).start()
+        body = partial(_loop, self._queue, patience, device, weakref.WeakMethod(fail), self._ended)
+        threading.Thread(target=body, name="gossamer-watch", daemon=True).start()
+        self._end = weakref.finalize(self, self._queue.put, None)
+        self._end.atexit = False
 
     def add(self, issued: Issued) -> None:
         """Wait for this one too."""
@@ -62,23 +68,32 @@ class Watch:
 
     def close(self) -> None:
         """End, once everything that was added has come to its end."""
-        self._queue.put(None)
+        self._end()
 
     def ends(self, seconds: float) -> bool:
         """Whether it has ended, within so many seconds: nothing is under way, or ``fail`` was called."""
         return self._ended.wait(seconds)
 
-    def _loop(self) -> None:
-        try:
-            self._device.enter_thread()
-            while (issued := self._queue.get()) is not None:
-                self._patience.wait(issued, _nothing)
-        except GossamerError as error:
-            self._fail(error)
-        except Exception as error:  # what the device itself did wrong is raised where the main thread meets it
-            logger.debug("stopped watching the device: %s", error)
-        finally:
-            self._ended.set()
+
+def _loop(
+    jobs: "queue.SimpleQueue[Issued | None]",
+    patience: Patience,
+    device: Device,
+    weak: "weakref.WeakMethod[Callable[[GossamerError], Any]]",
+    ended: threading.Event,
+) -> None:
+    try:
+        device.enter_thread()
+        while (issued := jobs.get()) is not None:
+            patience.wait(issued, _nothing)
+    except GossamerError as error:
+        fail = weak()
+        if fail is not None:
+            fail(error)
+    except Exception as error:  # what the device itself did wrong is raised where the main thread meets it
+        logger.debug("stopped watching the device: %s", error)
+    finally:
+        ended.set()
 
 
 def _nothing() -> None:

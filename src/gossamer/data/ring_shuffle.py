@@ -20,9 +20,9 @@ from gossamer.data.deal import dealt, dealt_sizes
 from gossamer.data.options import Options, place_in
 from gossamer.data.shares import batches_of, cut, drawn, gathered, in_full
 from gossamer.data.table import Layout, Table, count, load
-from gossamer.errors import CommunicationError, ConfigurationError, UsageError
+from gossamer.errors import ConfigurationError, UsageError
 from gossamer.sync.agreement import agree
-from gossamer.sync.backward import alarming
+from gossamer.sync.backward import alarming, in_words
 from gossamer.sync.lagging import patiently
 
 UNDER_WAY = 4
@@ -119,15 +119,14 @@ class RingShuffle(IterableDataset[Any]):
         self._home = self._free = torch.empty(0, dtype=torch.int64)
         self._runner = connect(group, None, timeout)
         try:
-            with alarming(self._runner):
-                self._options = Options(
-                    batch_size=batch_size, seed=seed, shuffle=shuffle, mix=mix, split=split, deal=deal, drop_last=drop_last
-                )
-                self._runner.agree_on_opening("gossamer.data.RingShuffle()")
-                agree(self._runner, {"the options of RingShuffle": str(self._options)})
-                self._open(dataset)
-        except BaseException:
-            self._runner.close(graceful=False)
+            self._options = Options(
+                batch_size=batch_size, seed=seed, shuffle=shuffle, mix=mix, split=split, deal=deal, drop_last=drop_last
+            )
+            self._runner.agree_on_opening("gossamer.data.RingShuffle()")
+            agree(self._runner, {"the options of RingShuffle": str(self._options)})
+            self._open(dataset)
+        except BaseException as error:
+            self._give_up(error)
             raise
 
     def _open(self, dataset: Any) -> None:
@@ -229,9 +228,11 @@ class RingShuffle(IterableDataset[Any]):
             self.close()
         elif not self._closed:
             self._closed = True
-            if not isinstance(error, CommunicationError):  # the others know of those
-                self._runner.alarm(f"rank {self._runner.rank}: {type(error).__name__}: {error}")
-            self._runner.close(graceful=False)
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        self._runner.alarm(in_words(self._runner.rank, error))
+        self._runner.close(graceful=False)
 
     # -- one step -----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Table: a dataset in memory, one row of bytes per sample, whatever the samples are made of."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -106,7 +106,19 @@ def _columns(dataset: Any) -> Any:
         parts = tree_flatten(dataset)[0]
         if parts and all(isinstance(part, Tensor | np.ndarray) and part.ndim > 0 for part in parts):
             return dataset
+        _refuse_other_parts(dict(enumerate(dataset)) if isinstance(dataset, tuple) else dataset)
     return None
+
+
+def _refuse_other_parts(parts: Mapping[Any, Any]) -> None:
+    """Raise ConfigurationError where a column lies beside something else, as no samples of one dataset would."""
+    arrays = {name: part for name, part in parts.items() if isinstance(part, Tensor | np.ndarray)}
+    others = {name: type(part).__name__ for name, part in parts.items() if name not in arrays}
+    if others and any(part.ndim > 0 for part in arrays.values()):
+        name, kind = next(iter(others.items()))
+        raise ConfigurationError(
+            f"part {name!r} of the dataset is a {kind}, beside tensors or arrays whose rows are the samples: make it one, too"
+        )
 
 
 def _from_columns(columns: Any, chosen: Sequence[int]) -> Table:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -21,9 +22,15 @@ def alarming(runner: Runner) -> Iterator[None]:
     except CommunicationError:
         raise
     except Exception as error:
-        told = str(error) if isinstance(error, GossamerError) else f"rank {runner.rank}: {type(error).__name__}: {error}"
-        runner.alarm(told)
+        runner.alarm(in_words(runner.rank, error))
         raise
+
+
+def in_words(rank: int, error: BaseException) -> str:
+    """What a rank tells the others of an error that ends its part. Those of ours say by themselves where they arose."""
+    if isinstance(error, GossamerError):
+        return str(error)
+    return f"rank {rank}: {type(error).__name__}: {error}".removesuffix(": ")
 
 
 class Backward:
@@ -64,17 +71,19 @@ class Backward:
                 f"rank {self._runner.rank}: reentrant activation checkpointing runs a backward inside a backward, so "
                 "gradients come twice and ends come early; use torch.utils.checkpoint.checkpoint(…, use_reentrant=False)"
             )
-        if self.task is not None:
+        if self.task is not None and self._runner.world > 1:  # alone, nobody waits for what an error has ended half-way
             raise UsageError(
                 f"rank {self._runner.rank}: the previous backward pass has not ended: it raised an error half-way through its "
                 "exchange, or this one runs inside it; the ranks can no longer be matched, so this run cannot go on"
             )
         self.task = task
         self._on_begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
 
-    def _end(self) -> None:
+    def _end(self, task: int) -> None:
         with alarming(self._runner):
+            if task != self.task:
+                raise UsageError(f"rank {self._runner.rank}: another backward pass ran inside this one, and took its place")
             self._on_end()
         self.task = None
         self.passes += 1

@@ -44,6 +44,7 @@ class Statistics:
             "messages_sent": sum(meter.messages for meter in meters),
             "exposed_seconds": self.exposed_seconds,
             "wire_seconds": wire,
-            "local_seconds": max(0.0, sum(meter.busy_seconds for meter in meters) - wire),
+            # Each by itself: a lane that waits at the moment has counted that, and not yet the time of its flow.
+            "local_seconds": sum(max(0.0, meter.busy_seconds - meter.wire_seconds) for meter in meters),
             "elapsed_seconds": time.perf_counter() - self._begun,
         }
