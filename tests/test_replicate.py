@@ -31,6 +31,7 @@ from gossamer import (
 )
 from gossamer.codecs import Quantize, Sign
 from gossamer.comm.torch_runner import _instance_name
+from processes.test_bulletin import Shelf
 
 
 def make(seed: int = 0) -> nn.Module:
@@ -669,8 +670,11 @@ def test_a_mesh_without_this_process() -> None:
 
 
 def test_groups_have_names_of_their_own() -> None:
-    names = [_instance_name(ranks) for ranks in ((0, 1, 8, 9), (0, 4, 7, 9), (0, 1, 8, 9))]
+    store = Shelf()
+    names = [_instance_name(store, ranks, 1) for ranks in ((0, 1, 8, 9), (0, 4, 7, 9), (0, 1, 8, 9))]
     assert len(set(names)) == 3
+    assert [_instance_name(store, (0, 1, 8, 9), 2) for _ in range(2)] == [names[0], names[2]]
+    assert _instance_name(Shelf(), (0, 1, 8, 9), 1) == names[0], "another store, as of another process group, counts anew"
 
 
 def test_what_cannot_be_replicated_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -773,6 +777,13 @@ def test_an_expanded_buffer_is_refused_by_its_name() -> None:
     model[0].register_buffer("pos", torch.arange(4).expand(3, -1))
     with pytest.raises(ConfigurationError, match=r"buffer '0\.pos' is expanded .*register it as pos\.clone\(\)"):
         gossamer.replicate(model, SGD(model.parameters(), lr=0.1), Gossip())
+
+
+def test_a_sparse_buffer_is_refused_by_its_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("adjacency", torch.eye(3).to_sparse())
+    with pytest.raises(ConfigurationError, match=r"buffer '0\.adjacency' is torch\.sparse_coo, and only dense ones"):
+        gossamer.replicate(model, SGD(model.parameters(), lr=0.1))
 
 
 def test_loading_into_other_weights_is_told() -> None:

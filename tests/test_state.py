@@ -26,25 +26,40 @@ from gossamer.sync.weights import WeightSync
 from .contracts.cases import Oddities, batch, same_bits, train_step, weights
 
 names = st.sampled_from("abc")
-actions = st.lists(st.one_of(st.tuples(names, st.integers(1, 9)), st.sampled_from(["commit", "rollback"])), max_size=30)
+words = st.sampled_from(["commit", "commit for now", "confirm", "undo", "rollback", "forget"])
+actions = st.lists(st.one_of(st.tuples(names, st.integers(1, 9)), words), max_size=40)
 
 
 @given(actions)
-def test_a_state_is_two_dictionaries(actions: list[Any]) -> None:
-    """Against the obvious model: what is kept, and what would be kept after a commit."""
-    state, kept, draft = State(torch.zeros(2)), {}, {}
+def test_a_state_is_three_dictionaries(actions: list[Any]) -> None:
+    """Against the obvious model: what is kept, what would be kept after a commit, and what was kept before what may be undone.
+    Memory is used again as algorithms do."""
+    state, kept, draft, confirmed = State(torch.zeros(2)), {}, {}, {}
     for action in actions:
-        if action == "commit":
-            state.commit()
+        if action in ("commit", "commit for now"):
+            state.commit(revocable=action == "commit for now")
             kept = dict(draft)
+            confirmed = kept if action == "commit" else confirmed
+        elif action == "confirm":
+            state.confirm()
+            confirmed = kept
+        elif action == "undo":
+            state.rollback()
+            state.undo()
+            kept, draft = confirmed, dict(confirmed)
         elif action == "rollback":
             state.rollback()
             draft = dict(kept)
+        elif action == "forget":
+            state.rollback()
+            state.forget()
+            draft = {}
         else:
             name, value = action
-            state[name] = torch.full((2,), float(value))
+            state[name] = state.fresh(name, torch.zeros(2)).fill_(value)
             draft[name] = float(value)
         assert set(state) == set(kept)
+        assert {name: float(value[0]) for name, value in state.flats.items(confirmed=True)} == confirmed
         assert {name: float(value[0]) for name, value in state.items()} == kept
         assert all(torch.equal(state[name], torch.full((2,), draft.get(name, 0.0))) for name in "abc")
         assert all((name in state) == (name in draft) for name in "abc")

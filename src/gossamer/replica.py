@@ -1,7 +1,7 @@
 """Replica: the handle on a replicated model; it drives the flows from the hooks of the training loop."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -75,8 +75,7 @@ class Replica:
         self._gradients = self._open_gradients()
         self._links = self._open_links()
         weight = next(iter(self._trainable.values())) if self._weights else None
-        self._turns = Turns(runner, self._backward, [owned.values() for owned in self._owned], weight, self._loss_scale)
-        self._turns.weights_moved()
+        self._turns = Turns(runner, self._backward, len(self._owned), weight, self._loss_scale)
         self._overlap = NoOverlap()
         if overlap_forward and self._gradients is not None:
             self._overlap = ForwardOverlap(runner, model, self._optimizers[0], self._gradients)
@@ -128,16 +127,17 @@ class Replica:
     def consensus(self) -> Iterator[nn.Module]:
         """Inside, the model holds the average of all replicas (to evaluate or save it); afterwards its own weights.
 
-        Collective: every rank enters. For gradient algorithms the replicas are equal and nothing is moved. It may be nested,
-        and left by an exception; an optimizer's step inside is refused, because it would be undone. The average of a whole
-        run is left in the model by ``close(average=True)``.
+        Collective: every rank enters. For gradient algorithms the replicas are equal and nothing is moved. Parameters that
+        were frozen when the replica was made are left as they are. It may be nested, and left by an exception; an optimizer's
+        step inside is refused, because it would be undone. The average of a whole run is left in the model by
+        ``close(average=True)``.
         """
         if not self._weights or self._runner.world == 1 or self._at_average:
             yield self._model
             return
         self._refuse_in_join("consensus()")
         self.wait_for_exchanges()
-        tensors: dict[str, Tensor] = {**floating(self._parameters), **beside_parameters(self._model)}
+        tensors: dict[str, Tensor] = {**floating(self._trainable), **beside_parameters(self._model)}
         self._at_average = True
         try:
             with at_average(self._runner, tensors, self._weights.weigh):
@@ -146,7 +146,8 @@ class Replica:
             self._at_average = False
 
     def consensus_distance(self) -> float:
-        """How far the replicas are apart now: the root mean square over workers of ‖w − w̄‖ / ‖w̄‖, w̄ the mean of the weights.
+        """How far the replicas are apart now: the root mean square over workers of ‖w − w̄‖ / ‖w̄‖, w̄ the mean of the weights
+        (without those that were frozen when the replica was made).
 
         Zero for gradient algorithms, and inside :meth:`consensus`. Collective, and costs an all-reduce of the weights: for
         now and then.
@@ -155,7 +156,7 @@ class Replica:
             return 0.0
         self._refuse_in_join("consensus_distance()")
         self.wait_for_exchanges()
-        return distance(self._runner, floating(self._parameters), self._weights.weigh)
+        return distance(self._runner, floating(self._trainable), self._weights.weigh)
 
     def catch_up(self) -> None:
         """Where exchanges may lag (``lag=``): wait until every rank is here and all have taken part in the same ones.
@@ -213,6 +214,8 @@ class Replica:
         self._require_own_weights("state_dict()")
         self._overlap.conclude()
         self.catch_up()
+        if self._gradients is not None:
+            self._gradients.discarded.confirm(self._turns.waiting)
         state = checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, [*self._weights, *self._links])
         if self._weights:
             state[checkpoint.fingerprint_key(self._runner.rank)] = checkpoint.fingerprint(self._parameters.values())
@@ -273,7 +276,7 @@ class Replica:
             self._weights.conclude()
             if average and self._weights and self._runner.world > 1:
                 beside = beside_parameters(self._model)
-                become_average(self._runner, self._optimizers, floating(self._parameters), beside, self._weights.weigh)
+                become_average(self._runner, self._optimizers, floating(self._trainable), beside, self._weights.weigh)
         finally:
             self._runner.close()
 
@@ -318,32 +321,15 @@ class Replica:
         self._backward.reached()
 
     def _begin_backward(self) -> None:
-        again = self._turns.begin_backward()
-        if self._gradients is not None and self._gradients.exchange.remembers:
-            moved = self._turns.weights_moved()
-            for index in again:
-                self._begin_again(self._gradients, self._owned[index].keys(), moved[index])
+        self._turns.begin_backward()
         self._overlap.begin_backward()
+        if self._gradients is not None and self.algorithm.takes_momentum and not self._turns.accumulated:
+            self._gradients.discarded.refuse_sums(self._turns.waiting, self.step)
         self._join.announce(Event.BACKWARD)
         if self._gradients is not None:
             self._loss_scale.follow(self._gradients.exchange.rescale if self._gradients.exchange.remembers else None)
-            self._gradients.begin()
-
-    def _begin_again(self, gradients: GradientSync, names: Set[str], moved: bool) -> None:
-        """A pass follows another one that the optimizer of these parameters took no step for: gradients are added to that
-        one's, or those were cleared (a step that is left out, gradients that only pass through), and then nothing of them is
-        to be sent later. Set to zero, and not to None, they look as if they were added to. Inside ``join()`` some ranks have
-        no passes.
-
-        ``moved``: these weights have changed all the same, so that somebody has used them.
-        """
-        if self.algorithm.takes_momentum and gradients.hold_results(names) > 1:  # one may be of the pass that begins
-            raise UsageError(
-                f"rank {self._runner.rank}: a second backward pass without an optimizer's step between (step {self.step}), "
-                "with momentum_correction, which gives gradients that have the momentum in them; accumulate inside no_sync()"
-            )
-        if not moved and not self._join.on:
-            gradients.throw_away(names)
+            # Inside join() some ranks have no passes, and so nothing is undone.
+            self._gradients.begin(() if self._join.on else self._turns.waiting)
 
     def _end_backward(self) -> None:
         if self._gradients is not None:
@@ -369,9 +355,9 @@ class Replica:
                 # A closure (LBFGS) runs backward inside the step. The first argument is the optimizer itself.
                 if len(args) == 1 and kwargs.get("closure") is None and not self._join.shadowing:
                     self._turns.require_backward(index, self.step)
-            self._tell_how_many(optimizer)
-            if self._weights and not self.algorithm.lands_late:
-                self._weights.land(index)
+                self._tell_how_many(optimizer)
+                if self._weights and not self.algorithm.lands_late:
+                    self._weights.land(index)
 
         return before_step
 
@@ -379,12 +365,13 @@ class Replica:
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if self._overlap.updating:  # a part of a step that the user took before
                 return
-            self._overlap.ask()
-            if self._weights:
-                if self.algorithm.lands_late:
-                    self._weights.land(index)
-                self._join.announce(Event.WEIGHTS, index)
-                self._weights.launch(index, self.step)
+            with alarming(self._runner):
+                self._overlap.ask()
+                if self._weights:
+                    if self.algorithm.lands_late:
+                        self._weights.land(index)
+                    self._join.announce(Event.WEIGHTS, index)
+                    self._weights.launch(index, self.step)
             self._turns.note_step(index)
 
         return after_step
@@ -401,8 +388,8 @@ class Replica:
     def _synchronise_buffers(self) -> None:
         self._awaits_forward = False
         if self._backward.synchronise:
-            source = self._join.announce(Event.BUFFERS)
-            with self._statistics.exposed():
+            with alarming(self._runner), self._statistics.exposed():
+                source = self._join.announce(Event.BUFFERS)
                 synchronise_buffers(self._runner, self._model, self._buffers, source)
 
     # -- what a rank does whose data have ended -----------------------------------------------------------------
@@ -432,6 +419,8 @@ class Replica:
         self._weights.launch(index, self.step)
 
     def _conclude_join(self, last: int, uneven: bool) -> None:
+        if self._gradients is not None:
+            self._gradients.discarded.confirm(())
         if self._weights:
             return
         buffers = [] if self._buffers == "local" else named_buffers(self._model).values()

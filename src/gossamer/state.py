@@ -13,14 +13,16 @@ K = TypeVar("K")
 
 
 class Ledger(Generic[K]):
-    """Tensors by key. What is written becomes what is kept only at :meth:`commit`."""
+    """Tensors by key. What is written becomes what is kept only at :meth:`commit`, and for good at :meth:`confirm`."""
 
     def __init__(self) -> None:
         self.kept: dict[K, Tensor] = {}
         self.draft: dict[K, Tensor | None] = {}
         """None: to be dropped."""
-        self.replaced: dict[K, Tensor | None] = {}
-        """What was kept before the last commit, of what that has changed; None: nothing."""
+        self.before: dict[K, Tensor | None] = {}
+        """What was kept at the last :meth:`confirm`, of what has changed since; None: nothing."""
+        self.spare: dict[K, Tensor] = {}
+        """What will not be kept again: memory for what is written next."""
 
     def get(self, key: K) -> Tensor | None:
         """The last value written, committed or not."""
@@ -28,8 +30,7 @@ class Ledger(Generic[K]):
 
     def load(self, values: Mapping[K, Tensor | None]) -> None:
         """Keep exactly ``values``, leaving out what is None."""
-        self.draft.clear()
-        self.replaced = {}
+        self.draft, self.before, self.spare = {}, {}, {}
         self.kept = {key: value for key, value in values.items() if value is not None}
 
     def keep_where(self, broken: Tensor) -> None:
@@ -44,31 +45,49 @@ class Ledger(Generic[K]):
 
     def commit(self) -> None:
         """Keep what was written."""
-        self.replaced = {key: self.kept.get(key) for key in self.draft}
+        self.spare = {}
         self.take(self)
         self.draft.clear()
-
-    def undo(self) -> None:
-        """Keep what was kept before the last commit, if nothing was rolled back, loaded or undone since."""
-        for key, value in self.replaced.items():
-            if value is None:
-                self.kept.pop(key, None)
-            else:
-                self.kept[key] = value
-        self.replaced = {}
 
     def take(self, other: "Ledger[K]") -> None:
         """Keep what was written to another one."""
         for key, value in other.draft.items():
-            if value is None:
-                self.kept.pop(key, None)
-            else:
-                self.kept[key] = value
+            old = self._keep(key, value)
+            if key not in self.before:
+                self.before[key] = old
+            elif old is not None:
+                self.spare[key] = old
+
+    def confirm(self) -> None:
+        """From now on :meth:`undo` goes back to what is kept now."""
+        self.spare |= {key: value for key, value in self.before.items() if value is not None}
+        self.before = {}
+
+    def undo(self) -> None:
+        """Keep what was kept at the last :meth:`confirm`."""
+        for key, value in self.before.items():
+            old = self._keep(key, value)
+            if old is not None:
+                self.spare[key] = old
+        self.before = {}
+
+    def items(self, confirmed: bool = False) -> list[tuple[K, Tensor]]:
+        """What is kept; ``confirmed``: what :meth:`undo` would keep."""
+        values: dict[K, Tensor | None] = {**self.kept, **(self.before if confirmed else {})}
+        return [(key, value) for key, value in values.items() if value is not None]
+
+    def _keep(self, key: K, value: Tensor | None) -> Tensor | None:
+        """Keep one value, or nothing; returns what was kept before."""
+        old = self.kept.get(key)
+        if value is None:
+            self.kept.pop(key, None)
+        else:
+            self.kept[key] = value
+        return old
 
     def rollback(self) -> None:
         """Forget what was written."""
         self.draft.clear()
-        self.replaced = {}
 
     def later(self) -> "Ledger[K]":
         """One that keeps everything written here so far."""
@@ -128,9 +147,9 @@ class State:
         return self.flats.draft.get(name)
 
     def fresh(self, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor like ``like``, of type ``dtype`` if that is given, for the next value of ``name``: the one
-        before the last, if it fits."""
-        return reused(self.flats.replaced.pop(name, None), like, dtype)
+        """An uninitialised tensor like ``like``, of type ``dtype`` if that is given, for the next value of ``name``: in
+        the memory of one that will not be kept again, if that fits."""
+        return reused(self.flats.spare.pop(name, None), like, dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.flats.kept)
@@ -175,7 +194,7 @@ class State:
 
     def items(self) -> list[tuple[str, Tensor]]:
         """The flat tensors that are kept, as of the last commit, whatever was written since."""
-        return list(self.flats.kept.items())
+        return self.flats.items()
 
     @property
     def changed(self) -> bool:
@@ -196,14 +215,21 @@ class State:
         self.flats.keep_where(broken)
         self.extras.keep_where(broken)
 
-    def commit(self) -> None:
-        """Make everything written since the last commit the state to keep."""
+    def commit(self, revocable: bool = False) -> None:
+        """Make everything written since the last commit the state to keep; ``revocable``: :meth:`undo` may still forget it."""
         self.vouched = []
         self.flats.commit()
         self.extras.commit()
+        if not revocable:
+            self.confirm()
+
+    def confirm(self) -> None:
+        """What was committed is used: there is no way back behind it."""
+        self.flats.confirm()
+        self.extras.confirm()
 
     def undo(self) -> None:
-        """Go back to before the last commit: see :meth:`Ledger.undo`."""
+        """Keep again what was kept at the last :meth:`confirm`."""
         self.flats.undo()
         self.extras.undo()
 

@@ -171,6 +171,28 @@ def test_momentum_correction_gives_the_momentum_back_and_resumes() -> None:
     replica.close()
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_momentum_correction_leaves_alone_what_nobody_uses(world: int) -> None:
+    """As SGD does: u waits, and nothing of it is sent, or owed, meanwhile. At density 1 all is SGD with momentum."""
+
+    def body(rank: int, algorithm: Algorithm) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("always", "sometimes")})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        for step in range(12):
+            optimizer.zero_grad()
+            used = ["always"] if 3 <= step < 9 else ["always", "sometimes"]
+            sum(model[name](noise(1, 32, seed=10 * step + rank)[0].view(4, 8)).sum() for name in used).backward()
+            optimizer.step()
+        replica.close()
+        return weights(model)
+
+    everything = ChunkSparse(density=1.0, chunk=16, codec=FP32, momentum_correction=True)
+    corrected, plain = (loopback(lambda rank, a=a: body(rank, a), world)[0] for a in (everything, AllReduce()))
+    torch.testing.assert_close(corrected, plain, rtol=1e-5, atol=1e-6)
+
+
 def test_the_density_falls() -> None:
     schedule = ChunkSparse(density=0.01, warmup=3, ramp=4)
     assert [schedule.density_at(step) for step in (0, 2, 3, 5, 7, 100)] == pytest.approx([1, 1, 1, 0.1, 0.01, 0.01])
@@ -356,6 +378,7 @@ def test_momentum_that_a_loaded_state_brings_back_is_refused() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     before = optimizer.state_dict()
+    before["param_groups"][0]["momentum"] = 0.8
     gossamer.replicate(model, optimizer, ChunkSparse(chunk=4, momentum_correction=True))
     optimizer.load_state_dict(before)
     model(torch.ones(1, 4)).sum().backward()

@@ -8,7 +8,20 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import gossamer
-from gossamer import AllReduce, ChunkSparse, Gossip, GossipGraD, Hierarchical, ScatterReduce, after, by_size, loopback
+from gossamer import (
+    AllReduce,
+    ChunkSparse,
+    Gossip,
+    GossipGraD,
+    Hierarchical,
+    PowerSGD,
+    ScatterReduce,
+    after,
+    by_size,
+    in_parts,
+    loopback,
+)
+from gossamer.buckets import make_plan
 from gossamer.comm.loopback import LoopbackRunner
 from gossamer.comm.topology import Exchange, Hypercube, Permutation, Topology
 from gossamer.errors import ConfigurationError
@@ -89,6 +102,26 @@ def test_by_size_exchanges_what_the_optimizer_remembers() -> None:
 
     for names in loopback(body, 2):
         assert {"weight", "exp_avg of weight", "exp_avg_sq of weight", "bias", "exp_avg of bias"} <= set(names)
+
+
+@pytest.mark.parametrize("outer", [ChunkSparse(chunk=4), PowerSGD(rank=1), ScatterReduce(), AllReduce(wire="fp16")], ids=repr)
+def test_on_one_machine_nothing_is_lost_for_others(outer: gossamer.Algorithm) -> None:
+    found, exact = (train(Hierarchical(each, ranks_per_node=3), world=3, steps=4) for each in (outer, AllReduce()))
+    assert all(torch.equal(a, b) for a, b in zip(found[0], exact[0], strict=True))
+
+
+def test_buckets_are_as_long_as_what_is_inside_has_them() -> None:
+    sparse = ChunkSparse(chunk=2**10, bucket_bytes=2**14)
+    for algorithm in (Hierarchical(sparse), after(3, sparse), by_size(9, small=AllReduce(), large=sparse)):
+        assert algorithm.bucket_bytes == sparse.bucket_bytes
+    assert Hierarchical().bucket_bytes == AllReduce().bucket_bytes
+    for outer in (in_parts(2, Gossip(bucket_bytes=300)), after(3, Gossip(bucket_bytes=300), before=sparse)):
+        assert Hierarchical(outer).bucket_bytes == 300
+    model = {str(number): torch.empty(2**10, 2, device="meta") for number in range(8)}
+    both = Hierarchical(Gossip(), inner=sparse)
+    for algorithm in (Hierarchical(sparse), Hierarchical(Gossip(), bucket_bytes=2**14).part("weights"), both.part("gradients")):
+        assert algorithm is not None
+        assert [len(layout.names) for layout in make_plan(model, algorithm).layouts] == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -269,3 +269,17 @@ def test_of_machines_that_push_the_mean_is_the_conserved_one():
 
     for found in gossamer.loopback(body, 8):
         assert (found - (1 - 12 * 0.1 * 4.5)).abs().max() < 1e-12
+
+
+def test_weights_that_are_mended_stay_mended():
+    """One NaN is in all sums after a cycle; that of a place is then the weights' own again."""
+    tensors, broken = noise(4, 50), noise(4, 50)
+    for tensor in broken:
+        tensor[7] = float("nan")
+    outcomes = exchange(PushSum(topology=UNEVEN), [tensors, broken, tensors, tensors])
+    assert stacked(outcomes, 1)[:, 7].isnan().all()
+    assert stacked(outcomes, 2).isfinite().all()
+    sums = torch.stack([outcome.state["push-sum"] for outcome in outcomes])
+    shares = torch.stack([outcome.state.extra("push-sum weight") for outcome in outcomes])
+    assert sums.isfinite().all()
+    assert shares.sum().item() == pytest.approx(4.0)

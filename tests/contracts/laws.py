@@ -127,6 +127,23 @@ def the_result_is_the_mean(algorithm: Algorithm, world: int, dtype: torch.dtype)
     assert (error <= bound).all()
 
 
+def among_one_nothing_is_kept_back(algorithm: Algorithm, dtype: torch.dtype) -> None:
+    """The gradient to the bit; and whatever was owed before, when there were others, all at once."""
+    gradients = [noise(1, 37, dtype, seed=step) for step in range(3)]
+    (outcome,) = exchange(algorithm, gradients)
+    assert all(map(same_bits, outcome.results, (gradient for (gradient,) in gradients)))
+    state = exchange(algorithm, [noise(4, 37, dtype, seed=step) for step in range(3)])[0].state
+    bucket, ctx = bucket_of([(37,)], dtype), Context(3, 0, (0,))
+    bucket.flat.copy_(gradients[0][0])
+    owed = algorithm.owed(state, ctx)
+    had = bucket.flat.double() + (0.0 if owed is None else owed.double())
+    result = drive(algorithm.exchange(bucket, state, ctx), MetaPort(1))
+    torch.testing.assert_close(result.double(), had, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+    state.commit()
+    left = algorithm.owed(state, ctx)
+    assert left is None or not left.any()
+
+
 # -- of algorithms over weights -------------------------------------------------------------------------------------------
 
 

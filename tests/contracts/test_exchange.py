@@ -75,6 +75,12 @@ def test_exact_algorithms_give_the_mean(algorithm: Algorithm, world: int) -> Non
         laws.the_result_is_the_mean(algorithm, world, dtype)
 
 
+@of_gradients
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_among_one_nothing_is_kept_back(algorithm: Algorithm, dtype: torch.dtype) -> None:
+    laws.among_one_nothing_is_kept_back(algorithm, dtype)
+
+
 @of_weights
 @pytest.mark.parametrize("world", range(2, 25))
 def test_the_mean_of_the_weights_is_kept(algorithm: Algorithm, world: int) -> None:

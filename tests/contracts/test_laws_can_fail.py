@@ -75,6 +75,11 @@ def hides_what_is_not_finite(self, bucket, state, ctx):
     return (yield from all_reduce(bucket.flat.nan_to_num(0, 0, 0) / ctx.world))
 
 
+def keeps_a_tenth(self, bucket, state, ctx):
+    state["residual"] = 0.1 * bucket.flat
+    return (yield from all_reduce(0.9 * bucket.flat / ctx.world))
+
+
 def is_not_the_mean(self, bucket, state, ctx):
     return (yield from all_reduce(bucket.flat / (ctx.world + 1)))
 
@@ -105,6 +110,7 @@ SHAPES = [(37,)]
         (draws_at_random, lambda a: laws.the_same_again_gives_the_same_bits(a, WORLD)),
         (mixes_in_its_own, lambda a: laws.all_ranks_hold_the_same_bits(a, WORLD, torch.float32)),
         (hides_what_is_not_finite, lambda a: laws.non_finite_values_reach_all_ranks_and_no_state(a, WORLD, float("nan"))),
+        (keeps_a_tenth, lambda a: laws.among_one_nothing_is_kept_back(a, torch.float32)),
         (is_not_the_mean, lambda a: laws.the_result_is_the_mean(a, WORLD, torch.float32)),
         (loses_rounding, lambda a: laws.the_mean_of_the_weights_is_kept(a, WORLD)),
         (loses_rounding, lambda a: laws.equal_weights_are_left_alone(a, WORLD, torch.float32)),

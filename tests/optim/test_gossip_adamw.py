@@ -256,6 +256,28 @@ def test_afterwards_it_is_as_if_it_had_never_been_told(masters: bool) -> None:
     assert loopback(body, 4) == [[4, 4, 1, 3]] * 4
 
 
+@pytest.mark.parametrize("masters", [False, True])
+def test_what_is_saved_trains_alone(masters: bool) -> None:
+    """It is not that of a mean of several: alone, it would be divided by too little."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return MasterWeights(GossipAdamW, model.parameters()) if masters else GossipAdamW(model.parameters())
+
+    def body(rank: int) -> tuple[int, int]:
+        model, again = model_of(), model_of()
+        optimizer, alone = make(model), make(again)
+        gossamer.replicate(model, optimizer, Gossip())
+        for step in range(2):
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+            alone.load_state_dict(optimizer.state_dict())
+            optimizer.load_state_dict(optimizer.state_dict())
+        assert [key for group in alone.param_groups for key in group if "gossamer" in key] == []
+        return alone.param_groups[0]["averaged_over"], optimizer.param_groups[0]["averaged_over"]
+
+    assert loopback(body, 4) == [(1, 1)] * 4
+
+
 def test_autograd_notices_an_update_in_one_pass() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     optimizer = GossipAdamW(model.parameters())

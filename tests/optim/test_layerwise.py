@@ -226,6 +226,7 @@ def test_replicas_stay_alike(make: Make, algorithm: gossamer.Algorithm) -> None:
     "make",
     [
         lambda: LARS(weights(), -1.0),
+        lambda: LARS(weights(), "0.1"),
         lambda: LARS(weights(), 1.0, momentum=1.0),
         lambda: LARS(weights(), 1.0, trust=float("nan")),
         lambda: LARS(weights(), 1.0, adapt="yes"),

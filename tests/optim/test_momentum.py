@@ -1,11 +1,14 @@
 """Momentum on loan: what is left in the optimizer when it is given back."""
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 
 import gossamer
-from gossamer import ChunkSparse
+from gossamer import ChunkSparse, ConfigurationError
 from gossamer.optim.momentum import lend_momentum, return_momentum
 
 DECAYING = "momentum of the weight decay"
@@ -46,3 +49,51 @@ def test_what_was_loaded_stays_until_a_step_is_taken() -> None:
     optimizer.step()
     return_momentum([optimizer])
     assert DECAYING not in optimizer.state[weight]
+
+
+def test_what_is_saved_meanwhile_trains_without_gossamer() -> None:
+    """With another algorithm, with plain DDP, or alone: as if nothing had ever been lent."""
+    _, optimizer = made()
+    lend_momentum([optimizer])
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, alone = made()
+    assert saved["param_groups"] == alone.state_dict()["param_groups"]
+    assert optimizer.param_groups[0]["momentum"] == 0.0
+    return_momentum([optimizer])
+    alone.load_state_dict(saved)
+    alone.step()
+    assert alone.param_groups[0]["momentum"] == 0.9
+
+
+def test_what_is_loaded_meanwhile_is_lent_again() -> None:
+    _, optimizer = made()
+    lend_momentum([optimizer])
+    for saved in (optimizer.state_dict(), made()[1].state_dict()):
+        optimizer.load_state_dict(saved)
+        assert [optimizer.param_groups[0][name] for name in ("momentum", "weight_decay")] == [0.0, 0.0]
+        optimizer.step()
+    other = made()[1].state_dict()
+    other["param_groups"][0]["momentum"] = 0.5
+    optimizer.load_state_dict(other)
+    with pytest.raises(ConfigurationError, match="a loaded state with another momentum"):
+        optimizer.step()
+
+
+def test_a_state_that_was_saved_as_lent_is_taken_as_it_is() -> None:
+    """As earlier versions did."""
+    _, optimizer = made()
+    saved = optimizer.state_dict()
+    lent = {"momentum": 0.0, "weight_decay": 0.0, "momentum lent to gossamer": 0.9, "weight decay lent to gossamer": 0.1}
+    saved["param_groups"][0] |= lent
+    optimizer.load_state_dict(saved)
+    assert lend_momentum([optimizer]) == 0.9
+    return_momentum([optimizer])
+    assert [optimizer.param_groups[0][name] for name in ("momentum", "weight_decay")] == [0.9, 0.1]
+
+
+def test_a_schedule_that_cycles_the_momentum_is_named() -> None:
+    _, optimizer = made()
+    lend_momentum([optimizer])
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    with pytest.raises(ConfigurationError, match="cycle_momentum=False"):
+        optimizer.step()

@@ -207,6 +207,33 @@ def test_freezing_a_parameter_later_is_refused() -> None:
     gossamer.loopback(body, 2)
 
 
+@pytest.mark.parametrize("kind", [OneBitAdam, QAdam])
+def test_what_was_kept_back_of_a_momentum_is_owed_on_while_nobody_uses_its_parameter(kind: Any) -> None:
+    """Its momentum stays, too: nothing of what is sent meanwhile is applied."""
+
+    def body(rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("always", "sometimes")})
+        optimizer = kind(model.parameters(), lr=1e-3, warmup=2)
+        replica = gossamer.replicate(model, optimizer)
+        owed = []
+        for step in range(9):
+            optimizer.zero_grad()
+            used = ["always", "sometimes"] if step < 6 else ["always"]
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            sum(model[name](inputs).square().sum() for name in used).backward()
+            optimizer.step()
+            owed.append(
+                replica.state_dict()[f"rank{rank}"].get("residual", {}).get("sometimes.weight", torch.zeros(8, 8)).clone()
+            )
+        return owed[5:]
+
+    before, *later = (torch.stack(each).sum(0) for each in zip(*loopback(body, 3), strict=True))
+    assert before.abs().max() > 1e-4
+    for after in later:
+        torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-6)
+
+
 def test_options_of_a_group_are_checked_too() -> None:
     with pytest.raises(ConfigurationError, match="lr must be at least 0"):
         OneBitAdam([{"params": list(make_model().parameters()), "lr": -1.0}])
@@ -323,7 +350,7 @@ def test_moments_of_16_bit_weights_are_loaded_in_full(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("first", [3, 4])
-def test_a_tensor_whose_first_gradient_comes_too_late_stays(first: int) -> None:
+def test_a_tensor_whose_first_gradient_comes_too_late_stays(first: int, caplog: pytest.LogCaptureFixture) -> None:
     late, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     optimizer = OneBitAdam([late, other], lr=1e-3, weight_decay=0.5, warmup=3)
     for number in range(6):
@@ -331,6 +358,8 @@ def test_a_tensor_whose_first_gradient_comes_too_late_stays(first: int) -> None:
         optimizer.step()
     assert torch.equal(late, torch.ones(4))
     assert (other - 1).abs().max() < 0.1
+    (warning,) = caplog.messages
+    assert "a parameter of shape (4,) has its first gradient after the variance was frozen (at step 3)" in warning
 
 
 def test_a_parameter_counts_the_steps_in_which_it_had_a_gradient() -> None:

@@ -1,7 +1,7 @@
 """The clocked runner against closed forms, written out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import pytest
@@ -181,6 +181,21 @@ def test_whole_cycles_are_priced(steps: int) -> None:
     exact = 2 * 3 / 4 * BYTES + 2 * 4
     assert run(model, GossipPGA(), 4, steps=steps).bytes_per_step == pytest.approx((15 * sent + exact) / 16)
     assert run(tensors(999_999), in_parts(3, Gossip()), 4, steps=steps).bytes_per_step == pytest.approx(999_999 * 2 / 3)
+
+
+@pytest.mark.parametrize("algorithm", [a for a in plain() if a.subject == "weights" and hasattr(a, "every")], ids=repr)
+def test_what_first_exchanges_cost_is_not_priced(algorithm: Algorithm) -> None:
+    """Some are in full precision. Every fourth step, or a fourth in every step, sends a fourth, and the line shows no more."""
+    model = tensors(4096, 4096)
+    always = run(model, replace(algorithm, every=1), 8)
+    others = [replace(algorithm, every=4)]
+    others += [] if isinstance(algorithm, GossipPGA) else [in_parts(4, replace(algorithm, every=1))]
+    for other in others:
+        assert run(model, other, 8).bytes_per_step == pytest.approx(always.bytes_per_step / 4, rel=0.02)
+    slow = {"compute": Compute(forward=0, backward=0), "latency": 0}
+    assert seconds(model, replace(algorithm, every=4), 8, **slow) <= 1.05 * seconds(
+        model, replace(algorithm, every=1), 8, **slow
+    )
 
 
 def test_whoever_hears_most_sets_the_pace_of_a_directed_graph() -> None:
@@ -468,6 +483,7 @@ def test_frozen_parameters_do_not_travel() -> None:
         lambda: Link(bandwidth=0),
         lambda: Link(bandwidth=float("nan")),
         lambda: Link(bandwidth="200mbit"),
+        lambda: Link(bandwidth=True),
         lambda: Link(latency=-1),
         lambda: Link(latency="1ms"),
         lambda: Link(latency=float("inf")),

@@ -1,4 +1,4 @@
-"""A state that was saved by another number of ranks: nothing that was not sent yet is lost."""
+"""A state that was saved by another number of ranks, or with other settings: nothing that was not sent yet is lost."""
 
 import copy
 import warnings
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gossamer
 from gossamer import AllReduce, ChunkSparse, Gossip, Hierarchical, PowerSGD, ScatterReduce, after, loopback
 from gossamer.algorithms import Algorithm
-from gossamer.codecs import Quantize
+from gossamer.codecs import Quantize, Sign
 from gossamer.errors import ConfigurationError
 from gossamer.sync.checkpoint import _entries, _mean_momenta
 
@@ -79,7 +79,7 @@ algorithms = pytest.mark.parametrize(
 
 
 @algorithms
-@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4), (3, 5), (5, 3), (3, 1), (1, 3)])
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4), (3, 5), (5, 3), (3, 1)])
 def test_the_mean_of_what_was_not_sent_stays(algorithm: Algorithm, keys: list[str], before: int, now: int) -> None:
     state = saved(algorithm, before)
     with pytest.warns(UserWarning, match=f"a state of {before} ranks is loaded by {now}"):
@@ -91,11 +91,17 @@ def test_the_mean_of_what_was_not_sent_stays(algorithm: Algorithm, keys: list[st
             torch.testing.assert_close(kept, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("before", "now"), [(8, 3), (4, 5), (6, 2)])
-def test_leaders_of_before_still_send_what_they_owe(before: int, now: int) -> None:
-    """Whoever leads a machine now: all that was owed to the mean, in one exact step at the next change."""
-    algorithm = after(4, AllReduce(), before=Hierarchical(ScatterReduce(codec=Quantize(bits=2)), ranks_per_node=2))
-    state = saved(algorithm, before)
+@pytest.mark.filterwarnings("ignore:the saved run had other settings")
+@pytest.mark.parametrize(("before", "now", "per_machine"), [(8, 3, 2), (4, 5, 2), (6, 2, 2), (8, 8, 4), (6, 4, 1), (8, 4, 4)])
+def test_leaders_of_before_still_send_what_they_owe(before: int, now: int, per_machine: int) -> None:
+    """Whoever leads a machine now, of as many workers or not: all that was owed to the mean, in one exact step at the next
+    change."""
+
+    def of(per_machine: int) -> Algorithm:
+        outer = ScatterReduce(codec=Quantize(bits=2))
+        return after(4, AllReduce(), before=Hierarchical(outer, ranks_per_node=per_machine))
+
+    algorithm, state = of(per_machine), saved(of(2), before)
     owed = {
         name: 2 * sum(state[f"rank{rank}"][key][name] for rank in range(before) if key in state[f"rank{rank}"]) / before
         for key, tensors in state["rank0"].items()
@@ -170,6 +176,62 @@ def test_momentum_of_means_stays_the_same_on_all_ranks(before: int, now: int) ->
         assert all(torch.equal(held[0], other) for other in held)
 
 
+OTHERS = [
+    (ScatterReduce(codec=Quantize(bits=2)), ScatterReduce(codec=Quantize(bits=4), bucket_bytes=64), "codec.bits"),
+    (ScatterReduce(codec=Quantize(bits=2)), ScatterReduce(codec=Sign(), exact_vectors=False), "codec is Sign"),
+    (PowerSGD(rank=1), PowerSGD(rank=2, bucket_bytes=64), "rank is 2, was 1"),
+    (ChunkSparse(density=0.3, chunk=16), ChunkSparse(density=0.5, chunk=8, bucket_bytes=64), "chunk is 8, was 16"),
+]
+
+
+@pytest.mark.parametrize(("before", "now", "told"), OTHERS, ids=[told for _, _, told in OTHERS])
+def test_with_other_settings_what_is_owed_is_kept(before: Algorithm, now: Algorithm, told: str) -> None:
+    state = saved(before, 2)
+    with pytest.warns(UserWarning, match=f"other settings.*{told}.*what was not sent yet is kept"):
+        loaded = reloaded(now, state, 2)
+    for rank, found in enumerate(loaded):
+        for name, owed in state[f"rank{rank}"]["residual"].items():
+            assert torch.equal(found["residual"][name], owed)
+
+
+def test_with_other_settings_buckets_are_cut_anew() -> None:
+    state = saved(ScatterReduce(), 2)
+
+    def run(rank: int) -> list[int]:
+        _, _, replica = training(ScatterReduce(bucket_bytes=64))
+        replica.load_state_dict(state)
+        assert replica._gradients is not None
+        return [len(replica._gradients.exchange.buckets), len(state["plan"]["buckets"])]
+
+    with pytest.warns(UserWarning, match="other settings"):
+        (cut, before), _ = loopback(run, 2)
+    assert cut > before
+
+
+@pytest.mark.filterwarnings("ignore:rank.*the model has not the weights")
+def test_with_other_settings_an_exchange_of_weights_begins_anew() -> None:
+    state = saved(Gossip(), 3)
+    with pytest.warns(UserWarning, match="other settings.*every is 2, was 1"):
+        assert all(not entry for entry in reloaded(Gossip(every=2), state, 3))
+
+
+def test_what_the_saved_version_did_not_have_was_as_by_default() -> None:
+    state = saved(PowerSGD(), 2)
+    state["algorithm"] = state["algorithm"].replace(", residual='fp32'", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reloaded(PowerSGD(), state, 2)
+    with pytest.warns(UserWarning, match="residual is 'bf16'"):
+        reloaded(PowerSGD(residual="bf16"), state, 2)
+
+
+@pytest.mark.parametrize("other", [ChunkSparse(), Hierarchical(ScatterReduce()), after(2, ScatterReduce()), Gossip()], ids=repr)
+def test_other_algorithms_are_refused(other: Algorithm) -> None:
+    state = saved(ScatterReduce(), 2)
+    with pytest.raises(ConfigurationError, match=r"was saved by ScatterReduce\(.*give replicate\(\) the algorithm of"):
+        reloaded(other, state, 2)
+
+
 @pytest.mark.parametrize("algorithm", [ChunkSparse(density=0.3, chunk=16), PowerSGD(rank=1)], ids=repr)
 @pytest.mark.parametrize(("before", "now", "per_machine"), [(3, 5, 2), (5, 3, 2), (6, 4, 3)])
 def test_other_leaders_go_on_as_one(algorithm: Algorithm, before: int, now: int, per_machine: int) -> None:
@@ -182,7 +244,13 @@ def test_other_leaders_go_on_as_one(algorithm: Algorithm, before: int, now: int,
 
 def test_as_many_ranks_on_other_machines_begin_anew_what_machines_share() -> None:
     held = {"residual": {"weight": torch.ones(2)}}
-    state = {"world": 2, "machines": repr(((0, 1),)), "rank0": held, "rank0, extras": [{"outer: chosen chunks": {}}]}
+    state = {
+        "world": 2,
+        "machines": repr(((0, 1),)),
+        "algorithm": repr(Hierarchical(ChunkSparse())),
+        "rank0": held,
+        "rank0, extras": [{"outer: chosen chunks": {}}],
+    }
     runner: Any = SimpleNamespace(world=2, rank=0, nodes=((0,), (1,)))
     gradients: Any = SimpleNamespace()
     with pytest.warns(UserWarning, match="2 ranks is loaded by ranks on other machines"):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import AllReduce, loopback
+from gossamer import AllReduce, Gossip, ScatterReduce, after, loopback
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce
+from gossamer.errors import ConfigurationError
 from gossamer.state import State
 
 LOG: list[tuple[int, int, tuple[str, ...]]] = []
@@ -221,3 +222,58 @@ def test_two_models_of_one_process_do_not_mix() -> None:
         return models[0].weight.grad.item(), models[1].weight.grad.item()
 
     assert loopback(body, 3) == [(1.0, 10.0)] * 3
+
+
+def test_buckets_go_when_weights_take_over() -> None:
+    """What is owed has been handed over; from then on a copy of the gradients would be kept for nothing."""
+
+    def body(rank: int) -> list[int]:
+        model = nn.Linear(16, 16, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        algorithm = after(2, Gossip(), before=ScatterReduce())
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        found = []
+        for step in range(6):
+            if step == 5:
+                replica.load_state_dict(replica.state_dict())
+            optimizer.zero_grad()
+            model(torch.ones(1, 16) * (rank + 1)).sum().backward()
+            optimizer.step()
+            assert replica._gradients is not None
+            exchange = replica._gradients.exchange
+            found.append(sum(b.flat.numel() for b in exchange.buckets) + sum(len(s.items()) for s in exchange.states))
+        return found
+
+    for found in loopback(body, 2):
+        assert found == [257, 257, 256, 0, 0, 0]
+
+
+def test_buckets_come_back_if_gradients_travel_again() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Sometimes(Algorithm, register=False):
+        def due(self, step: int) -> bool:
+            return step % 3 == 0
+
+        def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+            return (yield from all_reduce(bucket.flat / ctx.world))
+
+    def body(rank: int) -> list[float]:
+        model, optimizer, _ = make(after(1, Sometimes()), nn.Linear(2, 1, bias=False))
+        found = []
+        for _ in range(7):
+            optimizer.zero_grad()
+            (model.weight.sum() * rank).backward()
+            found.append(model.weight.grad[0, 0].item())
+        return found
+
+    assert loopback(body, 3)[2] == [1.0, 2.0, 2.0, 1.0, 2.0, 2.0, 1.0]
+
+
+def test_a_gradient_that_cannot_travel_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True))
+    _, _, replica = make(AllReduce(), model)
+    told: list[str] = []
+    monkeypatch.setattr(replica._runner, "alarm", told.append)
+    with pytest.raises(ConfigurationError, match="sparse gradient"):
+        model(torch.tensor([1, 2])).sum().backward()
+    assert any("sparse gradient" in text for text in told)

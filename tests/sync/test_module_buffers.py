@@ -11,8 +11,12 @@ from torch import nn
 
 import gossamer
 from gossamer import AllReduce, ConfigurationError, Gossip, loopback
+from gossamer.comm.ops import all_reduce
+from gossamer.sync import module_buffers
 from gossamer.sync.hooks import OwnHook
-from gossamer.sync.module_buffers import floating, hook_forward, named_buffers, resolve_buffers
+from gossamer.sync.module_buffers import average, floating, hook_forward, named_buffers, resolve_buffers
+
+from ..contracts.cases import own_runner
 
 
 def test_defaults() -> None:
@@ -87,6 +91,45 @@ def test_averages_travel_with_the_weights() -> None:
         return model[1].running_mean[0].item()
 
     assert loopback(body, 4) == [1.5] * 4
+
+
+@pytest.mark.parametrize("portion", [module_buffers.PORTION, 48, 8])
+def test_the_mean_goes_in_portions(portion: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no copy of everything is needed. Tensors without gaps and with some, of one type and of others."""
+    monkeypatch.setattr(module_buffers, "PORTION", portion)
+    sizes = []
+
+    def watched(tensor: torch.Tensor) -> Any:
+        sizes.append(tensor.nbytes)
+        return all_reduce(tensor)
+
+    monkeypatch.setattr(module_buffers, "all_reduce", watched)
+
+    def body(rank: int) -> list[torch.Tensor]:
+        wide, narrow = torch.arange(30.0).reshape(5, 6) * rank, torch.full((9,), float(rank), dtype=torch.bfloat16)
+        tensors = [wide[0], wide.T[3:], torch.full((2,), 1.0 + rank, dtype=torch.float64), narrow]
+        average(own_runner(), tensors)
+        return tensors
+
+    whole = torch.arange(30.0).reshape(5, 6)
+    for found in loopback(body, 3):
+        expected = whole[0], whole.T[3:], torch.full((2,), 2.0, dtype=torch.float64), torch.ones(9, dtype=torch.bfloat16)
+        assert all(map(torch.equal, found, expected))
+    assert max(sizes) <= portion
+    assert sum(sizes) == 3 * (4 * 21 + 2 * 8 + 9 * 4)
+
+
+def test_numbers_of_8_bits_are_left_alone() -> None:
+    def body(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        model.register_buffer("scale", torch.ones(2).to(torch.float8_e4m3fn))
+        replica = gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), Gossip())
+        assert replica.consensus_distance() == 0.0
+        with replica.consensus():
+            assert torch.equal(model.scale.float(), torch.ones(2))
+        replica.close(average=True)
+
+    loopback(body, 2)
 
 
 class Assigns(nn.Module):

@@ -144,6 +144,7 @@ def test_what_is_owed_survives_the_beginning_and_the_end_of_scaling(before: floa
             loss = loss if scaler is None else scaler.scale(loss)
             if state is None:
                 loss.backward()
+                optimizer.step()
             else:
                 replica.load_state_dict(state)
                 replica._begin_backward()

@@ -15,10 +15,11 @@ from gossamer.sync.turns import Turns
 def test_a_pass_that_was_thrown_away_is_noticed_whatever_was_accumulated_before() -> None:
     """Also where weights travel, and passes inside no_sync() count as ones to take a step for."""
     backward: Any = SimpleNamespace(passes=0, synchronised_passes=0)
-    turns = Turns(solo_runner(), backward, [[torch.zeros(1)]], torch.zeros(1), LossScale(None))
+    turns = Turns(solo_runner(), backward, 1, torch.zeros(1), LossScale(None))
 
     def synchronised() -> list[int]:
-        again = turns.begin_backward()
+        again = turns.waiting
+        turns.begin_backward()
         backward.passes += 1
         backward.synchronised_passes += 1
         return again
@@ -35,7 +36,7 @@ def test_a_pass_that_was_thrown_away_is_noticed_whatever_was_accumulated_before(
 def test_with_a_scaler_and_weights_that_travel_the_last_pass_of_a_step_is_a_synchronised_one() -> None:
     backward: Any = SimpleNamespace(passes=0, synchronised_passes=0)
     two_ranks: Any = SimpleNamespace(rank=1, world=2)
-    turns = Turns(two_ranks, backward, [[torch.zeros(1)]], torch.zeros(1), LossScale(torch.amp.GradScaler("cpu")))
+    turns = Turns(two_ranks, backward, 1, torch.zeros(1), LossScale(torch.amp.GradScaler("cpu")))
 
     def synchronised() -> None:
         turns.begin_backward()

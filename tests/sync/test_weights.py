@@ -245,6 +245,28 @@ def test_the_consensus_distance() -> None:
         assert 0 < later < 0.01 * before
 
 
+def test_what_is_frozen_from_the_start_is_not_averaged() -> None:
+    """It may be a hundred times what is trained; what is frozen later was trained, and differs."""
+
+    def body(rank: int) -> list[float]:
+        model = nn.ParameterDict({name: nn.Parameter(torch.zeros(1)) for name in ("base", "trained", "later")})
+        model["base"].requires_grad_(False)
+        replica = gossamer.replicate(model, torch.optim.SGD([model["trained"], model["later"]], lr=0.1), Gossip())
+        model["later"].requires_grad_(False)
+        with torch.no_grad():
+            for value, parameter in ((100.0 + rank, model["base"]), (rank, model["trained"]), (2 * rank, model["later"])):
+                parameter.fill_(float(value))
+        distance = replica.consensus_distance()
+        with replica.consensus():
+            inside = [model[name].item() for name in ("base", "trained", "later")]
+        replica.close(average=True)
+        assert inside == [model[name].item() for name in ("base", "trained", "later")]
+        return [distance, *inside]
+
+    for rank, found in enumerate(loopback(body, 3)):
+        assert found == pytest.approx([(2 / 3) ** 0.5, 100.0 + rank, 1.0, 2.0])
+
+
 def test_gradient_algorithms_have_no_consensus_distance() -> None:
     def body(rank: int) -> float:
         model = nn.Linear(2, 2)
@@ -428,6 +450,24 @@ def test_a_weight_may_have_the_name_of_a_sum_of_squares() -> None:
         replica.close()
 
     loopback(body, 2)
+
+
+def test_an_error_in_a_step_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Longer(Gossip, register=False):
+        def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+            yield from all_reduce(bucket.flat.clone())
+            return torch.zeros(bucket.flat.numel() + 1)
+
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = gossamer.replicate(model, optimizer, Longer())
+    told: list[str] = []
+    monkeypatch.setattr(replica._runner, "alarm", told.append)
+    step(model, optimizer, 1.0)
+    with pytest.raises(gossamer.ConfigurationError, match="returned shape"):
+        step(model, optimizer, 1.0)
+    assert any("returned shape" in text for text in told)
 
 
 def test_a_resumed_run_exchanges_the_history_that_it_did_before() -> None:

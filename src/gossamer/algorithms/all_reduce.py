@@ -44,6 +44,8 @@ class AllReduce(Algorithm):
         return replace(self, gather_below=max(self.gather_below, _BESIDE_LONGER))
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        if ctx.world == 1:
+            return bucket.flat
         share = bucket.flat if bucket.holds_shares else bucket.flat.mul_(1 / ctx.world)
         # A narrow wire needs a copy; full precision does not.
         sent = share.to(wire_codec(self.wire).wire_dtype(share.dtype))

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.chunks import Chosen, evenly, fitting, mask_of_largest
+from gossamer.algorithms.chunks import Chosen, evenly, mask_of_largest, take_share
 from gossamer.algorithms.lossy import EXACT, Lossy, Memories, bounded, check_codec, leave_out, turn_over
-from gossamer.algorithms.momentum_all_reduce import MOMENTUM, MomentumAllReduce
+from gossamer.algorithms.momentum_all_reduce import MOMENTUM, MomentumAllReduce, without_momentum
 from gossamer.algorithms.parts import scatter_reduce
-from gossamer.buckets import Bucket
+from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
 from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Cast, Wire, check_wire
@@ -22,7 +22,7 @@ from gossamer.codecs.residual import keep_back
 from gossamer.codecs.sparse import check_chunk, check_density, share_of
 from gossamer.comm.ops import AllReduce, Flow, decide, start, total, wait
 from gossamer.errors import ConfigurationError
-from gossamer.memory import portions, wide
+from gossamer.memory import wide
 from gossamer.optim.momentum import lend_momentum, return_momentum
 from gossamer.state import RESIDUAL, State
 
@@ -38,16 +38,17 @@ class ChunkSparse(Lossy):
     ``density`` of all of them; in the next step each bucket packs its chosen chunks into one dense all-reduce while
     backward goes on. What is not sent is kept and added to the next gradient.
 
-    For ``warmup`` steps everything is sent; over the next ``ramp`` steps the density falls exponentially to its value.
+    For ``warmup`` steps everything is sent; over the next ``ramp`` steps the density falls exponentially to its value. Both
+    count from the start of the run, so ``after(500, ChunkSparse(warmup=500, ramp=100))`` ends its ramp at step 600.
 
     ``codec``: a :class:`Cast` (its dtype is summed on the wire), or any other codec for the packed chunks, which then
     are scatter-reduced.
 
     ``momentum_correction`` accumulates momentum before the choice (u ← m·u + g is what is kept and sent), and takes it
     out of the optimizer, which must be SGD with momentum, until the replica is closed; that of vectors and of the weight
-    decay is accumulated beside it, so that at density 1 all is SGD with momentum. Without it, the optimizer's own momentum
-    acts on what arrives. Not inside ``after`` or ``by_size``, whose other part would have none. Leave out ``momentum``, which
-    comes from the optimizer.
+    decay is accumulated beside it, so that at density 1 all is SGD with momentum (Lin et al. also clear u where a chunk is
+    sent; here it stays, as in SGD). Without it, the optimizer's own momentum acts on what arrives. Not inside ``after`` or
+    ``by_size``, whose other part would have none. Leave out ``momentum``, which comes from the optimizer.
 
     Per step as many messages as an all-reduce of every bucket and one more of 4 bytes per chunk; ``density`` of its bytes,
     in the codec's precision. Memory: one residual per element (``residual="bf16"``: in 16 bits), and one momentum with
@@ -115,6 +116,8 @@ class ChunkSparse(Lossy):
             return_momentum(optimizers)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        if ctx.world == 1:
+            return (yield from self.among_one(bucket, state, ctx))
         flat, owed = wide(bucket.flat), state[RESIDUAL]
         kept, result = turn_over(bucket, flat, state, self.residual)  # at first the gradient
         memories = [(kept, owed)]
@@ -126,7 +129,7 @@ class ChunkSparse(Lossy):
         came = chosen.pack(kept)
         packed = came + chosen.pack(owed)  # in the wider type of the two
         if isinstance(self.codec, Cast):
-            sent = self._share(packed, self.codec, ctx)
+            sent = take_share(packed, self.codec, ctx.world)
             handle = yield start(AllReduce(sent))
             self._keep(state, memories, chosen, came, packed)  # while it travels
             result.zero_()
@@ -140,6 +143,9 @@ class ChunkSparse(Lossy):
             result.zero_()
         chosen.unpack(mean, result)
         return result.to(bucket.flat.dtype)
+
+    def owe(self, mean: Tensor, place: Segment, state: State, ctx: Context) -> bool:
+        return super().owe(without_momentum(mean, place, state, self.momentum), place, state, ctx)
 
     def _keep(self, state: State, memories: Memories, chosen: Chosen, came: Tensor, lost: Tensor) -> None:
         """Keep back what is not sent: everything, and of the chunks that are sent what their encoding has ``lost``."""
@@ -157,18 +163,10 @@ class ChunkSparse(Lossy):
             return Chosen.of(flat, self.chunk, torch.arange(chunks, device="cpu"))
         return Chosen.of(flat, self.chunk, mask.cpu().nonzero().flatten())  # a loaded one may lie elsewhere
 
-    @staticmethod
-    def _share(packed: Tensor, codec: Cast, ctx: Context) -> Tensor:
-        """What this worker adds to the mean of the packed chunks, in the dtype of the wire. ``packed`` becomes what that
-        lacks."""
-        sent = torch.empty_like(packed, dtype=codec.wire_dtype(packed.dtype))
-        for part, out in portions(packed, sent):
-            out.copy_(codec.encode(fitting(part / ctx.world, out.dtype, ctx.world)))
-            part.sub_(codec.decode(out, out.numel(), part.dtype) * ctx.world)
-        return sent
-
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None]:
         """Choose the chunks of the next step, over all buckets."""
+        if ctx.world == 1:
+            return
         norms = [norm for each in states if (norm := each.extra(NORMS)) is not None]
         mine = torch.cat(norms) / ctx.world
         norm = yield from total(mine if mine.device.type == "meta" else mine.cpu(), ctx.world)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossamer.codecs.cast import Cast
+from gossamer.memory import portions
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -61,6 +64,15 @@ def mask_of_largest(norms: Tensor, count: int) -> Tensor:
     order = norms.nan_to_num(nan=math.inf, posinf=math.inf).argsort(descending=True, stable=True)
     mask[order[:count]] = True
     return mask
+
+
+def take_share(packed: Tensor, codec: Cast, world: int) -> Tensor:
+    """What this worker adds to the mean of the packed chunks, in the dtype of the wire. ``packed`` becomes what that lacks."""
+    sent = torch.empty_like(packed, dtype=codec.wire_dtype(packed.dtype))
+    for part, out in portions(packed, sent):
+        out.copy_(codec.encode(fitting(part / world, out.dtype, world)))
+        part.sub_(codec.decode(out, out.numel(), part.dtype) * world)
+    return sent
 
 
 def fitting(share: Tensor, dtype: torch.dtype, world: int) -> Tensor:

@@ -22,6 +22,10 @@ class Combination(Algorithm, register=False):
     def parts(self) -> tuple[Algorithm, ...]:
         """The algorithms that it is made of."""
 
+    def fuse_as(self, part: Algorithm) -> None:
+        """Have buckets as long as those of a part: while it is made, before anyone has seen it."""
+        object.__setattr__(self, "bucket_bytes", part.bucket_bytes)
+
     @property
     def leaves(self) -> tuple[Algorithm, ...]:
         return tuple(leaf for part in self.parts for leaf in part.leaves)

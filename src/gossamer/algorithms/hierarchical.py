@@ -32,7 +32,8 @@ class Hierarchical(Combination, register=False):
     ``ranks_per_node`` says it instead: consecutive ranks. So does a ``DeviceMesh`` of two dimensions, machines and the
     workers of each, given to :func:`gossamer.replicate` (``mesh=``).
 
-    Between machines: the bytes and messages of ``outer`` among as many workers as there are machines.
+    Between machines: the bytes and messages of ``outer`` among as many workers as there are machines. ``bucket_bytes``: as
+    ``outer`` has it, unless given. Where ``outer`` moves weights, gradients have buckets of their own, as ``inner`` has them.
 
     Not the choice where each machine has one worker: then it is ``outer``.
 
@@ -42,12 +43,15 @@ class Hierarchical(Combination, register=False):
     outer: Algorithm = field(default_factory=AllReduce, kw_only=False)
     inner: Algorithm = field(default_factory=AllReduce)
     ranks_per_node: int | None = None
+    bucket_bytes: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name in ("outer", "inner"):
             if not isinstance(getattr(self, name), Algorithm):
                 raise ConfigurationError(f"{name} must be an instance of a gossamer algorithm; got {getattr(self, name)!r}")
+        if self.bucket_bytes is None:
+            self.fuse_as(self.outer)
+        super().__post_init__()
         if self.inner.subject != "gradients":
             raise ConfigurationError(f"inner averages gradients; {type(self.inner).__name__} moves {self.inner.subject}")
         refuse_lag(self.outer, "Hierarchical")
@@ -93,7 +97,9 @@ class Hierarchical(Combination, register=False):
         outer = self.outer.part(subject)
         if outer is not None:
             return replace(self, outer=outer)
-        return Inside(inner=self.inner, ranks_per_node=self.ranks_per_node) if subject == "gradients" else None
+        if subject == "weights":
+            return None
+        return Inside(inner=self.inner, ranks_per_node=self.ranks_per_node, bucket_bytes=self.inner.bucket_bytes)
 
     def overtaking(self) -> "Hierarchical":
         return replace(self, outer=self.outer.overtaking(), inner=self.inner.overtaking())
@@ -143,7 +149,7 @@ class Hierarchical(Combination, register=False):
         machines = machines_of(ctx, self.ranks_per_node)
         leaders, node = leaders_of(machines), machine(ctx, machines)
         # What a leader sends counts for its whole machine.
-        outer = self.outer.owed(state.scoped(_OUTER), inside(ctx, leaders)) if ctx.rank in leaders else None
+        outer = self.outer.owed(state.scoped(OUTER), inside(ctx, leaders)) if ctx.rank in leaders else None
         inner = self.inner.owed(state.scoped(_INNER), inside(ctx, node))
         return total([None if outer is None else outer * max(map(len, machines)), inner])
 
@@ -154,7 +160,7 @@ class Hierarchical(Combination, register=False):
             return True  # so do all of this machine
         if ctx.rank in leaders:  # what it owes counts as often as there are workers on the largest machine
             share = mean * (len(node) / max(map(len, machines)))
-            self.outer.owe(share, place, state.scoped(_OUTER), inside(ctx, leaders))
+            self.outer.owe(share, place, state.scoped(OUTER), inside(ctx, leaders))
         return self.outer.keeps_back
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
@@ -171,7 +177,7 @@ class Hierarchical(Combination, register=False):
             mean = mean * (len(node) / most) if uneven else mean
         if ctx.rank != node[0]:
             return (yield from within(broadcast(torch.empty_like(bucket.flat)), node))
-        flow = self.outer.exchange(bucket.holding(mean), state.scoped(_OUTER), inside(ctx, leaders))
+        flow = self.outer.exchange(bucket.holding(mean), state.scoped(OUTER), inside(ctx, leaders))
         result = yield from within(flow, leaders)
         result = result * (most * len(leaders) / ctx.world) if uneven else result
         return (yield from within(broadcast(result), node)) if len(node) > 1 else result
@@ -189,13 +195,13 @@ class Hierarchical(Combination, register=False):
             return weights if share == 1 else weights * share
         if ctx.rank not in leaders:
             return torch.zeros_like(weights)  # a leader speaks for all of its machine
-        counted = self.outer.counted(weights, state.scoped(_OUTER), inside(ctx, leaders))
+        counted = self.outer.counted(weights, state.scoped(OUTER), inside(ctx, leaders))
         return counted * (ctx.world / len(leaders))
 
     def _with_strays(self, bucket: Bucket, state: State, ctx: Context, most: int) -> Bucket:
         """What a worker owes as the leader that it was, before a state was loaded by other workers, it sends as its own."""
-        owed = self.outer.owed(state.scoped(_OUTER), ctx)
-        state.scoped(_OUTER).forget()
+        owed = self.outer.owed(state.scoped(OUTER), ctx)
+        state.scoped(OUTER).forget()
         if owed is None:
             return bucket
         return bucket.holding(bucket.flat + (owed * most).to(bucket.flat.dtype))
@@ -206,13 +212,13 @@ class Hierarchical(Combination, register=False):
         inner = finish_inside(self.inner, buckets, states, state, ctx, node) if self.subject == "gradients" else None
         outer = None
         if ctx.rank in leaders and self.outer.due(ctx.step):
-            scoped = [each.scoped(_OUTER) for each in states]
-            outer = self.outer.finish(buckets, scoped, state.scoped(_OUTER), inside(ctx, leaders))
+            scoped = [each.scoped(OUTER) for each in states]
+            outer = self.outer.finish(buckets, scoped, state.scoped(OUTER), inside(ctx, leaders))
         flows = [flow for flow in (inner, None if outer is None else within(outer, leaders)) if flow is not None]
         return in_turn(flows)  # of nothing, too: flows are numbered, on all workers alike
 
 
-_OUTER, _INNER = "outer: ", "inner: "
+OUTER, _INNER = "outer: ", "inner: "
 
 _OWN = "own: "
 """Marks the labels of what every worker has of its own, and not in common with those of its machine: buffers."""
@@ -228,7 +234,7 @@ class OfOwn(Hierarchical, register=False):
         value = own if len(node) == 1 else (yield from within(all_reduce(own / len(node)), node))
         if ctx.rank == node[0]:
             mean = value.to(bucket.flat.dtype)
-            flow = self.outer.exchange(bucket.holding(mean.clone()), state.scoped(_OUTER), inside(ctx, leaders))
+            flow = self.outer.exchange(bucket.holding(mean.clone()), state.scoped(OUTER), inside(ctx, leaders))
             value = wide(mean + (yield from within(flow, leaders)))
         if len(node) > 1:
             value = yield from within(broadcast(value), node)

@@ -44,6 +44,7 @@ class InParts(Combination, register=False):
         super().__post_init__()
         if not isinstance(self.algorithm, Algorithm):
             raise ConfigurationError(f"in_parts() takes an instance of a gossamer algorithm; got {self.algorithm!r}")
+        self.fuse_as(self.algorithm)
         if not is_whole(self.count, 1):
             raise ConfigurationError(f"in_parts() takes a number of parts, at least 1; got {self.count!r}")
         if isinstance(self.algorithm, Switch | BySize):
@@ -88,7 +89,7 @@ class InParts(Combination, register=False):
     def of(self, label: str) -> Algorithm:
         part, _, inner = label.partition(":")
         algorithm, number = self.algorithm.of(inner), int(part) if part else None
-        return replace(self, algorithm=algorithm, part_number=number, bucket_bytes=algorithm.bucket_bytes)
+        return replace(self, algorithm=algorithm, part_number=number)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         return (yield from self.algorithm.exchange(bucket, state, replace(ctx, step=ctx.step // self.count)))

@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.all_reduce import AllReduce
-from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.cast import Wire
 from gossamer.codecs.contraction import check_contracts, check_hashable
 from gossamer.codecs.error_feedback import ErrorFeedback
 from gossamer.codecs.residual import stays_as_it_is
+from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
+from gossamer.memory import wide
 from gossamer.state import RESIDUAL, State
 
 EXACT = "exact"
@@ -35,6 +37,15 @@ class Lossy(Algorithm, register=False):
 
     def of(self, label: str) -> Algorithm:
         return AllReduce(bucket_bytes=self.bucket_bytes) if label == EXACT else self
+
+    def among_one(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        """The exchange where there is nobody to talk to: the gradient and what is owed, of which nothing is kept back."""
+        gradient = yield from self.of(EXACT).exchange(bucket, state, ctx)
+        owed = state.get(RESIDUAL)
+        if owed is None:
+            return gradient
+        state[RESIDUAL] = torch.zeros_like(owed)  # and not nothing: part of it may be owed on (``owe``)
+        return (wide(gradient) + owed).to(gradient.dtype)
 
 
 def check_codec(codec: object, *, remembers: bool = True) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Context
-from gossamer.buckets import Bucket
+from gossamer.buckets import Bucket, Segment
 from gossamer.comm.ops import Flow
 from gossamer.memory import wide
 from gossamer.state import State
@@ -28,3 +28,20 @@ class MomentumAllReduce(AllReduce, register=False):
         mean = yield from super().exchange(bucket, state, ctx)
         state[MOMENTUM] = torch.add(wide(mean), state[MOMENTUM], alpha=self.momentum)
         return mean.copy_(state[MOMENTUM])
+
+    def owe(self, mean: Tensor, place: Segment, state: State, ctx: Context) -> bool:
+        return super().owe(without_momentum(mean, place, state, self.momentum), place, state, ctx)
+
+
+def without_momentum(mean: Tensor, place: Segment, state: State, momentum: float) -> Tensor:
+    """Leave u as it was, as SGD does where there is no gradient: undo u ← momentum·u, which is all that zeros did to this part.
+
+    Returns what of the result's part ``mean`` was not u's own: that had been owed, and is to be again.
+    """
+    velocity = state.written(MOMENTUM)
+    if velocity is None:
+        return mean
+    before = place.view(velocity)
+    rest = mean - before
+    before.div_(momentum)
+    return rest

@@ -48,7 +48,7 @@ def scatter_reduce(
     gather_below: int = SMALL,
     on_rest: Callable[[], None] = lambda: None,
 ) -> Flow[list[Tensor]]:
-    """The mean of ``flat + owed`` over the workers into ``mean``; what this worker owes from now on into ``rest``.
+    """The mean of ``flat + owed`` over several workers into ``mean``; what this worker owes from now on into ``rest``.
 
     With all ``feedback``, ``rest`` may be ``flat`` itself: no element of it is read once its remainder is written. ``mean`` may
     be the same memory, too, if ``on_rest`` copies the remainder: it is called when that is complete, and ``mean`` is not begun.
@@ -58,13 +58,6 @@ def scatter_reduce(
 
     Returns witnesses: numbers that are all finite exactly if ``mean`` and ``rest`` are (``Codec.witness``); or nothing.
     """
-    if ctx.world == 1:
-        total = flat.clone() if owed is None else flat + owed
-        if rest is not None:
-            rest.zero_()
-        on_rest()
-        mean.copy_(total)
-        return []
     if rest is not None and not feedback.all:
         rest.zero_()  # nobody writes all of it
     if (ctx.world - 1) * payload_bytes(codec, flat.numel(), flat.dtype) <= gather_below:

@@ -71,6 +71,8 @@ class PowerSGD(Lossy):
         return self.rank * (rows + columns) < rows * columns
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        if ctx.world == 1:
+            return (yield from self.among_one(bucket, state, ctx))
         flat = wide(bucket.flat)
         owed = state.get(RESIDUAL)
         # In place: what is sent is subtracted later, and the rest is what is remembered.

@@ -30,7 +30,8 @@ class PushSum(Meeting):
     :meth:`gossamer.Replica.consensus` gives.
 
     An update enters the sum as it is, so where little weight is at the moment it moves the model further. Running statistics
-    cannot stand that: models with buffers need ``buffers="broadcast"`` or ``"local"``.
+    cannot stand that: models with buffers need ``buffers="broadcast"`` or ``"local"``. What else changes weights (a clamp, a
+    reload) counts as an update. Where a sum is not finite, it begins anew from the weights, so that mended ones stay mended.
 
     ``topology``: any of :mod:`gossamer.comm.topology`, and the directed ones of :mod:`gossamer.comm.digraph`, such as
     ``RandomPush()`` or ``OutNeighbours(…)`` (a worker behind a slow uplink sends to fewer). ``wire``: what a message rounds
@@ -90,7 +91,10 @@ class PushSum(Meeting):
         weight = weight.to(weights.device)  # a checkpoint may have been loaded elsewhere
         before = state[SUM]
         torch.div(before, weight, out=out)
-        return torch.sub(before, out, out=out).add_(weights), weight
+        torch.sub(before, out, out=out).add_(weights)
+        for total, own in portions(out, weights):
+            torch.where(total.isfinite(), total, own * weight, out=total)
+        return out, weight
 
 
 SUM, WEIGHT = "push-sum", "push-sum weight"

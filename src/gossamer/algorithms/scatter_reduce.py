@@ -55,6 +55,8 @@ class ScatterReduce(Lossy):
         return self.worker_feedback or self.server_feedback
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        if ctx.world == 1:
+            return (yield from self.among_one(bucket, state, ctx))
         flat = wide(bucket.flat)
         feedback = Feedback(self.worker_feedback, self.server_feedback)
         owed = state.get(RESIDUAL) if feedback.any else None

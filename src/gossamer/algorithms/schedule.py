@@ -50,6 +50,8 @@ class Switch(Combination, register=False):
         if not is_whole(self.steps, 0):
             raise ConfigurationError(f"after() takes a number of steps; got {self.steps!r}")
         check_parts(self.then, self.before)
+        if self.parts:
+            self.fuse_as(self.parts[-1])
         if len({part.weight_parts for part in self.parts} - {1}) > 1:
             raise ConfigurationError("after(): both are in_parts(), of different numbers; weights are cut once")
 
@@ -93,8 +95,7 @@ class Switch(Combination, register=False):
         before, then = (None if a is None else a.part(subject) for a in (self.before, self.then))
         if before is None and then is None:
             return None
-        sizes = [a.bucket_bytes for a in (then, before) if a is not None]
-        return replace(self, before=before, then=then, bucket_bytes=sizes[0])
+        return replace(self, before=before, then=then)
 
     def route(self, name: str, tensor: Tensor) -> str:
         return joined(*("" if a is None else a.route(name, tensor) for a in (self.before, self.then)))
@@ -190,6 +191,7 @@ class BySize(Combination, register=False):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_parts(self.small, self.large)
+        self.fuse_as(self.large)
         if self.small.weight_parts > 1 or self.large.weight_parts > 1:
             raise ConfigurationError("by_size() does not go with in_parts(), which would have it see pieces of tensors")
         if not is_whole(self.threshold, 0):

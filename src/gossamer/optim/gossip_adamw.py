@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from gossamer.checks import is_whole
 from gossamer.errors import ConfigurationError
 from gossamer.optim.adam import adam_steps, check_adam
+from gossamer.optim.loan import give_back, save_as_given
 from gossamer.optim.wide import Wide
 
 
@@ -40,7 +42,7 @@ class GossipAdamW(Wide):
         weight_decay: decoupled, as in AdamW.
         averaged_over: p. :func:`gossamer.replicate` sets it in every step: the number of workers for algorithms that move
             weights, that of machines for one inside :class:`Hierarchical`, 1 where gradients are averaged. ``close()`` puts
-            back what it was.
+            back what it was, and that is what ``state_dict()`` holds.
 
     Not the choice for SGD's models (momentum is linear in the gradient, so it does not matter when it is averaged), nor where
     gradients are averaged: it is AdamW then. On the CPU it takes one pass over memory, elsewhere several.
@@ -132,19 +134,25 @@ AVERAGED_OVER = "averaged_over"
 """The group option in which an optimizer is told of how many gradients the mean update is made."""
 
 _ALONE = "averaged_over without gossamer"
-"""The key in a param group of what that was before: it is saved and loaded with the optimizer's state."""
+"""The key in a param group of what that was before."""
+
+_LOAN = {AVERAGED_OVER: _ALONE}
+
+_saving: "WeakSet[Optimizer]" = WeakSet()
+"""Those that were told, and save what they had before."""
 
 
 def tell_how_many(optimizer: Optimizer, workers: Callable[[], int]) -> None:
     """Write into the groups that ask for it of how many gradients the mean update is made."""
     for group in optimizer.param_groups:
         if AVERAGED_OVER in group:
+            if optimizer not in _saving:
+                save_as_given(optimizer, _LOAN)
+                _saving.add(optimizer)
             group.setdefault(_ALONE, group[AVERAGED_OVER])
             group[AVERAGED_OVER] = workers()
 
 
 def stop_telling(optimizer: Optimizer) -> None:
     """Undo :func:`tell_how_many`."""
-    for group in optimizer.param_groups:
-        if _ALONE in group:
-            group[AVERAGED_OVER] = group.pop(_ALONE)
+    give_back(optimizer.param_groups, _LOAN)

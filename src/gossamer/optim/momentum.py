@@ -4,6 +4,7 @@ An algorithm sees gradients, and not weights, so the momentum of what weight dec
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -11,14 +12,15 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from gossamer.errors import ConfigurationError
+from gossamer.optim.loan import give_back, save_as_given
 
 _LENT, _DECAY = "momentum lent to gossamer", "weight decay lent to gossamer"
-"""The keys in a param group: they are saved and loaded with the optimizer's state."""
+_LOAN = {"momentum": _LENT, "weight_decay": _DECAY}
 
 _DECAYING = "momentum of the weight decay"
 """The key in the optimizer's state of a parameter."""
 
-_hooks: "WeakKeyDictionary[Optimizer, Any]" = WeakKeyDictionary()
+_hooks: "WeakKeyDictionary[Optimizer, list[Any]]" = WeakKeyDictionary()
 
 _stepped: "WeakSet[Optimizer]" = WeakSet()
 """Those that have taken a step since their momentum was lent."""
@@ -26,30 +28,46 @@ _stepped: "WeakSet[Optimizer]" = WeakSet()
 
 def lend_momentum(optimizers: Sequence[Optimizer]) -> float:
     """Set momentum and weight decay of every param group to 0, and return what the momentum was: one value, of plain SGD.
-    What it has accumulated goes with the first step that is taken without it.
+    What it has accumulated goes with the first step that is taken without it. A state that is saved holds them as they were,
+    and one that is loaded lends them again.
 
     Raises ConfigurationError for other optimizers, other kinds of momentum, or several values.
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for optimizer in optimizers:
         if not isinstance(optimizer, SGD):
             raise ConfigurationError(
                 f"momentum_correction replaces the momentum of torch.optim.SGD, not the moments of {type(optimizer).__name__}: "
                 "leave it off"
             )
-    values = {float(group.get(_LENT, group["momentum"])) for group in groups}
+    momentum = _lend([group for optimizer in optimizers for group in optimizer.param_groups])
+    for optimizer in optimizers:
+        if optimizer not in _hooks:
+            _hooks[optimizer] = [
+                optimizer.register_step_pre_hook(_decay),
+                save_as_given(optimizer, _LOAN),
+                optimizer.register_load_state_dict_post_hook(partial(_lend_loaded, momentum)),
+            ]
+    return momentum
+
+
+def _lend(groups: Sequence[dict[str, Any]], wanted: float | None = None) -> float:
+    """Take the momentum out of ``groups``, where it is not lent already; not if it is not ``wanted``. Returns what it is."""
+    values = {float(group["momentum"] or group.get(_LENT, 0.0)) for group in groups}
     if len(values) != 1 or values == {0.0}:
         raise ConfigurationError(f"momentum_correction needs one momentum above 0 in all param groups; got {sorted(values)}")
     if any(group["nesterov"] or group["dampening"] for group in groups):
         raise ConfigurationError("momentum_correction knows plain momentum only, without nesterov and dampening")
     (momentum,) = values
-    for group in groups:
-        group[_LENT], group["momentum"] = momentum, 0.0
-        group[_DECAY], group["weight_decay"] = group.get(_DECAY, group["weight_decay"]), 0.0
-    for optimizer in optimizers:
-        if optimizer not in _hooks:
-            _hooks[optimizer] = optimizer.register_step_pre_hook(_decay)
+    for group in groups if wanted in (None, momentum) else ():
+        if group["momentum"]:
+            group[_LENT], group["momentum"] = momentum, 0.0
+            group[_DECAY], group["weight_decay"] = group["weight_decay"], 0.0
     return momentum
+
+
+def _lend_loaded(momentum: float, optimizer: Optimizer) -> None:
+    """Lend what was loaded, if it is what the algorithm has; if not, the next step is refused."""
+    _lend(optimizer.param_groups, momentum)
 
 
 @torch.no_grad()
@@ -57,8 +75,9 @@ def _decay(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """v ← momentum·v + weight_decay·w, w ← w − lr·v: with what the gradients do, SGD with momentum and weight decay."""
     if any(_LENT not in group or group["momentum"] for group in optimizer.param_groups):
         raise ConfigurationError(
-            "momentum_correction has taken the momentum out of the optimizer, and a loaded state, or an added param group, has "
-            "brought one back: it would be applied twice. Load the optimizer's state before gossamer.replicate()"
+            "momentum_correction has taken the momentum out of the optimizer, and something has set one again, which would be "
+            "applied twice: a schedule that cycles it (OneCycleLR and CyclicLR do; give them cycle_momentum=False), a loaded "
+            "state with another momentum (load it before gossamer.replicate()), or an added param group"
         )
     _stepped.add(optimizer)
     for state in optimizer.state.values():
@@ -84,12 +103,10 @@ def return_momentum(optimizers: Sequence[Optimizer]) -> None:
     """
     for optimizer in optimizers:
         if optimizer in _hooks:
-            _hooks.pop(optimizer).remove()
+            for handle in _hooks.pop(optimizer):
+                handle.remove()
         if optimizer in _stepped:
             _stepped.remove(optimizer)
             for parameter, state in optimizer.state.items():  # anew: a state that was saved holds the old ones
                 optimizer.state[parameter] = {name: value for name, value in state.items() if name != _DECAYING}
-        for group in optimizer.param_groups:
-            if _LENT in group:
-                group["momentum"] = group.pop(_LENT)
-                group["weight_decay"] = group.pop(_DECAY, group["weight_decay"])
+        give_back(optimizer.param_groups, _LOAN)

@@ -1,5 +1,6 @@
 """1-bit Adam: Adam whose momentum, not its gradient, is communicated, compressed, once its variance has settled."""
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +20,8 @@ from gossamer.optim.communicating import Communicating
 from gossamer.optim.loading import State, loading, put_back
 from gossamer.optim.wide import check_dense, check_number, evaluated
 
+logger = logging.getLogger("gossamer")
+
 
 class OneBitAdam(Communicating):
     """AdamW in two phases.
@@ -31,7 +34,8 @@ class OneBitAdam(Communicating):
 
     Where there was hardly a gradient before the freeze (a dead feature, a rare token), √v̂ is close to zero, and what
     rounding makes of zero would move the weight without bounds. So frozen roots are at least ``floor`` times the mean of
-    their tensor's; such weights move less than with Adam.
+    their tensor's; such weights move less than with Adam. A parameter without any gradient before the freeze (a branch that
+    is switched on later) stays as it is for good, and a warning says so.
 
     ``warmup``: the number of steps of the first phase; None ends it when the variance is stable: the L1 norm of v̂ has
     changed by less than ``tolerance`` over the last ``interval`` steps. (The original compares over 1/(1 − β₂) steps.)
@@ -175,6 +179,12 @@ class OneBitAdam(Communicating):
         nothing tells how far its weights are to go, so they stay."""
         state = self.state[parameter]
         if not state["exp_avg_sq"].any():
+            if parameter.numel():
+                logger.warning(
+                    "%s: a parameter of shape %s has its first gradient after the variance was frozen (at step %d), so nothing "
+                    "tells how far its weights are to go, and they stay: let warmup= last until all parameters have gradients",
+                    type(self).__name__, tuple(parameter.shape), self.param_groups[0]["frozen_at"]
+                )  # fmt: skip
             return None
         root: Tensor = (state["exp_avg_sq"] / (1 - group["betas"][1] ** state["frozen_at"])).sqrt_()
         return root.clamp_(min=self._floor * root.mean()).add_(group["eps"]).reciprocal_()

@@ -89,8 +89,8 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
 
 
 def check_number(name: str, value: Any, low: float = 0.0, below: float = float("inf")) -> None:
-    """Raise :class:`ConfigurationError` unless ``low ≤ value < below``."""
-    if not low <= value < below:
+    """Raise :class:`ConfigurationError` unless it is a number and ``low ≤ value < below``."""
+    if isinstance(value, str | bool) or not low <= value < below:
         limit = "" if below == float("inf") else f" and below {below:g}"
         raise ConfigurationError(f"{name} must be at least {low:g}{limit}; got {value!r}")
 

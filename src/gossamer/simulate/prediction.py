@@ -83,8 +83,9 @@ def step_time(
         compute: what one step computes, and when each gradient is there.
         lanes: flows that may be under way at the same time.
         buffers: as in :func:`gossamer.replicate`; for models that have buffers.
-        steps: steps to average over, after ``warmup`` others; rounded up to whole cycles of the algorithm, after which what
-            travels repeats itself (``Algorithm.traffic_period``).
+        steps: steps to average over, rounded up to whole cycles of the algorithm, after which what travels repeats itself
+            (``Algorithm.traffic_period``).
+        warmup: steps before these; as many more as let everything be exchanged once: first exchanges may be longer.
         ranks_per_node: how many ranks share a machine, and its link: consecutive ones.
         inside: how those reach each other, where there are several; at once by default.
         overlap_forward: as in :func:`gossamer.replicate`.
@@ -122,7 +123,8 @@ def step_time(
             preludes = _preludes(model_or_plan, algorithm, mode)
     _check_names(plans.values(), compute)
     members, first = tuple(range(world)), max(algorithm.changes, default=0)
-    steps = -(-steps // algorithm.traffic_period) * algorithm.traffic_period
+    period = algorithm.traffic_period
+    steps, warmup = -(-steps // period) * period, warmup + period - 1
 
     def run(overlap: bool) -> list[float]:
         clock = Clock()
@@ -245,12 +247,16 @@ def _broadcast_sizes(model: nn.Module) -> list[int]:
     totals: Counter[torch.device] = Counter()
     for tensor in named_buffers(model).values():
         totals[tensor.device] += tensor.nbytes
-    return [min(PORTION, total - begin) for total in totals.values() for begin in range(0, total, PORTION)]
+    return _in_portions(totals.values())
 
 
 def _average_sizes(model: nn.Module) -> list[int]:
-    """Bytes of the messages of ``module_buffers.average``: one for each type on a device, in full precision at least."""
+    """Bytes of the messages of ``module_buffers.average``: of each type on a device, in full precision at least."""
     totals: Counter[tuple[torch.device, torch.dtype]] = Counter()
     for tensor in floating(named_buffers(model)).values():
         totals[tensor.device, tensor.dtype] += wide(tensor.to("meta")).nbytes
-    return list(totals.values())
+    return _in_portions(totals.values())
+
+
+def _in_portions(totals: Iterable[int]) -> list[int]:
+    return [min(PORTION, total - begin) for total in totals for begin in range(0, total, PORTION)]

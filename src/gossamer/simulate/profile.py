@@ -104,7 +104,7 @@ class Compute:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, Real)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _trainable(model: nn.Module) -> dict[str, Parameter]:

@@ -1,7 +1,7 @@
 """Agreement: proof that all ranks mean the same thing, by hashes in tensors; nothing is pickled over the wire."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -76,27 +76,33 @@ def same_from_rank(runner: Runner, tensors: Sequence[Tensor], source: int) -> No
     if runner.world == 1:
         return
     for group in _by_device(tensors):
-        # Through .data: a value that autograd has saved may be overwritten with the same one (two forwards, one backward).
-        whole = [_as_bytes(tensor.data) for tensor in group]
-        for portion in _portions(whole):
+        for portion in in_portions(group, _as_bytes, PORTION):
             flat = torch.cat(portion)
             what = f"the broadcast of rank {source}'s values"
             flat = runner.run(lambda flat=flat: broadcast(flat, source), what, lane_for(flat))  # type: ignore[misc]
             for piece, came in zip(portion, flat.split([len(piece) for piece in portion]), strict=True):
                 piece.copy_(came)
-        for tensor, came in zip(group, whole, strict=True):
-            if came.data_ptr() != tensor.data_ptr():  # a copy, because its elements do not follow each other
-                tensor.data.copy_(came.view(tensor.dtype).view(tensor.shape))
 
 
 PORTION = 2**26
-"""Bytes of the largest message in which values are broadcast: so much memory is needed beside the model."""
+"""Bytes of the largest message in which values are broadcast or averaged: so much memory is needed beside the model."""
 
 
-def _portions(whole: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Flat tensors of bytes, cut and put together, in order: views of up to ``PORTION`` bytes in each list."""
+def in_portions(tensors: Sequence[Tensor], flat: Callable[[Tensor], Tensor], most: int) -> Iterator[list[Tensor]]:
+    """What ``flat`` makes of ``tensors``, cut and put together, in order: up to ``most`` elements in each list. What is written
+    there is in the tensors when the last list has been used."""
+    # Through .data: a value that autograd has saved may be overwritten with the same one (two forwards, one backward).
+    whole = [flat(tensor.data) for tensor in tensors]
+    yield from _portions(whole, most)
+    for tensor, came in zip(tensors, whole, strict=True):
+        if came.data_ptr() != tensor.data_ptr():  # a copy, because its elements do not follow each other
+            tensor.data.copy_(came.view(tensor.dtype).view(tensor.shape))
+
+
+def _portions(whole: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Flat tensors, cut and put together, in order: views of up to ``most`` elements in each list."""
     portion: list[Tensor] = []
-    room = PORTION
+    room = most
     for tensor in whole:
         begin = 0
         while begin < len(tensor):
@@ -105,19 +111,13 @@ def _portions(whole: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             begin, room = begin + len(piece), room - len(piece)
             if not room:
                 yield portion
-                portion, room = [], PORTION
+                portion, room = [], most
     if portion:
         yield portion
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def unflatten(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Copy consecutive pieces of ``flat`` into ``tensors``."""
-    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.data.copy_(piece.view(tensor.shape))
 
 
 def checksum(tensors: list[Tensor]) -> str:

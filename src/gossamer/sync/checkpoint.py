@@ -1,5 +1,7 @@
 """Checkpoint: a replica's state as a plain dictionary, keyed by rank and by parameter name."""
 
+import ast
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,13 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.hierarchical import OUTER, consecutive
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM
+from gossamer.comm.ops import Group
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError
 from gossamer.sync.agreement import agree, checksum
 from gossamer.sync.exchange import Kept
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.optimizers import OptimizerSync
+from gossamer.sync.settings import other_settings
 from gossamer.sync.weights import WeightSync
 
 FORMAT = 2
@@ -61,7 +66,9 @@ def collect(
     gradients: GradientSync | None,
     weights: Sequence[WeightSync | OptimizerSync],
 ) -> dict[str, Any]:
-    """Everything needed to go on bit-identically, at a step boundary. Tensors are copies."""
+    """Everything needed to go on bit-identically, at a step boundary. Tensors are copies. The gradients of passes that no
+    step was taken for are not saved; nor is what was kept back of them.
+    """
     syncs, prefix = _syncs(gradients, weights), _prefix(gradients)
     own: dict[str, dict[str, Tensor]] = {}
     plan: dict[str, Any] = {}
@@ -70,7 +77,7 @@ def collect(
             own.setdefault(prefix + key, {}).update(tensors)
     if gradients is not None:
         gradients.adopt_learned()
-        own |= gradients.exchange.state_by_name()
+        own |= gradients.exchange.state_by_name(confirmed=True)
         order = gradients.exchange.order if gradients.arranged else None
         plan = gradients.exchange.plan.to_dict() | {"learned": gradients.learned, "order": order}
     return {
@@ -83,7 +90,7 @@ def collect(
         "history": [sync.history_names for sync in weights if isinstance(sync, WeightSync)],
         "plan": plan,
         rank_key(runner.rank): _copied(own),
-        extras_key(runner.rank): [_copied(sync.exchange.extras_by_name()) for sync in syncs],
+        extras_key(runner.rank): [_copied(sync.exchange.extras_by_name(confirmed=sync is gradients)) for sync in syncs],
     }
 
 
@@ -100,22 +107,24 @@ def restore(
     element (residuals) is summed onto rank modulo the new number, and scaled so that its mean stays what it was; of momenta
     every rank takes the mean (as many ranks on other machines: none); everything in other shapes comes from rank modulo the
     old number, unless it is the business of machines, which may be others now; what belongs to an exchange of weights is
-    dropped.
+    dropped. So is everything but residuals and momenta where the algorithm has other settings now.
     """
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ConfigurationError(f"this is not a state of gossamer in format {FORMAT}: {found}")
-    if state["algorithm"] != repr(algorithm):
-        raise ConfigurationError(
-            f"the state was saved by {state['algorithm']}, this replica runs {algorithm!r}: give replicate() the algorithm and "
-            "the settings of the saved run"
-        )
-    own, extras = _entries(state, runner, algorithm, gradients, weights)
-    step = "any" if algorithm.may_lag else str(state["step"])
-    agree(runner, {"the step of the saved state": step, "the saved plan of buckets": repr(state["plan"])})
+    others = other_settings(algorithm, state["algorithm"])
+    own, extras = _entries(state, runner, algorithm, gradients, weights, others)
+    step, plan = "any" if algorithm.may_lag else str(state["step"]), state["plan"]
+    agree(
+        runner,
+        {
+            "the step of the saved state": step,
+            "the saved plan of buckets": repr(plan),
+            "the settings of the saved run": state["algorithm"],
+        },
+    )
     if gradients is not None:
-        plan = state["plan"]
-        gradients.load_plan(plan["buckets"], plan["learned"], plan.get("order"))
+        gradients.load_plan(plan["buckets"], plan["learned"], plan.get("order"), anew=bool(others))
         gradients.step = state["step"]
     prefix = _prefix(gradients)
     of_weights = {key.removeprefix(prefix): tensors for key, tensors in own.items() if key.startswith(prefix)}
@@ -139,8 +148,10 @@ def _entries(
     algorithm: Algorithm,
     gradients: GradientSync | None,
     weights: Sequence[WeightSync | OptimizerSync],
+    others: Sequence[str] = (),
 ) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
-    """What of a state this rank takes over: its own entries; of another number of ranks, its share of theirs."""
+    """What of a state this rank takes over: its own entries; of another number of ranks, its share of theirs. ``others``: the
+    settings that are not those of the saved run."""
     saved, now, rank = int(state["world"]), runner.world, runner.rank
     missing = [each for each in ([rank] if saved == now else range(saved)) if rank_key(each) not in state]
     if missing:
@@ -149,45 +160,79 @@ def _entries(
             f"rank {rank}: this state was saved by {saved} ranks, this run has {now}; it holds no entry for rank "
             f"{', '.join(map(str, missing))}: {hint} (keys: {sorted(state)})"
         )
-    exchanges, here = len(_syncs(gradients, weights)), repr(runner.nodes)
+    exchanges = len(_syncs(gradients, weights))
     there = len(state[extras_key(rank if saved == now else 0)])
     if there != exchanges:
         raise ConfigurationError(
             f"rank {rank}: this state is of {there} exchanges and this replica has {exchanges} (one for the gradients, one for "
             "each optimizer whose weights travel): give replicate() as many optimizers as when it was saved, in the same order"
         )
-    regrouped = algorithm.asks_for_machines and state.get("machines", here) != here
-    if saved == now and not regrouped:
-        return state[rank_key(rank)], state[extras_key(rank)]
-    if rank == 0:
+    regrouped = saved != now or (algorithm.by_machine and _machines_then(state) != _machines(runner, repr(algorithm)))
+    own, extras = state[rank_key(rank % saved)], state[extras_key(rank % saved)]
+    if not regrouped and not others:
+        return own, extras
+    if rank == 0 and others:
+        warnings.warn(
+            f"the saved run had other settings ({'; '.join(others)}): what was not sent yet is kept, all else begins anew",
+            stacklevel=3,
+        )
+    if rank == 0 and regrouped:
         who = "ranks on other machines" if saved == now else now
         warnings.warn(
             f"a state of {saved} ranks is loaded by {who}: what was not sent yet is shared out among them, and an exchange "
             "of weights begins anew",
-            stacklevel=2,
+            stacklevel=3,
         )
-    own = _shared_out([state[rank_key(each)] for each in range(rank, saved, now)], now / saved)
+    if regrouped:
+        own = _share_of_all(state, runner, algorithm)
+    # Whoever speaks for a machine now may have spoken for none, and has not what the others would go on with.
+    anew = others or (regrouped and algorithm.by_machine)
+    travels = [isinstance(sync, WeightSync) for sync in _syncs(gradients, weights)]
+    if any(travels):
+        own = {key: tensors for key, tensors in own.items() if not key.startswith(_prefix(gradients))}
+    return own, [{} if anew or of_weights else kept for of_weights, kept in zip(travels, extras, strict=True)]
+
+
+def _share_of_all(state: Mapping[str, Any], runner: Runner, algorithm: Algorithm) -> Kept:
+    """This rank's share of what other ranks, or as many on other machines, kept per element."""
+    saved, now = int(state["world"]), runner.world
+    machines, before = _machines(runner, repr(algorithm)), _machines_then(state)
+    # What the speaker of a machine owes counts as often as there are workers on the largest machine.
+    speakers = max(map(len, before)) / max(map(len, machines))
+    own = _shared_out([state[rank_key(each)] for each in range(runner.rank, saved, now)], now / saved, speakers)
     own = {key: tensors for key, tensors in own.items() if not key.endswith(MOMENTUM)}
     if saved != now:  # all ranks, because what follows from means is the same on all
         own |= _mean_momenta([state[rank_key(each)] for each in range(saved)])
-    extras = state[extras_key(rank % saved)]
-    if algorithm.by_machine:
-        # Whoever speaks for a machine now may have spoken for none, and has not what the others would go on with.
-        extras = [{} for _ in extras]
-    if any(isinstance(sync, WeightSync) for sync in weights):
-        own = {key: tensors for key, tensors in own.items() if not key.startswith(_prefix(gradients))}
-        extras = [{} if isinstance(s, WeightSync) else kept for s, kept in zip(_syncs(gradients, weights), extras, strict=True)]
-    return own, extras
+    return own
 
 
-def _shared_out(entries: Sequence[Kept], scale: float) -> Kept:
-    """The sum of elementwise state, scaled so that its mean over the ranks stays what it was."""
+def _machines(runner: Runner, algorithm: str) -> Sequence[Group]:
+    """The ranks of each machine, as the algorithm of this ``repr`` sees them."""
+    return _grouped(repr(runner.nodes), algorithm, runner.world)
+
+
+def _machines_then(state: Mapping[str, Any]) -> Sequence[Group]:
+    """The same of a saved state."""
+    return _grouped(state.get("machines", "None"), state["algorithm"], int(state["world"]))
+
+
+def _grouped(launched: str, algorithm: str, world: int) -> Sequence[Group]:
+    given = re.search(r"ranks_per_node=(\d+)", algorithm)
+    if given:
+        return consecutive(world, int(given[1]))
+    groups: Sequence[Group] | None = ast.literal_eval(launched)
+    return groups or consecutive(world, 1)
+
+
+def _shared_out(entries: Sequence[Kept], scale: float, speakers: float = 1) -> Kept:
+    """The sum of elementwise state, scaled so that its mean over the ranks stays what it was; that of those who speak for a
+    machine is scaled by ``speakers`` as well."""
     total: Kept = {}
     for entry in entries:
         for key, tensors in entry.items():
-            here = total.setdefault(key, {})
+            here, factor = total.setdefault(key, {}), scale * speakers if OUTER in key else scale
             for name, tensor in tensors.items():
-                here[name] = here[name] + scale * tensor if name in here else scale * tensor
+                here[name] = here[name] + factor * tensor if name in here else factor * tensor
     return total
 
 

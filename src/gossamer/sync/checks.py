@@ -41,6 +41,11 @@ def check_model(model: Any) -> None:
     for name, parameter in named_parameters(model).items():
         _check_parameter(name, parameter)
     for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ConfigurationError(
+                f"buffer {name!r} is {buffer.layout}, and only dense ones can be copied from rank 0: make it dense, or an "
+                "attribute that is no buffer, which each rank keeps to itself"
+            )
         if _lies_on_itself(buffer):
             raise ConfigurationError(
                 f"buffer {name!r} is expanded (elements share memory), so rank 0's values cannot be copied into it: register "
@@ -50,8 +55,6 @@ def check_model(model: Any) -> None:
 
 def _lies_on_itself(tensor: Tensor) -> bool:
     """Whether several elements are the same memory, as after ``expand``."""
-    if tensor.layout is not torch.strided:
-        return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

@@ -30,11 +30,19 @@ _STEP = "step "
 class Exchange:
     """One algorithm over the buckets of a plan."""
 
-    def __init__(self, runner: Runner, algorithm: Algorithm, alone: bool = False, routing: Routing | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        algorithm: Algorithm,
+        alone: bool = False,
+        routing: Routing | None = None,
+        revocable: bool = False,
+    ) -> None:
         """``alone``: nothing else of this runner uses its data lanes. ``routing``: by which the plan is made, if not the
-        algorithm's own."""
+        algorithm's own. ``revocable``: results may turn out not to be used (:meth:`undo`), until :meth:`confirm` is called."""
         self.runner, self.algorithm = runner, algorithm
         self._routing: Routing = routing or algorithm
+        self._revocable = revocable
         self._alone, self._prompt, self._overtakes = alone, False, False
         self.plan = Plan(())
         self.buckets: list[Bucket] = []
@@ -237,7 +245,7 @@ class Exchange:
     @property
     def remembers(self) -> bool:
         """Whether anything is kept per element."""
-        return any(state.flats.kept for state in self.states)
+        return any(state.flats.kept or state.flats.before for state in self.states)
 
     def rescale(self, factor: Tensor) -> None:
         """Gradients are ``factor`` (one number) times as large from now on: what is owed, and momenta, become so too."""
@@ -245,7 +253,7 @@ class Exchange:
             return
         for state in self.states:
             for name in (RESIDUAL, MOMENTUM):
-                for kept in named(name, state.flats.kept):
+                for kept in named(name, state.flats.kept) + named(name, state.flats.before):
                     largest = torch.finfo(kept.dtype).max
                     kept.copy_((wide(kept) * factor.to(kept.device)).clamp(-largest, largest))
 
@@ -253,19 +261,27 @@ class Exchange:
         """Of the buckets, then of the step."""
         return [*self.states, *self.step_states.values()]
 
-    def undo(self, step: int, names: Set[str]) -> None:
-        """The results that ``step``, the last one, had for these parameters are not going to be used: remember what was
-        remembered of them before it. No bucket that remembers anything has some of them and others."""
-        if step != self._step:
-            return  # nothing was exchanged in it
-        of_these = [index for index, layout in enumerate(self.plan.layouts) if not names.isdisjoint(layout.names)]
-        for state in [*(self.states[i] for i in of_these), *(self.step_states[self.plan.layouts[i].label] for i in of_these)]:
+    def confirm(self, names: Set[str]) -> None:
+        """The results that exchanges had for these parameters are used: what was remembered of them stays."""
+        for state in self._states_of(names):
+            state.confirm()
+
+    def undo(self, names: Set[str]) -> None:
+        """The results that exchanges had for these parameters since the last :meth:`confirm` are not going to be used: remember
+        what was remembered of them then."""
+        for state in self._states_of(names):
             state.undo()
+
+    def _states_of(self, names: Set[str]) -> Iterator[State]:
+        """Of the buckets with these parameters, and of their steps. No bucket that remembers anything holds others, too."""
+        for layout, state in zip(self.plan.layouts, self.states, strict=True):
+            if any(segment.name in names for segment in layout.segments):
+                yield from (state, self.step_states[layout.label])
 
     def commit(self) -> None:
         """Keep what the flows wrote."""
         for state in self.all_states():
-            state.commit()
+            state.commit(self._revocable)
         self._unsee()
 
     def rollback(self) -> None:
@@ -282,12 +298,12 @@ class Exchange:
         """What the flows wrote and is not yet kept."""
         return [tensor for state in self.all_states() for tensor in state.drafts()]
 
-    def state_by_name(self) -> Kept:
-        """The elementwise state: tensors in the shape of their parameters."""
+    def state_by_name(self, confirmed: bool = False) -> Kept:
+        """The elementwise state: tensors in the shape of their parameters. ``confirmed``: what :meth:`undo` would keep."""
         self.land()
         kept: Kept = {}
         for bucket, state in zip(self.buckets, self.states, strict=True):
-            for key, flat in state.items():
+            for key, flat in state.flats.items(confirmed):
                 kept.setdefault(key, {}).update(zip(bucket.layout.names, bucket.split(flat), strict=True))
         return kept
 
@@ -299,15 +315,15 @@ class Exchange:
             return 0.0, 0.0
         return _squared(residuals), _squared(list(sent) or [bucket.flat for bucket in self.buckets])
 
-    def extras_by_name(self) -> Kept:
-        """Everything else: by key, or by bucket and key; then by parameter."""
+    def extras_by_name(self, confirmed: bool = False) -> Kept:
+        """Everything else: by key, or by bucket and key; then by parameter. ``confirmed``: what :meth:`undo` would keep."""
         self.land()
         kept: Kept = {}
         for index, state in enumerate(self.states):
-            for (key, owner), value in state.extras.kept.items():
+            for (key, owner), value in state.extras.items(confirmed):
                 kept.setdefault(f"{_BUCKET}{index}: {key}" if owner == WHOLE else key, {})[owner] = value
         for label, state in self.step_states.items():
-            kept |= {f"{_STEP}{label}: {key}": {WHOLE: value} for key, value in state.items()}
+            kept |= {f"{_STEP}{label}: {key}": {WHOLE: value} for key, value in state.flats.items(confirmed)}
         return kept
 
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -5,7 +5,7 @@ Threads and ownership: see the note in ``gossamer.lanes``.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from gossamer.comm.ops import broadcast, maximum
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.errors import ConfigurationError
 from gossamer.sync.agreement import agree
-from gossamer.sync.backward import Backward, current_task
+from gossamer.sync.backward import Backward, alarming, current_task
+from gossamer.sync.discarded import Discarded
 from gossamer.sync.exchange import Exchange
 from gossamer.sync.owners import ByOwner
 from gossamer.sync.slots import OpenStep, Slot
@@ -62,12 +63,15 @@ class GradientSync:
         self._arrived: list[str] = []
         self._idle = False
         self._learned_plan: Plan | None = None
+        self._shelved: Plan | None = None
+        """The plan to go on with, if buckets are needed again."""
         self._usage: tuple[Bucket, int] | None = None
         """Where the numbers of use are, if they travel in a bucket: the place of their view."""
         self._routing: Routing = algorithm
         if len(owners) > 1:
             self._routing = ByOwner(algorithm, {name: number for number, names in enumerate(owners) for name in names})
-        self.exchange = Exchange(runner, algorithm, alone, self._routing)
+        self.exchange = Exchange(runner, algorithm, alone, self._routing, revocable=True)
+        self.discarded = Discarded(self.exchange, self._slots, owners or [self._slots.keys()])
         # Until the first step has shown the order, assume that gradients come in the reverse order of definition.
         self.adopt_plan(self._make_plan(dict(reversed(list(parameters.items())))))
 
@@ -97,7 +101,7 @@ class GradientSync:
         for slot in self._slots.values():
             slot.view = slot.parameter.detach()  # nothing is to hold the old buckets while the new ones are made
         self.exchange.adopt(plan)
-        self._usage = self._learned_plan = None
+        self._usage = self._learned_plan = self._shelved = None
         # As a tensor: torch takes longer to wrap a number than to scale a small gradient.
         share = torch.tensor(1 / self._runner.world, dtype=torch.float64)
         for bucket, handler in zip(self.exchange.buckets, self.exchange.handlers, strict=True):
@@ -111,14 +115,28 @@ class GradientSync:
                     slot.share = share if handler.takes_shares else None
         self._reset()
 
-    def begin(self) -> None:
-        """A backward pass has produced its first gradient."""
-        self.adopt_learned()
+    def begin(self, waiting: Collection[int] = ()) -> None:
+        """A backward pass has produced its first gradient. ``waiting``: the numbers of the optimizers that have not taken a
+        step for the one before, and may have cleared what it gave."""
         if self.exchange.finishing:
             with self._statistics.exposed():
                 self.exchange.land()
+        self.discarded.confirm(waiting)
+        self.discarded.undo(waiting)
+        self.adopt_learned()
         self._idle = not self._algorithm.due(self.step)
+        self._put_away()
         self._reset()
+
+    def _put_away(self) -> None:
+        """Keep no copy of the gradients where their time is over, and nothing is owed any more."""
+        over = self._idle and self.step > max(self._algorithm.changes, default=self.step)
+        if over and self.exchange.buckets and not self.exchange.remembers:
+            plan = self.exchange.plan
+            self.adopt_plan(Plan(()))
+            self._shelved = plan
+        elif not self._idle and self._shelved is not None:
+            self.adopt_plan(self._shelved)
 
     def _reset(self) -> None:
         self._missing = [len(bucket.segments) for bucket in self.exchange.buckets]
@@ -134,7 +152,11 @@ class GradientSync:
             """The hot path: runs once per parameter and backward pass, amid kernels that evict it from every cache."""
             if (backward.task != current_task() and not backward.reached()) or self._idle:
                 return
-            slot.collect()
+            try:
+                slot.collect()
+            except Exception:
+                with alarming(self._runner):
+                    raise
             if on_device:
                 self._runner.note_writer()
             if not self.learned:
@@ -228,23 +250,6 @@ class GradientSync:
         """The parameters in a bucket."""
         names = self.exchange.plan.layouts[index].names
         return [self.parameters[name] for name in names if name != USAGE]
-
-    def throw_away(self, names: Set[str]) -> None:
-        """What the last pass gave for these parameters is not going to be used, unless a gradient of theirs lies in a bucket:
-        is, or is added to, what it has left there, or was set to zero there. Then nothing of it is to be sent later."""
-        if next(self._held_views(names), None) is None:
-            self.exchange.undo(self.step - 1, names)
-
-    def _held_views(self, names: Set[str]) -> Iterator[Tensor]:
-        for slot in map(self._slots.__getitem__, names):
-            grad = slot.parameter.grad
-            if grad is not None and grad.data_ptr() == slot.view.data_ptr():
-                yield slot.view
-
-    def hold_results(self, names: Set[str]) -> int:
-        """Of how many of these parameters the gradient is, or is added to, what a pass has left, and is not zero."""
-        held = list(self._held_views(names))
-        return int(torch.stack([view.count_nonzero() for view in held]).count_nonzero()) if held else 0
 
     def reached(self) -> list[str]:
         """The parameters whose gradients came in the last backward pass."""
@@ -341,17 +346,23 @@ class GradientSync:
         if self._learned_plan is not None:
             self.adopt_plan(self._learned_plan)
 
-    def load_plan(self, buckets: list[list[str]], learned: bool, order: list[int] | None) -> None:
-        """Restore a saved plan, and the order of launch if one was chosen."""
+    def load_plan(self, buckets: list[list[str]], learned: bool, order: list[int] | None, anew: bool = False) -> None:
+        """Restore a saved plan, and the order of launch if one was chosen. ``anew``: only the order of the parameters, because
+        the algorithm has other settings."""
         known: dict[str, Tensor] = {name: slot.parameter for name, slot in self._slots.items()}
+        names = [name for bucket in buckets for name in bucket if name != USAGE] or list(reversed(known))
+        if sorted(names) != sorted(known):
+            raise ConfigurationError("the saved plan names other parameters than this model has")
+        if anew or not buckets:
+            self.adopt_plan(self._make_plan({name: known[name] for name in names}))
+            self.learned, self.arranged = learned, False
+            return
         if USAGE in (name for bucket in buckets for name in bucket):
             known = with_usage(known, self._routing)
             # Of the type that it has there: the plan may be of another order of parameters, and so of another neighbour.
             beside = next((name for bucket in buckets if USAGE in bucket for name in bucket if name != USAGE), None)
             if beside in known:
                 known[USAGE] = torch.empty(len(self._slots), dtype=known[beside].dtype, device=known[beside].device)
-        if sorted(name for bucket in buckets for name in bucket) != sorted(known):
-            raise ConfigurationError("the saved plan names other parameters than this model has")
         self.adopt_plan(plan_from_names(buckets, known, self._routing))
         self.learned, self.arranged = learned, order is not None
         if order is not None:

@@ -13,7 +13,7 @@ from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
-from gossamer.sync.agreement import same_from_rank, unflatten
+from gossamer.sync.agreement import PORTION, in_portions, same_from_rank
 from gossamer.sync.checks import uncompiled
 from gossamer.sync.hooks import OwnHook
 
@@ -44,8 +44,9 @@ def named_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that can be averaged."""
-    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel() > 0}
+    """Those that can be averaged. Torch does not compute with numbers of 8 bits."""
+    some = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel() > 0}
+    return {name: tensor for name, tensor in some.items() if tensor.element_size() > 1}
 
 
 def beside_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -71,11 +72,17 @@ def synchronise_buffers(runner: Runner, model: nn.Module, mode: Buffers, source:
 
 
 def average(runner: Runner, tensors: list[Tensor], what: str = "the average of buffers") -> None:
-    """Overwrite floating-point ``tensors`` with their means over all ranks; those of 16 bits are summed in full precision."""
+    """Overwrite floating-point ``tensors`` with their means over all ranks; those of 16 bits are summed in full precision.
+
+    In messages of up to ``PORTION`` bytes: so much memory is needed beside them.
+    """
     for kind in dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors):
         group = [tensor for tensor in tensors if (tensor.device, tensor.dtype) == kind]
-        flat = wide(torch.cat([tensor.detach().reshape(-1) for tensor in group])).div_(runner.world)
-        unflatten(runner.run(lambda flat=flat: all_reduce(flat), what, lane_for(flat)), group)  # type: ignore[misc]
+        most = PORTION // torch.promote_types(kind[1], torch.float32).itemsize
+        for portion in in_portions(group, lambda tensor: tensor.reshape(-1), most):
+            flat = wide(torch.cat(portion)).div_(runner.world)
+            mean = runner.run(lambda flat=flat: all_reduce(flat), what, lane_for(flat))  # type: ignore[misc]
+            torch._foreach_copy_(portion, list(mean.split([len(piece) for piece in portion])))
 
 
 def hook_forward(model: nn.Module, synchronise: Callable[[], None]) -> Any:

@@ -1,6 +1,7 @@
 """Optimizer synchronisation: means for an optimizer that asks for them inside its own step."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class OptimizerSync:
         self.exchange = Exchange(runner, algorithm)
         self._exact = Exchange(runner, AllReduce(bucket_bytes=algorithm.bucket_bytes))
         self._numbers = {name: number for number, name in enumerate(tensors)}
+        self._used: Callable[[], list[bool]] = lambda: [True] * len(self._tensors)
         self._results: list[Tensor] = []
         self._older: list[Tensor] = []
         """Compressed means: the last ones, which the optimizer still uses, and those before."""
@@ -42,7 +44,8 @@ class OptimizerSync:
         self._announce()
         flags, world = torch.tensor(list(here), dtype=torch.uint8), self._runner.world
         ticket = self._runner.submit(lambda: maximum(flags, world), "the use of parameters", CONTROL)
-        return lambda: [bool(flag) for flag in self._runner.wait(ticket).tolist()]
+        self._used = cache(lambda: [bool(flag) for flag in self._runner.wait(ticket).tolist()])
+        return self._used
 
     def mean(self, write: Write, compressed: bool, step: int) -> list[Tensor]:
         """The means over the workers, in the order of the parameters."""
@@ -76,8 +79,23 @@ class OptimizerSync:
         with self._statistics.exposed():
             results = exchange.collect()
         exchange.finish(step)
+        self._take_back(exchange, results, write, step)
         exchange.settle(results)
         return results
+
+    def _take_back(self, exchange: Exchange, results: Sequence[Tensor], write: Write, step: int) -> None:
+        """Of the means that nobody will use, what had been kept back before is owed again; and not what was written for them,
+        which is the same on all workers, as none of them has a gradient."""
+        used = self._used()
+        if all(used):
+            return
+        for bucket, handler, state, result in zip(exchange.buckets, exchange.handlers, exchange.states, results, strict=True):
+            for segment in bucket.segments if handler.keeps_back else ():
+                number = self._numbers[segment.name]
+                if not used[number]:
+                    written = torch.empty_like(mean := segment.view(result))
+                    write(number, written)
+                    handler.owe(mean - written, segment, state, exchange.context(step))
 
     @staticmethod
     def _by_name(exchange: Exchange, results: Sequence[Tensor]) -> dict[str, Tensor]:

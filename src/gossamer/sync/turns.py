@@ -1,7 +1,6 @@
 """Turns: a backward pass, then a step of each optimizer. What cannot be meant is refused."""
 
 import logging
-from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -14,29 +13,24 @@ logger = logging.getLogger("gossamer")
 
 
 class Turns:
-    """Which backward passes each of several optimizers has taken steps for. ``owners``: the parameters of each.
+    """Which backward passes each of several optimizers has taken steps for.
 
     ``weight``: any of the weights, where it is these that travel. Then a pass inside ``no_sync()`` is one to take a step for,
     unless the loss is scaled: only at the end of a synchronised one all agree on whether to skip the step.
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        backward: Backward,
-        owners: Sequence[Collection[Tensor]],
-        weight: Tensor | None,
-        loss_scale: LossScale,
+        self, runner: Runner, backward: Backward, optimizers: int, weight: Tensor | None, loss_scale: LossScale
     ) -> None:
         self._runner, self._backward, self._weight, self._loss_scale = runner, backward, weight, loss_scale
-        self._owners = owners
-        self._seen = [(0, 0)] * len(owners)
+        self._seen = [(0, 0)] * optimizers
         """Of each optimizer's last step: how many passes there had been, and how many synchronised ones."""
-        self._versions = [-1] * len(owners)
         self._version = -1 if weight is None else weight._version
         """Of the weight, in the first pass after the last step."""
         self._apart = 0
         """How many passes inside ``no_sync()`` there were before the last one outside."""
+        self.accumulated = False
+        """Whether any of them came after the one outside before that."""
 
     def note_step(self, index: int) -> None:
         """An optimizer has taken its step."""
@@ -61,11 +55,16 @@ class Turns:
                 "on whether to skip the step (scaler=); the last pass before a step must be outside"
             )
 
-    def begin_backward(self) -> list[int]:
-        """A synchronised pass begins. The numbers of the optimizers for which it follows another one with neither their step
-        nor a pass inside ``no_sync()`` between: what that one gave them is either accumulated on, or was not used."""
+    @property
+    def waiting(self) -> list[int]:
+        """The numbers of the optimizers that have taken no step since the last synchronised pass."""
+        last = self._backward.synchronised_passes
+        return [index for index, (_, synchronised) in enumerate(self._seen) if last > synchronised]
+
+    def begin_backward(self) -> None:
+        """A synchronised pass begins."""
         apart = self._backward.passes - self._backward.synchronised_passes
-        apart, self._apart = apart - self._apart, apart
+        self.accumulated, self._apart = apart != self._apart, apart
         waiting = self._backward.passes - max(passes for passes, _ in self._seen)
         if self._weight is not None and waiting == 0:
             self._version = self._weight._version
@@ -74,13 +73,6 @@ class Turns:
                 "rank %d: the weights have changed during %d backward passes, but the optimizer given to replicate() took "
                 "no step, so nothing was exchanged; give it the optimizer whose step() is called", self._runner.rank, waiting
             )  # fmt: skip
-        last = self._backward.synchronised_passes
-        return [] if apart else [index for index, (_, synchronised) in enumerate(self._seen) if last > synchronised]
-
-    def weights_moved(self) -> list[bool]:
-        """Of each optimizer: whether any of its parameters has changed since this was asked last."""
-        before, self._versions = self._versions, [sum(weight._version for weight in owned) for owned in self._owners]
-        return [then != now for then, now in zip(before, self._versions, strict=True)]
 
 
 _MANY = 20
