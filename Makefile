@@ -115,13 +115,13 @@ bench-memory: $(READY) ## memory of the relaxations beside DDP's, ResNet-50 with
 	  --side "ChunkSparse(residual='bf16')" --side 'PowerSGD()' --side 'Gossip()' \
 	  --side 'QuantizedGossip()' --side 'in_parts(8, Gossip())' --save-to benchmarks/results/memory
 
-bench-peers: peers ## step time beside whatever else a user of PyTorch could take, 4 hosts at 200 Mbit/s and 1 Gbit/s (about 20 minutes)
-	$(VENV)/bin/gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --hosts 4 --no-memory --rounds 6 --steps 16 \
-	  --at-once 9 --side 'in_parts(8, Gossip())' --side 'in_parts(16, Gossip())' --side 'in_parts(16, GossipPGA(period=1))' \
-	  --side 'OneBitAdam(warmup=2)' --side 'ChunkSparse()' --side ddp-powersgd --side post-localsgd --side torchft-localsgd \
-	  --side torchft-diloco --side ddp-fp16 --side accelerate --side deepspeed --side deepspeed-fp16 --side torchft-ddp \
-	  --side hivemind --side torchft-streaming-diloco --side horovod --side bagua --side bluefog \
-	  --side 'in_parts(16, GossipGraD())' --save-to benchmarks/results/peers
+bench-peers: peers ## step time beside whatever else a user of PyTorch could take, 4 hosts at 200 Mbit/s and 1 Gbit/s (about 40 minutes)
+	$(VENV)/bin/gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --hosts 4 --no-memory --rounds 8 --steps 16 \
+	  --at-once 9 --side 'in_parts(8, Gossip())' --side 'in_parts(16, Gossip())' --side 'in_parts(16, GossipGraD())' \
+	  --side 'in_parts(16, GossipPGA(period=1))' --side 'OneBitAdam(warmup=2)' --side 'ChunkSparse()' --side ddp-powersgd \
+	  --side post-localsgd --side torchft-localsgd --side torchft-diloco --side ddp-fp16 --side accelerate --side deepspeed \
+	  --side deepspeed-fp16 --side torchft-ddp --side hivemind --side torchft-streaming-diloco --side horovod --side horovod-fp16 \
+	  --side bagua --side bluefog --save-to benchmarks/results/peers
 
 bench-bounds: $(READY) ## step time beside its bound with emulated compute, on every kind of network (about 40 minutes)
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 20mbit --network 100mbit --network 200mbit --network 500mbit --network 1gbit \
@@ -133,7 +133,7 @@ bench-bounds: $(READY) ## step time beside its bound with emulated compute, on e
 
 bench-hosts: $(READY) ## step time over 2 to 16 emulated hosts, without and with 2 ms per message (about 20 minutes)
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 50mbit --network 50mbit+2ms --hosts 2 --hosts 4 --hosts 8 --hosts 16 \
-	  --side 'AllReduce()' --side "Gossip(wire='bf16')" --rounds 5 --steps 3 --warmup 3 --save-to benchmarks/results/hosts
+	  --side 'AllReduce()' --side "Gossip(wire='bf16')" --rounds 5 --steps 3 --warmup 3 --no-memory --save-to benchmarks/results/hosts
 
 SCALE := $(VENV)/bin/gossamer bench 'Convnet(1)' --network 40mbit --rounds 3 --steps 2 --warmup 2 --save-to benchmarks/results/scale \
   --side 'AllReduce()' --side 'ScatterReduce()' --side 'ChunkSparse()' --side "Gossip(wire='bf16')" --side 'QuantizedGossip()' \

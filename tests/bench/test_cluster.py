@@ -1,23 +1,39 @@
 """Cluster: the benchmark under torchrun."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from gossamer.bench import cluster, line
-from gossamer.bench.cluster import cases_here, joined
+from gossamer.bench.cluster import absent_here, agree, cases_here, joined
 from gossamer.bench.matrix import Case
 from gossamer.cli import app
+from gossamer.errors import ConfigurationError
+
+
+@pytest.fixture
+def alone():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def launch(tmp_path, *words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gossamer.bench"]
+    command += ["Convnet(0.02)", "--rounds", "2", "--steps", "1", "--warmup", "1", "--no-memory", "--save-to", str(tmp_path)]
+    wide = os.environ | {"COLUMNS": "200"}
+    return subprocess.run([*command, *words], env=wide, capture_output=True, text=True, timeout=200)
 
 
 def test_torchrun_measures_on_the_network_that_is_there(tmp_path):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gossamer.bench"]
-    words = ["Convnet(0.02)", "--side", "AllReduce()", "--rounds", "2", "--steps", "1", "--warmup", "1", "--no-memory"]
-    command = [sys.executable, *launch, *words, "--save-to", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = launch(tmp_path, "--side", "AllReduce()")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [row["side"] for row in rows] == ["ddp", "compute", "AllReduce()"]
@@ -36,6 +52,60 @@ def test_rows_tell_what_moves_the_messages(monkeypatch, backend, network):
     monkeypatch.setattr(cluster.dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(cluster.dist, "get_backend", lambda: backend)
     assert cases_here(["Convnet(1)"]) == [Case("Convnet(1)", network, 4)]
+
+
+@pytest.mark.parametrize(("backend", "network"), [("gloo", "as is on ib0"), ("nccl", "as is over nccl on eth1")])
+def test_rows_tell_the_interface_that_was_chosen(monkeypatch, backend, network):
+    for name, value in {"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "eth1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cluster.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(cluster.dist, "get_backend", lambda: backend)
+    assert cases_here(["Convnet(1)"]) == [Case("Convnet(1)", network, 8)]
+
+
+def test_ranks_with_another_copy_of_the_file_are_an_error_on_all_and_wait_for_nobody(tmp_path):
+    with socket.create_server(("", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    command, running = [sys.executable, "-m", "gossamer.bench", "mine.py", "--save-to", str(tmp_path / "out")], []
+    for rank in range(2):
+        script = tmp_path / str(rank) / "mine.py"
+        script.parent.mkdir()
+        script.write_text(
+            f"width = {rank + 2}\nimport torch\ndef build_model(): return torch.nn.Linear(width, 2)\n"
+            "def random_batch(generator): return torch.rand(1, width), torch.rand(1, 2)\n"
+        )
+        environment = os.environ | ranks | {"RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        running.append(subprocess.Popen(command, env=environment, cwd=script.parent, stderr=subprocess.PIPE, text=True))
+    told = [process.communicate(timeout=100)[1] for process in running]
+    assert [process.returncode for process in running] == [2, 2]
+    assert all("versions of their files: rank 1 has" in each for each in told)
+
+
+def test_the_rank_that_was_told_otherwise_is_named(monkeypatch):
+    monkeypatch.setattr(cluster, "of_all", lambda own: [own, own, own | {"options": 4}])
+    agree({"workloads": ["a"]})
+    with pytest.raises(ConfigurationError, match=r"^options: rank 2 has 4, rank 0 has 3$"):
+        agree({"workloads": ["a"], "options": 3})
+
+
+def test_a_side_that_fails_under_torchrun_is_named_and_the_others_are_shown(tmp_path):
+    done = launch(
+        tmp_path, "--at-once", "1", "--side", "AllReduce()", "--side", "with_optimizer(Gossip(), GossipAdamW(speed=1))"
+    )
+    assert done.returncode != 0
+    assert "GossipAdamW: " in done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert ["failed" in row for row in rows] == [False, False, False, True]
+    assert "AllReduce()" in done.stdout
+    assert "failed: " in done.stdout
+    assert "`AllReduce()`" in (tmp_path / "results.md").read_text()
+
+
+def test_what_cannot_run_here_is_known_before_anything_is_timed(alone):
+    (row,) = absent_here(Case("Convnet(1)", "as is", 1), ["bluefog", "ddp"])
+    assert row["side"] == "bluefog"
+    assert "does not build" in row["missing"]
 
 
 def test_messages_that_need_not_go_over_tcp_have_no_bound_of_it(monkeypatch):

@@ -1,48 +1,83 @@
-"""gossamer bench: what is kept when something fails."""
+"""gossamer bench: what is measured, what is told, and what is kept when something fails."""
 
+import io
 import json
+import time
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
+from typer.testing import CliRunner
 
 from gossamer.bench import command
-from gossamer.bench.command import Place, Plan
-from gossamer.bench.matrix import Case, Results, Turns
+from gossamer.bench.matrix import Case, Turns
+from gossamer.bench.results import Results
+from gossamer.bench.session import Place, Plan, Session
+from gossamer.bench.trained import SideError
+from gossamer.cli import app
 from gossamer.errors import GossamerError
 
 from .test_matrix import a_row
 
 CASE = Case("Convnet(0.05)", "200mbit", 4)
+CASE_KEYS = {"workload": CASE.workload, "network": CASE.network}
 TURNS = Turns(2, 1, 1)
 
 
-def a_place(fails=(), forgets=(), separate=True):
+def a_place(fails=(), forgets=(), separate=True, calls=None, now=None, error=GossamerError("rank 1 fell over")):
     def measure(case, sides, turns, on_record):
+        note("time", sides)
         if set(fails) & set(sides):
-            raise GossamerError("rank 1 fell over")
-        return [a_row(side) for side in sides]
+            raise error
+        turns = {"rounds": turns.rounds, "steps_per_round": turns.steps, "warmup": turns.warmup}
+        case = {"workload": case.workload, "network": case.network, "hosts": case.hosts}
+        return [a_row(side, when=round(time.time()), **case, **turns) for side in sides]
 
     def memory(case, sides):
+        note("memory", sides)
         if set(forgets) & set(sides):
             raise GossamerError("no memory left")
         return {side: {"memory": 1.0, "memory_noise": 0.0} for side in sides}
 
-    return Place(lambda case, sides: [], measure, memory, separate)
+    def note(what, sides):
+        if calls is not None:
+            calls.append((what, *sides))
+
+    return Place(lambda: now or {}, list, lambda case, sides: [], measure, memory, separate)
 
 
-def run(place, tmp_path, sides, memory=False, at_once=1):
+def run(place, tmp_path, sides, memory=False, at_once=1, again=False, progress=None):
     results = Results(tmp_path / "results.jsonl")
-    plan = Plan(sides, TURNS, at_once, memory, False)
-    command._run(place, [CASE], plan, results, quiet=True)
+    plan = Plan(sides, TURNS, at_once, memory, again)
+    Session(place, plan, results, progress or command._progress(quiet=True)).run([CASE])
+
+
+def rows(tmp_path):
+    return {row["side"]: row for row in map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())}
 
 
 def kept(tmp_path):
-    return {row["side"]: row for row in map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())}
+    return {side: row for side, row in rows(tmp_path).items() if "failed" not in row}
 
 
 def test_a_portion_that_fails_leaves_the_next_one_unharmed(tmp_path):
     with pytest.raises(GossamerError, match=r"what was measured is kept(.|\n)*QSGD\(\): rank 1 fell over"):
         run(a_place(fails=["QSGD()"]), tmp_path, ["QSGD()", "Gossip()"])
     assert kept(tmp_path).keys() == {"ddp", "compute", "Gossip()"}
+
+
+def test_a_side_that_failed_is_a_row_and_is_tried_again_last_and_by_itself(tmp_path):
+    sides = ["QSGD()", "Gossip()"]
+    with pytest.raises(GossamerError):
+        run(a_place(fails=["QSGD()"]), tmp_path, sides)
+    assert rows(tmp_path)["QSGD()"]["failed"] == "rank 1 fell over"
+    calls = []
+    run(a_place(calls=calls), tmp_path, [*sides, "AllReduce()"], at_once=3)
+    assert calls == [("time", "ddp", "compute", "AllReduce()"), ("time", "ddp", "compute", "QSGD()")]
+    assert kept(tmp_path).keys() == {"ddp", "compute", "AllReduce()", *sides}
+    with pytest.raises(GossamerError):
+        run(a_place(fails=["QSGD()"]), tmp_path, ["QSGD()"], again=True)
+    assert "QSGD()" in kept(tmp_path), "what failed does not take the place of what was measured"
 
 
 @pytest.mark.parametrize("memory", [False, True])
@@ -54,13 +89,85 @@ def test_a_side_that_fails_takes_none_of_its_portion_along(tmp_path, memory):
     assert kept(tmp_path).keys() == {"ddp", "compute", *sides} - {"QSGD()"}
 
 
-def test_where_all_are_measured_by_the_same_ranks_it_is_the_end(tmp_path):
-    with pytest.raises(GossamerError, match=r"^rank 1 fell over$"):
-        run(a_place(fails=["QSGD()"], separate=False), tmp_path, ["QSGD()", "Gossip()"])
+def test_where_all_are_measured_by_the_same_ranks_it_is_the_end_and_the_side_is_known(tmp_path):
+    sides, error = ["QSGD()", "Gossip()"], SideError("QSGD()", ValueError("no such thing"))
+    place = a_place(fails=["QSGD()"], separate=False, error=error)
+    with pytest.raises(GossamerError, match=r"^QSGD\(\): ValueError: no such thing$"):
+        run(place, tmp_path, sides, at_once=2)
+    assert rows(tmp_path).keys() == {"QSGD()"}
+    with pytest.raises(GossamerError):
+        run(place, tmp_path, sides, at_once=2)
+    assert kept(tmp_path).keys() == {"ddp", "compute", "Gossip()"}, "it takes the others along once only"
 
 
-def test_step_times_are_kept_when_memory_cannot_be_measured(tmp_path):
+def test_step_times_are_kept_when_memory_cannot_be_measured_and_memory_is_measured_next_time(tmp_path):
     with pytest.raises(GossamerError, match="no memory left"):
         run(a_place(forgets=["Gossip()"]), tmp_path, ["Gossip()"], memory=True)
     assert "memory" not in kept(tmp_path)["Gossip()"]
     assert kept(tmp_path)["Gossip()"]["step_seconds"]
+    calls = []
+    run(a_place(calls=calls), tmp_path, ["Gossip()"], memory=True)
+    assert calls == [("memory", "Gossip()")]
+    assert kept(tmp_path)["Gossip()"]["memory"] == 1.0
+
+
+def test_memory_is_measured_once_and_not_lost(tmp_path):
+    calls = []
+    for side in ("Gossip()", "QSGD()"):
+        run(a_place(calls=calls), tmp_path, [side], memory=True)
+    run(a_place(), tmp_path, ["Gossip()", "AllReduce()"], memory=False, again=True)
+    assert [call for call in calls if call[0] == "memory"] == [("memory", "ddp", "compute", "Gossip()"), ("memory", "QSGD()")]
+    assert {side for side, row in kept(tmp_path).items() if "memory" in row} == {"ddp", "compute", "Gossip()", "QSGD()"}
+
+
+def test_what_is_there_already_is_told_with_its_day_and_what_differs(tmp_path):
+    results = Results(tmp_path / "results.jsonl")
+    old = {"when": 0, "torch": "2.9", "processor": "A", "host_names": ["a", "b"], "steps_per_round": 1, "warmup": 1}
+    results.add([a_row(side, **CASE_KEYS, **old) for side in ("ddp", "compute", "Gossip()")])
+    told = io.StringIO()
+    place = a_place(now={"torch": "2.13", "processor": "A", "cores": 2, "host_names": ["a", "c"]})
+    run(place, tmp_path, ["Gossip()", "QSGD()"], progress=Progress(console=Console(file=told, width=250)))
+    lines = " ".join(told.getvalue().split())
+    assert f"{CASE}: 1 of 2 sides are there; --again measures them anew. Measured on 1970-01-01." in lines
+    assert "Changed since: torch 2.9 → 2.13; host_names a, b → a, c" in lines
+    assert "processor" not in lines
+    again = io.StringIO()
+    run(place, tmp_path, ["Gossip()"], again=True, progress=Progress(console=Console(file=again, width=250)))
+    assert "--again" not in again.getvalue()
+
+
+def bench(monkeypatch, place, tmp_path, *words):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(command, "LAB", place)
+    monkeypatch.setenv("COLUMNS", "160")
+    more = ["--no-memory", "--at-once", "1", "--rounds", "2", "--steps", "1", "--warmup", "1", "--save-to", str(tmp_path)]
+    return CliRunner().invoke(app, ["bench", CASE.workload, *words, *more])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(GossamerError("rank 1 fell\nSideError: QSGD(): [/gloo/x] | it"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_what_was_measured_is_shown_although_something_failed(monkeypatch, tmp_path, error, code):
+    result = bench(monkeypatch, a_place(["QSGD()"], error=error), tmp_path, "--side", "Gossip()", "--side", "QSGD()")
+    assert result.exit_code == code
+    assert "Gossip()" in result.output
+    assert "Measured on 20" in result.output
+    saved = (tmp_path / "results.md").read_text()
+    assert "`Gossip()`" in saved
+    assert ("| failed: [/gloo/x] \\| it |" in saved) == (code == 2)
+    assert ("failed: [/gloo/x]" in result.output) == (code == 2)
+
+
+def test_a_side_that_cannot_be_read_is_told_before_anything_else(monkeypatch, tmp_path):
+    Results(tmp_path / "results.jsonl").add([a_row("ddp")])
+    result = bench(monkeypatch, a_place(), tmp_path, "--side", "Gosip()")
+    assert result.exit_code == 2
+    assert "did you mean Gossip()" in result.output
+    assert not (tmp_path / "results.md").exists()
+
+
+def test_a_side_is_found_again_however_it_is_spelled(monkeypatch, tmp_path):
+    calls = []
+    for side in ("Gossip(wire='bf16')", 'Gossip( wire="bf16")'):
+        assert bench(monkeypatch, a_place(calls=calls), tmp_path, "--side", side).exit_code == 0
+    assert len(calls) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.bench import convergence, exchanges, matrix, overhead, shuffle_time, speed, threads, time_to_quality
+from gossamer.bench import convergence, exchanges, kernels, matrix, overhead, shuffle_time, speed, threads, time_to_quality
 from gossamer.bench.readme import TABLES, insert
 from gossamer.bench.rows import read_rows
 
@@ -57,7 +57,12 @@ def test_shuffle_time():
 
 
 @pytest.mark.parametrize(
-    ("program", "stem", "keys"), [(exchanges, "exchanges", {"exchanges"}), (speed, "speed", {"machine", "steps"})]
+    ("program", "stem", "keys"),
+    [
+        (exchanges, "exchanges", {"exchanges"}),
+        (kernels, "kernels", {"machine", "kernels"}),
+        (speed, "speed", {"machine", "steps"}),
+    ],
 )
 def test_tables_of_one_run(program, stem, keys):
     saved = json.loads((RESULTS / f"{stem}.json").read_text())

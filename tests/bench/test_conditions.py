@@ -37,6 +37,17 @@ def test_peers_are_told_with_the_versions_of_their_distributions(monkeypatch):
     assert conditions.packages(["torchft-ddp", "torchft-diloco", "ddp", "horovod"]) == {"torchft-nightly": "2026.9"}
 
 
+def test_a_cluster_tells_its_hosts_and_which_of_them_is_busy(monkeypatch):
+    monkeypatch.delenv("GOSSAMER_LAB", raising=False)
+    monkeypatch.setattr(conditions, "of_all", lambda own: [("b", own[1]), ("a", "another"), ("b", own[1])])
+    monkeypatch.setattr(conditions, "processor", lambda: "one")
+    assert conditions.of_hosts() == {"host_names": ["a", "b"], "processor": "another / one"}
+    monkeypatch.setattr(conditions, "of_all", lambda own: [("a", []), ("b", ["busy"]), ("b", ["busy"])])
+    assert conditions.busy_hosts() == ["b: busy"]
+    monkeypatch.setenv("GOSSAMER_LAB", "1")
+    assert conditions.of_hosts() == {}, "emulated hosts are one machine"
+
+
 @pytest.mark.parametrize(("load", "warnings"), [(50.0, 1), (0.1, 0)])
 def test_a_busy_machine_is_told_before_anything_is_measured(monkeypatch, load, warnings):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))

@@ -2,12 +2,14 @@
 
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from gossamer.bench import convergence
 from gossamer.bench.convergence import Training, cut, run_all, table, train
+from gossamer.bench.rows import append_row
 from gossamer.bench.sides import parse_optimizer
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError
@@ -78,6 +80,59 @@ def test_rows_are_known_by_all_that_differs(tmp_path):
     lines = table(rows)[2:]
     assert len(lines) == 5
     assert "| 0.5 | 1 | 0.500 nats of validation loss | -0.500 |" in lines[1]
+
+
+def test_rows_of_another_version_of_the_file_are_neither_taken_nor_compared(tmp_path):
+    log, loss = tmp_path / "runs.jsonl", iter((1.0, 2.0, 4.0, 8.0))
+    exact, gossip = (Training("numbers", side, 2, 5, 0) for side in ("AllReduce()", "Gossip()"))
+
+    def trained(workload, run):
+        return {"loss": next(loss)}
+
+    append_row(log, exact.key() | {"quality": {"loss": 0.5}})  # of a time when rows did not tell
+    assert len(run_all(a_workload(), [exact, gossip], log, trained, "one")) == 2
+    rows = run_all(a_workload(), [exact, gossip], log, trained, "another")
+    assert [row.get("digest") for row in rows] == [None, "one", "another", "another"]
+    assert run_all(a_workload(), [exact, gossip], log, None, "another") == rows
+    assert run_all(a_workload(), [exact, gossip], log, None, "one") == rows
+    cells = [[cell.strip() for cell in line.split("|")] for line in table(rows)[2:]]
+    assert [line[1] for line in cells] == ["numbers (one)"] * 2 + ["numbers (another)"] * 2
+    assert [line[9] for line in cells] == ["+0.000", "+0.500", "+0.000", "+2.000"]
+
+
+def test_the_command_takes_no_results_of_a_file_that_has_changed(tmp_path, monkeypatch):
+    path, trained = tmp_path / "numbers.py", []
+    path.write_text("def build_model(): ...\ndef random_batch(generator): ...\n")
+
+    def remembered(workload, run):
+        trained.append(run)
+        return {"loss": 1.0}
+
+    monkeypatch.setattr(convergence, "run_all", lambda *arguments, **more: run_all(*arguments, remembered, **more))
+    command = ["--workload", str(path), "--steps", "1", "--seeds", "1", "--sides", "AllReduce()", "--save-to", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["convergence", *command])
+    convergence.main()
+    convergence.main()
+    assert len(trained) == 1
+    path.write_text(path.read_text() + "# other\n")
+    convergence.main()
+    assert len(trained) == 2
+
+
+def test_a_model_is_evaluated_in_evaluation_mode():
+    def quality(model):
+        assert not any(module.training for module in model.modules())
+        return {"loss": float((model[1].weight.detach() - TARGET).square().sum())}
+
+    def build_model():
+        return torch.nn.Sequential(torch.nn.Dropout(0.0), torch.nn.Linear(2, 1, bias=False))
+
+    workload = replace(a_workload(), build_model=build_model, quality=quality)
+    assert train(workload, Training("numbers", "AllReduce()", 2, 20, seed=0))["loss"] < 1e-3
+    model = build_model()
+    model[1].eval()
+    workload.training()[1](model)
+    assert [module.training for module in model.modules()] == [True, True, False], "as it was"
 
 
 def test_what_cannot_be_trained_is_refused_before_anything_is(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from gossamer.bench import demo, demo_run
 from gossamer.bench.demo_report import Report
 from gossamer.bench.demo_run import WARM_UP, DemoError, Run, exposed_seconds
+from gossamer.bench.plots import Sooner
 
 
 def a_run(title: str, step_seconds: float, steps: int, *, every: int = 10, **counters: float) -> Run:
@@ -99,6 +100,14 @@ class TestReport:
         assert rows["sent through the host's interface per step"] == ["not measured", "not measured"]
         assert rows["validation loss after 16 s"] == ["6.000", "-6.000"]
         assert rows["time to validation loss 6.000"] == ["16.0 s", "4.0 s"]
+
+    def test_sooner_is_counted_to_when_the_first_had_that_loss(self, report: Report) -> None:
+        """It had 6.5 after 11 s, and has it again at the end: the arrow ends where the table says that it got there."""
+        assert report._sooner() == Sooner(6.0, pytest.approx(4.0), pytest.approx(16.0))
+        for index, loss in ((-2, 6.0), (-1, 6.5)):
+            report.runs[0].evaluations[index]["validation_loss"] = loss
+        assert dict(report.rows())["time to validation loss 6.500"] == ["11.0 s", "3.5 s"]
+        assert report._sooner() == Sooner(6.5, pytest.approx(3.5), pytest.approx(11.0))
 
     def test_markdown_has_every_row_and_note(self, report: Report) -> None:
         lines = report.markdown().splitlines()

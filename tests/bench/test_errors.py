@@ -1,5 +1,8 @@
 """What a user gets wrong is one line that names the file and the line."""
 
+import pickle
+import sys
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -47,6 +50,20 @@ def test_a_workload_needs_no_more_than_a_model_and_its_batches(tmp_path):
     assert not model.weight.equal(before)
     values = torch.rand(4, 2)
     assert workload.loss(model(inputs), values) == (model(inputs) - values).square().mean()
+
+
+def test_a_workload_may_define_dataclasses_and_pickle_what_it_defines(tmp_path):
+    (tmp_path / "settings.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Settings:\n    width: int = 3\n"
+        "def build_model(): return Settings()\ndef random_batch(g): pass\n"
+    )
+    made = find_workload(tmp_path / "settings.py").build_model()
+    assert pickle.loads(pickle.dumps(made)) == made
+    (tmp_path / "wrong.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigurationError):
+        find_workload(tmp_path / "wrong.py")
+    assert "workload_wrong" not in sys.modules
 
 
 @pytest.mark.parametrize("wrong", ['{"side": "dd', "[1, 2]", "", "3"])

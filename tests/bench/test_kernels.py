@@ -19,3 +19,14 @@ def test_it_writes_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert next(row for row in rows if row["codec"] == kernels.COPY)["share_of_copy"] == 1
     table = (tmp_path / "kernels.md").read_text().splitlines()
     assert len([line for line in table if line.startswith("| cpu |")]) == len(rows)
+
+
+def test_rows_of_a_device_that_is_not_here_are_kept(tmp_path: Path) -> None:
+    about = {"mbytes": 64.0, "codec": "sign", "kernel": "encode", "bytes_per_second": 1e9, "share_of_copy": 0.5}
+    earlier = [about | {"device": "cpu"}, about | {"device": "cuda"}]
+    (tmp_path / "kernels.json").write_text(json.dumps({"machine": "Another one", "kernels": earlier}))
+    kernels.save(tmp_path, [about | {"device": "cpu", "machine": "This one"}])
+    saved = json.loads((tmp_path / "kernels.json").read_text())
+    assert [(row["device"], row["machine"]) for row in saved["kernels"]] == [("cpu", "This one"), ("cuda", "Another one")]
+    assert (tmp_path / "kernels.md").read_text() == kernels.page(saved)
+    assert kernels.page(saved).splitlines()[-1] == "This one; Another one"

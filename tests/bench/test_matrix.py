@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gossamer.bench.catalogue import digest
+from gossamer.bench.catalogue import digest, is_of
 from gossamer.bench.matrix import (
     ALWAYS,
     HEAD,
     ROUNDS,
     Case,
-    Results,
     Turns,
     cases,
     draw,
@@ -22,6 +21,8 @@ from gossamer.bench.matrix import (
     table,
 )  # fmt: skip
 from gossamer.bench.plots import looks_of
+from gossamer.bench.results import Results
+from gossamer.bench.spelled import canonical
 from gossamer.cli import app
 from gossamer.errors import ConfigurationError
 
@@ -128,6 +129,25 @@ def test_what_was_measured_with_another_version_of_the_file_is_measured_again_an
     assert digest("Convnet(0.5)") is None
 
 
+def test_what_a_file_imports_from_beside_it_is_of_its_version(tmp_path):
+    script, beside, package = tmp_path / "mine.py", tmp_path / "model.py", tmp_path / "parts"
+    script.write_text("import torch\nfrom model import Net\n")
+    alone = digest(script)
+    assert "+" not in alone
+    beside.write_text("import parts.one, model\n")
+    package.mkdir()
+    (tmp_path / "other.py").write_text("never imported")
+    seen = [digest(script)]
+    for path in (package / "__init__.py", package / "one.py", beside):
+        path.write_text("x = 1\n")
+        seen.append(digest(script))
+    assert len({alone, *seen}) == 5, "each of them counts"
+    assert seen[-1].startswith(f"{alone}+")
+    assert is_of({"digest": alone}, seen[-1]), "rows of before told of the file itself only"
+    assert not is_of({"digest": seen[0]}, seen[-1])
+    assert not is_of({"digest": "other"}, seen[-1])
+
+
 def test_the_ratio_to_compute_has_its_spread_where_it_is_known():
     spread = {"ratio_to_compute_low": 1.2, "ratio_to_compute_high": 1.3}
     cells = [dict(zip(HEAD, line.strip("|").split("|"), strict=True))["relative to compute"].strip()
@@ -188,10 +208,50 @@ def test_a_picture_is_drawn_over_the_number_of_hosts_where_there_are_several_els
     rows = [a_row(side, hosts=hosts) for side in ("ddp", "compute", "Gossip()") for hosts in (2, 4, 8)]
     assert draw(rows, tmp_path) == [tmp_path / "convnet-0-05-hosts.png"]
     assert (tmp_path / "convnet-0-05-hosts.png").stat().st_size > 5000
+    both = [*rows, a_row("ddp", network="1gbit"), a_row("ddp", network="2gbit", hosts=2)]
+    assert draw(both, tmp_path) == [tmp_path / "convnet-0-05-hosts.png", tmp_path / "convnet-0-05-sides.png"]
     one = [a_row("ddp", bound_seconds=0.4), a_row("Gossip()"), a_row("ddp", network="1gbit"), a_row("ddp", workload="mine.py")]
     assert draw(one, tmp_path) == [tmp_path / "convnet-0-05-sides.png", tmp_path / "mine-py-sides.png"]
     assert (tmp_path / "convnet-0-05-sides.png").stat().st_size > 5000
     assert draw([], tmp_path) == []
+
+
+def test_a_picture_is_of_one_version_of_the_file(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("gossamer.bench.matrix.times_by_side", lambda path, bars, title: drawn.append(bars))
+    draw([a_row("ddp", digest="old", when=1), a_row("Gossip()", digest="new", when=2), a_row("QSGD()", when=0)], tmp_path)
+    assert [bars.seconds.keys() for bars in drawn[0]] == [{"Gossip()", "QSGD()"}]
+
+
+def test_two_runs_that_write_one_file_keep_each_others_rows(tmp_path):
+    one, other = (Results(tmp_path / "results.jsonl") for _ in range(2))
+    one.add([a_row("ddp", step_seconds=0.1)])
+    other.add([a_row("Gossip()"), a_row("ddp", step_seconds=0.2)])
+    one.add([a_row("QSGD()")])
+    assert {row["side"]: row["step_seconds"] for row in Results(tmp_path / "results.jsonl").rows} == {
+        "ddp": 0.2,
+        "Gossip()": 0.5,
+        "QSGD()": 0.5,
+    }
+    assert [row["side"] for row in one.rows] == ["ddp", "QSGD()"], "what others measure on the way changes no run"
+
+
+def test_a_row_is_found_however_its_side_and_file_were_spelled(tmp_path):
+    results = Results(tmp_path / "results.jsonl")
+    results.add([a_row('Gossip(wire="bf16")', workload="./mine.py")])
+    again = Results(tmp_path / "results.jsonl")
+    assert again.lacking(Case("mine.py", CASE.network, 4), ["Gossip(wire='bf16')"], Turns(2)) == []
+    assert canonical("ddp-fp16") == "ddp-fp16"
+    assert canonical("Gossip(") == "Gossip("
+
+
+def test_a_reason_of_several_lines_is_one_cell(tmp_path):
+    row = {name: value for name, value in a_row("x").items() if name in ("workload", "network", "hosts", "side", "name")}
+    assert table([row | {"missing": "no\n  such | thing"}])[2].count("| not run: no such \\| thing |") == 1
+
+
+def test_what_was_timed_across_two_phases_says_so():
+    assert "| 500.0 (two phases) |" in table([a_row("OneBitAdam()", two_phases=True)])[2]
 
 
 def test_ninety_sides_look_different():

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from gossamer.bench import memory
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.matrix import table
 from gossamer.bench.memory import Peak, beyond, read
@@ -60,6 +61,8 @@ def test_buckets_of_ddp_are_seen_and_its_absence_too(workload):
 
 
 def test_all_sides_meet_at_one_port_whoever_uses_the_next_ones(workload):
+    pids = workload.with_suffix(".pids")
+    workload.write_text(f"import os\nopen({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')\n" + workload.read_text())
     port, taken = _port_with_busy_neighbours(4)
     ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "gossamer.bench.memory", "--workload", str(workload)]
@@ -76,6 +79,18 @@ def test_all_sides_meet_at_one_port_whoever_uses_the_next_ones(workload):
         for each in taken:
             each.close()
     assert [peaks.keys() for peaks in found] == [{"compute", "ddp"}] * 2
+    loaded = set(map(int, pids.read_text().split()))
+    assert len(loaded) == 4
+    assert not loaded & {process.pid for process in processes}, "what the file computes may start threads, which forbid a fork"
+
+
+def test_a_training_that_does_not_end_is_killed_and_told_of(capfd):
+    child = subprocess.Popen(["sleep", "60"])
+    assert not memory._ended(child.pid, "the training with ddp", 0.1)
+    assert "the training with ddp was killed: it had not ended after 0.1 s" in capfd.readouterr().err
+    assert memory._ended(subprocess.Popen(["true"]).pid, "x", 20)
+    assert not memory._ended(subprocess.Popen(["false"]).pid, "x", 20)
+    child.returncode = -9  # Popen has not waited for it
 
 
 def _port_with_busy_neighbours(count: int) -> tuple[int, list[socket.socket]]:

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from gossamer.bench import line
 from gossamer.bench.catalogue import find_workload, is_emulated
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.line import rings
@@ -72,6 +73,17 @@ def test_there_is_a_ring_for_every_rate():
     assert rings([2.0, 2.0, 2.0]) == [[0, 1, 2]]
     assert rings([2.0, 1.0, 2.0, 3.0]) == [[0, 1, 2, 3], [0, 2, 3]]
     assert rings([2.0, 1.0]) == [[0, 1]]
+
+
+def test_a_cluster_without_addresses_of_the_old_kind_has_no_line(monkeypatch):
+    """A name server that knows IPv6 only."""
+    for name, value in {"MASTER_ADDR": "::1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GOSSAMER_LAB", raising=False)
+    for name, answer in {"get_rank": 0, "get_world_size": 2, "get_backend": "gloo"}.items():
+        monkeypatch.setattr(line.dist, name, lambda answer=answer: answer)
+    monkeypatch.setattr(line, "of_all", lambda own: [own, own])
+    assert line.plain_tcp() == []
 
 
 @pytest.mark.slow

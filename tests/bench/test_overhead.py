@@ -1,7 +1,10 @@
 """The bench of the overhead: every side is timed with and without others, and trains."""
 
 import json
+import mmap
+import resource
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +25,36 @@ def test_every_side_is_timed_beside_training_alone(tmp_path: Path, monkeypatch: 
     assert [(row["world"], row["side"]) for row in rows] == [(world, side) for world in (1, 8) for side in overhead.SIDES]
     assert all(row["step_seconds"] > 0 and len(row["seconds"]) == 2 for row in rows)
     assert all((row["beyond"] == 0) == (row["side"] == overhead.ALONE) for row in rows)
-    assert (tmp_path / "overhead.md").read_text().count("| Convnet | 8 |") == len(overhead.SIDES)
+    page = (tmp_path / "overhead.md").read_text()
+    assert page.count("| Convnet | 8 |") == len(overhead.SIDES)
+    assert "of fewer than 6 rounds: lowest to highest" in page.splitlines()[0]
+
+
+def test_what_the_process_used_stands_beside_the_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A side that computes for 20 ms a step, and one that touches new memory."""
+
+    def compute() -> None:
+        end = time.process_time() + 0.02
+        while time.process_time() < end:
+            sum(range(1000))
+
+    def trained(size: str, side: str, device: torch.device) -> overhead.Step:
+        return compute if side == overhead.ALONE else lambda: mmap.mmap(-1, 2**24).write(bytes(2**24))
+
+    monkeypatch.setattr(overhead, "trained", trained)
+    monkeypatch.setattr(overhead, "SIDES", dict.fromkeys((overhead.ALONE, "toucher")))
+    busy, toucher = rows = overhead.rows_of("Convnet", 1, overhead.measure("Convnet", 1, torch.device("cpu"), 6, 2))
+    assert 0.01 < busy["user_seconds"] <= busy["user_seconds"] + busy["kernel_seconds"] < 0.03
+    pages = 2**24 / resource.getpagesize()
+    assert busy["page_faults"] < pages / 4
+    assert pages / 600 < toucher["page_faults"] < 3 * pages, "a huge page may be 512 small ones"
+    told = {"processor": "one", "torch": "2"}
+    head, _, _, second, *_ = overhead.page([busy | told, toucher | told]).splitlines()
+    assert head.endswith("| in user mode, ms | in the kernel, ms | page faults |")
+    assert second.endswith(f"| {toucher['page_faults']:.0f} |")
+    older = {name: value for name, value in busy.items() if name not in overhead.USED} | told
+    assert overhead.page([older, rows[1] | told]).splitlines()[2].endswith("|  |  |  |  |")
+    assert "page faults" not in overhead.page([older])
 
 
 @pytest.mark.parametrize("side", overhead.SIDES)

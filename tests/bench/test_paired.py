@@ -8,12 +8,14 @@ import torch.distributed as dist
 
 from gossamer.bench import counters, paired
 from gossamer.bench.bound import Ready
+from gossamer.bench.catalogue import find_workload
 from gossamer.bench.counters import Counters
 from gossamer.bench.paired import Sent, _add_bounds, take_turns
-from gossamer.bench.peers import PEERS, Joined
+from gossamer.bench.peers import PEERS, Joined, Peer
 from gossamer.bench.ratios import ENOUGH, compare
 from gossamer.bench.sides import parse_side
-from gossamer.bench.trained import LONGEST, Pace, Trained, exchanged, pace
+from gossamer.bench.trained import LONGEST, Pace, SideError, Trained, exchanged, pace
+from gossamer.errors import GossamerError
 from hand_clock import set_clock
 
 
@@ -121,8 +123,51 @@ def test_counters_grow_per_step(tmp_path, monkeypatch):
     assert (grown.exposed_seconds, grown.wire_seconds) == (pytest.approx(0.1), 0.5)
     assert grown.cpu_seconds >= 0
     assert Counters.read(None).wire_seconds == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert Counters.read(None).interface_bytes == 1500, "of one worker"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    interfaces.write_text(interfaces.read_text() + "   ib0: 7 1 0 0 0 0 0 0 800 1 0 0 0 0 0 0\n")
+    assert Counters.read(None).interface_bytes == 400, "where messages go"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert Counters.read(None).interface_bytes == 0
     interfaces.unlink()
     assert Counters.read(None).interface_bytes == 0
+
+
+def test_what_goes_past_the_interfaces_is_not_counted_there(alone, monkeypatch):
+    rounds = take_turns({"one": a_side()}, 1, Pace(1, 1))["one"]
+    assert paired._counted(rounds)["interface_bytes"] is not None
+    monkeypatch.setattr(paired.dist, "get_backend", lambda: "nccl")
+    assert paired._counted(rounds)["interface_bytes"] is None
+
+
+@pytest.mark.parametrize(("fails", "told"), [("join", "made up: ValueError: no"), ("step", "made up: it cannot")])
+def test_an_error_of_a_side_names_it(alone, monkeypatch, fails, told):
+    def join(model, optimizer):
+        if fails == "join":
+            raise ValueError("no")
+        return Joined(model, optimizer, backward=backward)
+
+    def backward(loss):
+        raise GossamerError("it cannot")
+
+    monkeypatch.setitem(PEERS, "made up", Peer("one", join, 1.0))
+    with pytest.raises(SideError) as caught:
+        paired.run(find_workload("Convnet(0.001)"), ["compute", "made up"], rounds=1, steps=1, warmup=1)
+    assert str(caught.value) == told
+    assert caught.value.side == "made up"
+
+
+def test_a_side_whose_exchange_changes_between_the_rounds_is_marked(alone):
+    sides = ["compute", "OneBitAdam(warmup=2)", "OneBitAdam(warmup=4)", "after(3, Gossip())", "after(4, Gossip())"]
+    found = paired.run(find_workload("Convnet(0.001)"), sides, rounds=2, steps=1, warmup=3, told=lambda *_: None)["sides"]
+    assert [side for side in sides if "two_phases" in found[side]] == ["OneBitAdam(warmup=4)", "after(4, Gossip())"]
+
+
+def test_the_busiest_host_counts(alone, monkeypatch):
+    monkeypatch.setattr(paired, "of_all", lambda own: [own, 99.0])
+    told = paired._conditions(["compute"], 0.5)
+    assert (told["load_before"], told["load_after"]) == (99.0, 99.0)
 
 
 def test_bounds_follow_from_when_an_exchange_may_travel():

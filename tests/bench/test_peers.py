@@ -16,10 +16,11 @@ from gossamer.algorithms import registry
 from gossamer.bench import memory, paired, peers, quality_run, ranks
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.in_lab import lab_json
-from gossamer.bench.matrix import HEAD, Case, Results, Turns, absent, draw, table
-from gossamer.bench.peers import PEERS, Joined, Peer
+from gossamer.bench.matrix import HEAD, Case, Turns, absent, draw, table
+from gossamer.bench.peers import PEERS, Joined, Peer, builtin
 from gossamer.bench.peers.base import wait_for
 from gossamer.bench.ranks import own_address
+from gossamer.bench.results import Results
 from gossamer.bench.sides import OPTIMIZERS
 from gossamer.cli import app
 from gossamer.errors import ConfigurationError, GossamerError
@@ -67,6 +68,32 @@ def test_what_cannot_be_imported_is_missing_too(tmp_path, monkeypatch):
     assert peer.missing() is None
     assert "undefined symbol" in peer.missing(load=True)
     assert "build it again" in peer.missing(load=True)
+
+
+def test_what_is_set_up_over_gloo_is_not_put_beside_what_goes_over_nccl(alone, monkeypatch):
+    peer = Peer("one", compute, 1.0, only_gloo=True)
+    assert peer.missing() is None
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    assert "over Gloo only" in peer.missing()
+    assert {name for name, peer in PEERS.items() if peer.only_gloo} == {name for name in PEERS if name.startswith("torchft")}
+
+
+@pytest.mark.parametrize(("backend", "megabytes"), [("gloo", 10_000), ("nccl", None)])
+def test_power_sgd_has_one_bucket_only_where_it_must(monkeypatch, backend, megabytes):
+    made = []
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, model, bucket_cap_mb):
+            super().__init__()
+            made.append(bucket_cap_mb)
+
+        def register_comm_hook(self, state, hook):
+            pass
+
+    monkeypatch.setattr(builtin, "DistributedDataParallel", Wrapped)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    PEERS["ddp-powersgd"].join(torch.nn.Linear(1, 1), None)
+    assert made == [megabytes]
 
 
 def test_names_and_shares_are_in_order():

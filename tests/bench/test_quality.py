@@ -1,10 +1,13 @@
 """Time to quality: the crossing, the targets, the table; and a whole study on tiny data."""
 
+import contextlib
 import json
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from gossamer.bench import time_to_quality
+from gossamer.bench import quality_run, time_to_quality
 from gossamer.bench.catalogue import digest
 from gossamer.bench.crossing import crossing, smoothed
 from gossamer.bench.plots import require_matplotlib
@@ -31,6 +34,19 @@ def test_a_loss_falls_to_its_target():
     falling = [(second, 1.0 - quality) for second, quality in RISING]
     assert crossing(falling, 0.55, "loss") == pytest.approx(3.5)
     assert crossing(falling, 0.2, "loss") is None
+
+
+def test_a_mean_of_models_has_the_mean_of_running_statistics_and_goes_whatever_happens(monkeypatch):
+    """The other worker's tensors are 3 everywhere."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.add_(3 / 2))
+    model = torch.nn.BatchNorm1d(4)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with contextlib.suppress(RuntimeError), quality_run._mean(model):
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, (before[name] + 3) / 2 if tensor.is_floating_point() else before[name]), name
+        raise RuntimeError("on purpose")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_the_target_is_what_a_run_had_reached_by_then():

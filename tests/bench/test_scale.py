@@ -38,6 +38,7 @@ def test_what_the_clock_cannot_run_has_no_prediction(side: str) -> None:
 
 def test_points_follow_sides_and_workers() -> None:
     rows = [*rows_of("AllReduce()", 8, 2), *rows_of("ddp", 2), a_row("horovod", 2, missing="not installed")]
+    rows += [a_row("QSGD()", 2, failed="it fell over")]
     shown = [(point.row["side"], point.row["hosts"]) for point in scale.points(rows)]
     assert shown == [("compute", 2), ("compute", 2), ("compute", 8), ("AllReduce()", 2), ("AllReduce()", 8), ("ddp", 2)]
 

@@ -103,6 +103,24 @@ def test_a_workload_without_samples_is_refused():
         train_on(a_workload(training_samples=None), Training("small", MIXED, 4, 1, 0), "Gossip()", 10)
 
 
+def test_globally_shuffled_data_come_in_batches_of_the_size_that_is_asked_for(monkeypatch):
+    found = []
+
+    def train(workload, run, batches):
+        found.append(list(islice(batches(1, 4, 3), 5)))
+        return {}
+
+    monkeypatch.setattr(shuffle, "train", train)
+    for batch in (8, 10):
+        train_on(a_workload(), Training("small", SHUFFLED, 4, 1, 3), "Gossip()", batch)
+    eights, tens = found
+    own = list(islice(a_workload().training_batches(1, 4, 3), 5))
+    assert all(ours.equal(theirs) for pair in zip(tens, own, strict=True) for ours, theirs in zip(*pair, strict=True))
+    assert {len(labels) for _, labels in eights} == {8}
+    for column in (0, 1):
+        assert torch.cat([each[column] for each in eights]).equal(torch.cat([each[column] for each in own])[:40])
+
+
 def test_the_table_sets_the_arms_beside_globally_shuffled_data():
     about = {"workload": "convnet", "workers": 8, "steps": 936}
     rows = [about | {"side": arm, "seed": 0, "quality": {"accuracy": 0.9 - 0.01 * i}} for i, arm in enumerate(ARMS)]

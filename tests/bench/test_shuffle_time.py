@@ -53,10 +53,10 @@ def test_every_step_takes_a_batch_whether_or_not_compute_is_emulated() -> None:
 
 def row(staying: list[float], travelling: list[float]) -> dict[str, Any]:
     """What was measured, with these step times."""
-    about = {"workload": "w", "side": "compute", "stored": "uint8", "world": 4, "rate": "200mbit", "batch_bytes": 51200}
+    about = {"workload": "w", "samples": "w", "side": "compute", "stored": "uint8", "world": 4, "rate": "200mbit"}
     about |= {"reference_seconds": 0.1, "step_seconds": 0.101, "ratio": 1.01, "ratio_low": 1.0, "ratio_high": 1.02}
     seconds = {"staying": staying, "travelling": travelling}
-    return about | {"waited_seconds": 0.00123, "rounds": len(staying), "seconds": seconds}
+    return about | {"batch_bytes": 51200, "waited_seconds": 0.00123, "rounds": len(staying), "seconds": seconds}
 
 
 def test_the_table_has_every_figure() -> None:
@@ -64,8 +64,18 @@ def test_the_table_has_every_figure() -> None:
     assert len(head.split("|")) == len(rule.split("|")) == len(line.split("|"))
     assert line == (
         "| w | 4 | 200mbit | none | uint8 | 51 | 2 | 100.0 | 101.0 | 1.010 (1.000 to 1.020) | +1.0 (+1.0 to +1.0) | "
-        "+1.0 (+1.0 to +1.0) | yes | 1.23 |"
+        "+1.0 (+1.0 to +1.0) | too few rounds | 1.23 |"
     )
+
+
+def test_of_few_rounds_nothing_is_called_an_interval() -> None:
+    few, many = ([0.1 + 0.001 * i for i in range(rounds)] for rounds in (5, 6))
+    for seconds, told in ((few, "lowest to highest"), (many, "(95 % interval)")):
+        line = table([row(seconds, [second + 0.0001 * i**2 for i, second in enumerate(seconds)])])
+        assert line[0].count(told) == 3
+        assert ("too few rounds" in line[2]) == (seconds is few)
+    low, high = exposed(row(few, [second + 0.0001 * i**2 for i, second in enumerate(few)]))[0], 0.0016
+    assert (low.low, low.high) == (pytest.approx(0), pytest.approx(high))
 
 
 def test_exposed_is_the_difference_within_a_round() -> None:
@@ -75,9 +85,9 @@ def test_exposed_is_the_difference_within_a_round() -> None:
     assert seconds.high == pytest.approx(0.002)
     assert share.median == pytest.approx((0.002 / 0.202 + 0.002 / 0.402) / 2)
     staying = [0.1] * 12
-    assert verdict(exposed(row(staying, [0.1 + 0.0002 * i for i in range(12)]))[1]) == "yes"
-    assert verdict(exposed(row(staying, [0.104 + 0.0002 * i for i in range(12)]))[1]) == "no"
-    assert verdict(exposed(row(staying, [0.1 + 0.006 * (i % 2) for i in range(12)]))[1]) == "not shown"
+    assert verdict(exposed(row(staying, [0.1 + 0.0002 * i for i in range(12)]))[1], 12) == "yes"
+    assert verdict(exposed(row(staying, [0.104 + 0.0002 * i for i in range(12)]))[1], 12) == "no"
+    assert verdict(exposed(row(staying, [0.1 + 0.006 * (i % 2) for i in range(12)]))[1], 12) == "not shown"
 
 
 def test_the_table_is_made_anew_of_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +96,17 @@ def test_the_table_is_made_anew_of_what_was_saved(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("sys.argv", ["shuffle_time", "--table-only", "--save-to", str(tmp_path)])
     main()
     assert (tmp_path / "shuffle-time.md").read_text().splitlines() == table(rows)
+
+
+def test_cases_that_are_not_asked_for_again_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, gossip = row([0.1] * 6, [0.101] * 6), row([0.1] * 6, [0.102] * 6) | {"side": "Gossip()"}
+    (tmp_path / "shuffle-time.json").write_text(json.dumps([old, gossip]))
+    new = row([0.2] * 6, [0.201] * 6)
+    monkeypatch.setattr("gossamer.bench.shuffle_time.in_lab", lambda options: iter([new]))
+    monkeypatch.setattr("sys.argv", ["shuffle_time", "--workloads", "Convnet(0.1)", "--save-to", str(tmp_path)])
+    main()
+    assert json.loads((tmp_path / "shuffle-time.json").read_text()) == [new, gossip]
+    assert (tmp_path / "shuffle-time.md").read_text().splitlines() == table([new, gossip])
 
 
 def test_the_default_is_the_convnet_computed_and_emulated() -> None:

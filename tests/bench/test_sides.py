@@ -149,7 +149,7 @@ def test_a_side_is_timed_over_whole_periods_of_its_exchanges(side, period):
 
 def test_everything_that_is_listed_can_be_parsed():
     sides = everything()
-    assert {"ddp", "torchft-diloco", "AllReduce()", "Gossip()", "OneBitAdam()"} <= set(sides)
+    assert {"ddp", "torchft-diloco", "AllReduce()", "Gossip()", "OneBitAdam(warmup=2)"} <= set(sides)
     assert {f"{name}()" for name in registry()} <= set(sides), "a new algorithm appears by itself"
     for side in sides:
         parse_side(side)

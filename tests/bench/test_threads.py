@@ -59,6 +59,18 @@ def test_it_profiles_sides_on_emulated_hosts(tmp_path, monkeypatch):
     assert (tmp_path / "threads.md").read_text() == "\n".join(table([row])) + "\n"
 
 
+def test_rows_of_other_workloads_are_kept(tmp_path):
+    spent = dict.fromkeys((LOOP, LANES, TRANSPORT, OTHERS, "kernel", "machine"), 0.1)
+    rows = [
+        {"workload": workload, "network": "200mbit", "world": 4, "threads": {"ddp": {"step_seconds": seconds, "spent": spent}}}
+        for workload, seconds in (("convnet", 1.0), ("gpt", 2.0), ("convnet", 3.0))
+    ]
+    for row in rows:
+        threads.save(tmp_path, row)
+    assert read_rows(tmp_path / "threads.jsonl") == [rows[2], rows[1]]
+    assert (tmp_path / "threads.md").read_text() == "\n".join(table([rows[2], rows[1]])) + "\n"
+
+
 def test_what_cannot_be_emulated_is_one_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["threads", "--network", "nonsense"])
     with pytest.raises(SystemExit, match="threads: "):

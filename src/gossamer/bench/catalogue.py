@@ -1,16 +1,18 @@
 """Catalogue: workloads by what a user writes: a Python file of their own, or an emulated model such as ``ResNet50(2.0)``."""
 
+import ast
 import hashlib
 import importlib.util
+import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gossamer.bench.emulated import MODELS, emulated
-from gossamer.bench.spelled import value_of
+from gossamer.bench.spelled import canonical, value_of
 from gossamer.bench.workload import Workload, usual_loss, usual_optimizer
 from gossamer.errors import ConfigurationError
 
@@ -32,15 +34,57 @@ def find_workload(text: str | Path) -> Workload:
     return made
 
 
+def canonical_workload(text: str) -> str:
+    """A workload as it is compared: ``./mine.py`` is ``mine.py``."""
+    return canonical(text) if is_emulated(text) else os.path.normpath(text)
+
+
 def digest(text: str | Path) -> str | None:
-    """What tells one version of a workload's file from another; None of an emulated model, or where there is no file."""
+    """What tells one version of a workload's file from another, and, after a ``+``, of what it imports from beside it.
+
+    None of an emulated model, or where there is no file.
+    """
     path = Path(text)
-    return None if is_emulated(text) or not path.is_file() else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    if is_emulated(text) or not path.is_file():
+        return None
+    beside = _beside(path)
+    return _hash([path]) + (f"+{_hash(beside)}" if beside else "")
+
+
+def _hash(paths: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
+
+
+def _beside(path: Path) -> list[Path]:
+    """The files that a workload's file imports from its own folder, or that those import, by name."""
+    found, waiting = set[Path](), [path]
+    while waiting:
+        for name in _imported(waiting.pop()):
+            module, package = path.parent / f"{name}.py", path.parent / name
+            fresh = {module} if module.is_file() else set[Path]()
+            fresh |= set(package.rglob("*.py")) if (package / "__init__.py").is_file() else set()
+            fresh -= {*found, path}
+            found |= fresh
+            waiting += fresh
+    return sorted(found)
+
+
+def _imported(path: Path) -> set[str]:
+    """The first parts of the names of all modules that a file imports; nothing of one that is no Python."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (SyntaxError, ValueError):
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 def is_of(row: Mapping[str, Any], of_file: str | None) -> bool:
-    """Whether a result is of the workload's file with this :func:`digest`. Old ones do not tell, and count as such."""
-    return bool(row.get("digest", of_file) == of_file)
+    """Whether a result is of the workload's file with this :func:`digest`. Old ones do not tell, or of the file alone, and
+    count as such."""
+    known = row.get("digest", of_file)
+    return bool(known == of_file or (known and of_file and "+" not in known and of_file.startswith(known)))
 
 
 def is_emulated(text: str | Path) -> bool:
@@ -63,9 +107,11 @@ def load_workload(path: Path) -> Workload:
     # As when Python runs the file itself, what lies beside it can be imported.
     if str(path.parent.resolve()) not in sys.path:
         sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[spec.name] = module  # dataclasses and pickle look there for what the file defines
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[spec.name]
         raise ConfigurationError(_failure(path, error)) from error
     missing = [name for name in _FUNCTIONS if not callable(getattr(module, name, None))]
     if missing:

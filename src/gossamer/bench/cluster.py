@@ -4,19 +4,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.in_lab import Record
-from gossamer.bench.matrix import Case, Turns, rows_of
+from gossamer.bench.matrix import Case, Turns, rows_of, without_figures
 from gossamer.bench.memory import beyond, read
-from gossamer.bench.paired import run
+from gossamer.bench.paired import missing, run
 from gossamer.bench.ranks import of_all
-from gossamer.errors import GossamerError
+from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab.launcher import free_port
 
 
@@ -44,14 +46,33 @@ def joined(workloads: Sequence[str]) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def agree(told: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError on every rank unless all are told the same, who would otherwise wait for each other. Collective.
+
+    Torchrun is typed on every host, and each may have another copy of a file.
+    """
+    first, *others = of_all(dict(told))
+    for rank, own in enumerate(others, 1):
+        for name in told:
+            if own[name] != first[name]:
+                raise ConfigurationError(f"{name}: rank {rank} has {own[name]!r}, rank 0 has {first[name]!r}")
+
+
 def cases_here(workloads: Sequence[str]) -> list[Case]:
     """Every workload on this network, as it is. Raises ConfigurationError before anything is measured if one cannot be."""
     for workload in workloads:
         find_workload(workload)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    over = "" if dist.get_backend() == "gloo" else f" over {dist.get_backend()}"
-    network = f"as is{over}" if local == 1 else f"as is{over}, {local} workers per host"
+    local, backend = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_backend()
+    network = "as is" if backend == "gloo" else f"as is over {backend}"
+    interface = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME")
+    network += f" on {interface}" if interface else ""
+    network += "" if local == 1 else f", {local} workers per host"
     return [Case(workload, network, dist.get_world_size() // local) for workload in workloads]
+
+
+def absent_here(case: Case, sides: Sequence[str]) -> list[Record]:
+    """Rows of those of ``sides`` that cannot run on some rank. Collective."""
+    return without_figures(case, "missing", missing(sides))
 
 
 def measure_here(
@@ -77,7 +98,9 @@ def measure_memory_here(case: Case, sides: Sequence[str]) -> dict[str, Record]:
     port = str(of_all(free_port(""))[0])
     command = [sys.executable, "-m", "gossamer.bench.memory", "--workload", case.workload, "--sides", *sides]
     environment = os.environ | {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode != 0:
-        raise GossamerError(f"measuring the memory of {', '.join(sides)} failed with code {done.returncode}")
-    return beyond(read(of_all(json.loads(done.stdout.splitlines()[-1]))))
+    with tempfile.TemporaryFile("w+") as said:  # no pipe: processes that a peer leaves behind would hold it open
+        done = subprocess.run(command, env=environment, stdout=said)
+        if done.returncode != 0:
+            raise GossamerError(f"measuring the memory of {', '.join(sides)} failed with code {done.returncode}")
+        said.seek(0)
+        return beyond(read(of_all(json.loads(said.read().splitlines()[-1]))))

@@ -1,42 +1,49 @@
 """Bench command: ``gossamer bench``, for Typer."""
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import torch.distributed as dist
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gossamer.bench.cluster import cases_here, is_here, joined, measure_here, measure_memory_here
-from gossamer.bench.conditions import busy_machine
+from gossamer.bench.catalogue import canonical_workload, digest, is_of
+from gossamer.bench.cluster import absent_here, agree, cases_here, is_here, joined, measure_here, measure_memory_here
+from gossamer.bench.conditions import busy_hosts, busy_machine, here, of_hosts
 from gossamer.bench.emulated import MODELS
 from gossamer.bench.in_lab import Record
 from gossamer.bench.listing import everything, listing
 from gossamer.bench.matrix import (
-    ALWAYS,
+    HEAD,
     RATIO,
-    Case,
-    Results,
     Turns,
     absent,
+    case_of,
     cases,
+    cells,
     draw,
     measure,
     measure_memory,
-    portions,
+    newest_files,
     table,
 )  # fmt: skip
 from gossamer.bench.plots import require_matplotlib
 from gossamer.bench.ranks import of_all
 from gossamer.bench.ratios import SPREAD, require_scipy
+from gossamer.bench.results import Results
+from gossamer.bench.rows import days
+from gossamer.bench.session import Place, Plan, Session
+from gossamer.bench.sides import parse_side
+from gossamer.bench.spelled import canonical
 from gossamer.errors import ConfigurationError, GossamerError
-from gossamer.lab import LabError
 
 SHOWN = {
     "side": "side",
@@ -50,6 +57,8 @@ SHOWN = {
 """Columns of the whole table that are shown on the terminal, and what they are called there, where there is less room."""
 
 _CAPTION = f"relative to DDP: median and {SPREAD}; MB: payload of a step; memory: beyond training alone, in gradients"
+
+RESULTS = "results.jsonl"
 
 ALL = "all"
 """In place of sides: everything that is listed."""
@@ -99,154 +108,70 @@ def bench(
     try:
         require_matplotlib()  # before an hour of measuring, not after
         require_scipy()
-        wanted = [each for given in side or SIDES for each in (everything() if given == ALL else [given])]
+        wanted = [canonical(each) for given in side or SIDES for each in (everything() if given == ALL else [given])]
+        for each in wanted:
+            parse_side(each)
+        workloads = list(map(canonical_workload, workloads))
         plan = Plan(list(dict.fromkeys(wanted)), Turns(rounds, steps, warmup), at_once, memory, again)
-        path = save_to / "results.jsonl"
         if first:
             save_to.mkdir(parents=True, exist_ok=True)
         if is_here():
-            _on_cluster(workloads, network, hosts, plan, path)
+            _on_cluster(workloads, network, hosts, plan, save_to)
         else:
-            _run(LAB, cases(workloads, network or ["200mbit"], hosts or [4]), plan, Results(path))
+            results, chosen = Results(save_to / RESULTS), cases(workloads, network or ["200mbit"], hosts or [4])
+            with _concluded(save_to), _progress() as progress:
+                Session(LAB, plan, results, progress).run(chosen)
     except (GossamerError, OSError) as error:
         who = "" if first else f" (rank {os.environ['RANK']})"  # the others may know nothing of it
         typer.echo(f"gossamer bench{who}: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    if first:
-        _conclude(Results(path).rows, save_to)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured of every case."""
-
-    sides: Sequence[str]
-    turns: Turns
-    at_once: int
-    memory: bool
-    again: bool
-
-    def lacking(self, case: Case, results: Results) -> list[str]:
-        """The sides that are to be measured."""
-        return list(self.sides) if self.again else results.lacking(case, self.sides, self.turns)
-
-    def portions(self, case: Case, results: Results, sides: Sequence[str], at_once: int) -> list[list[str]]:
-        """``sides`` as they are to be measured together: portions of ``at_once`` of them, without those that are there."""
-        return [each for each in portions(sides, at_once) if self.again or results.lacking(case, each, self.turns)]
-
-    def apart(self, case: Case, results: Results, portion: Sequence[str]) -> list[list[str]]:
-        """The portions to try in place of one that has failed; none if it cannot be taken apart."""
-        own = [side for side in portion if side not in ALWAYS]
-        return self.portions(case, results, own, 1) if len(own) > 1 else []
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where it is measured: in the lab, or where these ranks are."""
-
-    absent: Callable[[Case, Sequence[str]], list[Record]]
-    """Rows of sides that need not be tried, because they cannot run."""
-    measure: Callable[[Case, Sequence[str], Turns, Callable[[Record], None]], list[Record]]
-    memory: Callable[[Case, Sequence[str]], dict[str, Record]]
-    separate: bool
-    """Whether each is measured in processes of its own, and one that fails leaves the next unharmed."""
-
-
-LAB = Place(absent, measure, measure_memory, separate=True)
-# Here every rank has its own installation; they find out together when they measure.
-CLUSTER = Place(lambda case, sides: [], measure_here, measure_memory_here, separate=False)
+LAB = Place(here, busy_machine, absent, measure, measure_memory, separate=True)
+CLUSTER = Place(lambda: here() | of_hosts(), busy_hosts, absent_here, measure_here, measure_memory_here, separate=False)
 
 
 def _on_cluster(
-    workloads: Sequence[str], network: Sequence[str] | None, hosts: Sequence[int] | None, plan: Plan, path: Path
+    workloads: Sequence[str], network: Sequence[str] | None, hosts: Sequence[int] | None, plan: Plan, folder: Path
 ) -> None:
     """Every rank goes through the same, with what the first has on its disk; only that one writes and shows."""
     if network or hosts:
         raise ConfigurationError("under torchrun hosts and network are what they are: leave --network and --hosts out")
     with joined(workloads):
+        agree(
+            {"workloads": workloads, "versions of their files": list(map(digest, workloads)), "options": asdict(plan)}
+            | {"workers on its host": os.environ.get("LOCAL_WORLD_SIZE", "1")}
+            | {f"version of {name}": here()[name] for name in ("gossamer", "torch")}
+        )
         writes = dist.get_rank() == 0
-        results = Results(path, writes)
-        results.rows = of_all(results.rows)[0]
-        _run(CLUSTER, cases_here(workloads), plan, results, quiet=not writes)
+        results = Results(folder / RESULTS, writes)
+        results.rows, chosen = of_all((results.rows, cases_here(workloads)))[0]
+        with _concluded(folder, writes), _progress(quiet=not writes) as progress:
+            Session(CLUSTER, plan, results, progress).run(chosen)
 
 
-def _run(place: Place, chosen: Sequence[Case], plan: Plan, results: Results, quiet: bool = False) -> None:
-    failed: list[str] = []
+def _progress(quiet: bool = False) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
-        _say(progress, busy_machine())
-        for case in chosen:
-            wanted = plan.lacking(case, results)
-            missing = place.absent(case, wanted)
-            results.add(missing)
-            _log(progress, case, missing)
-            present = [side for side in wanted if side not in {row["side"] for row in missing}]
-            waiting = deque(plan.portions(case, results, present, plan.at_once))
-            while waiting:
-                portion = waiting.popleft()
-                try:
-                    _log(progress, case, _measured(place, case, portion, plan, results, progress))
-                except LabError:  # no other portion will run here either
-                    raise
-                except GossamerError as error:
-                    if not place.separate:
-                        raise
-                    told, apart = f"{case}, {', '.join(portion)}: {error}", plan.apart(case, results, portion)
-                    _say(progress, [told, "each of these sides is measured by itself now"] if apart else [told])
-                    waiting.extendleft(reversed(apart))
-                    failed += [] if apart else [told]
-    if failed:
-        raise GossamerError("what was measured is kept; this failed:\n" + "\n".join(failed))
+    return Progress(*columns, console=Console(stderr=True, log_path=False), disable=quiet)
 
 
-def _measured(
-    place: Place, case: Case, portion: Sequence[str], plan: Plan, results: Results, progress: Progress
-) -> list[Record]:
-    """The rows of sides that share a run; they are kept as soon as they are there, and once more with their memory."""
-    bar = progress.add_task(f"{case}: {len(portion)} sides", total=plan.turns.rounds)
-
-    def note(record: Record) -> None:
-        if "round" in record:
-            progress.update(bar, completed=record["round"])
-
+@contextmanager
+def _concluded(folder: Path, shows: bool = True) -> Iterator[None]:
+    """At the end, however it comes, show and save what there is."""
     try:
-        rows = place.measure(case, portion, plan.turns, note)
-        results.add(rows)
-        if plan.memory:
-            progress.update(bar, description=f"{case}: memory of {len(portion)} sides", total=None)
-            results.add(_with_memory(place, case, rows, {} if plan.again else results.memory(case)))
+        yield
     finally:
-        progress.remove_task(bar)
-    return rows
-
-
-def _log(progress: Progress, case: Case, rows: Sequence[Record]) -> None:
-    _say(progress, [f"{case}: {row['side']} {_found(row)}" for row in rows])
-
-
-def _found(row: Record) -> str:
-    if "missing" in row:
-        return f"not run: {row['missing']}"
-    return f"{1e3 * row['step_seconds']:.1f} ms, {row['ratio']:.3f} of DDP"
-
-
-def _say(progress: Progress, lines: Sequence[str]) -> None:
-    for line in () if progress.disable else lines:
-        progress.log(line)
-
-
-def _with_memory(place: Place, case: Case, rows: Sequence[Record], known: dict[str, Record]) -> list[Record]:
-    """The rows with what their sides need of memory, measured where it is not known."""
-    lacking = [row["side"] for row in rows if row["side"] not in known and "missing" not in row]
-    known = known | (place.memory(case, lacking) if lacking else {})
-    return [row | known.get(row["side"], {}) for row in rows]
+        if shows and is_here():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, after another rank has failed; it waits half a minute
+        rows = Results(folder / RESULTS).rows if shows else []
+        if rows:
+            _conclude(rows, folder)
 
 
 def _conclude(rows: Sequence[Record], folder: Path) -> None:
     """Show the table, and save it and the pictures."""
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.md").write_text("\n".join(table(rows)) + "\n")
     drawn = draw(rows, folder)
     Console().print(*_shown(rows), sep="\n")
@@ -255,22 +180,20 @@ def _conclude(rows: Sequence[Record], folder: Path) -> None:
 
 def _shown(rows: Sequence[Record]) -> Iterator[Table]:
     """For a terminal: a table for every case, with the columns that matter most."""
-    for case in dict.fromkeys(Case(row["workload"], row["network"], row["hosts"]) for row in rows):
-        head, _, *lines = table([row for row in rows if asdict(case).items() <= row.items()])
-        places = [_cells(head).index(name) for name in SHOWN]
-        shown = Table(title=str(case), title_justify="left", caption=_CAPTION, caption_justify="left")
+    files = newest_files(rows)
+    for case in dict.fromkeys(map(case_of, rows)):
+        own = [row for row in rows if case_of(row) == case]
+        caption = f"{days(own)} {_CAPTION}".strip()
+        shown = Table(title=str(case), title_justify="left", caption=caption, caption_justify="left")
         for name in SHOWN.values():
             shown.add_column(name, justify="left" if name == "side" else "right", no_wrap=name == "side")
-        for line in lines:
-            cells = _cells(line)
-            shown.add_row(*(_brief(cells[place], name) for place, name in zip(places, SHOWN, strict=True)))
+        for row in own:
+            told = dict(zip(HEAD, cells(row, files.get(case.workload)), strict=True))
+            older = "" if is_of(row, files.get(case.workload)) else " (another file)"
+            shown.add_row(*map(escape, [row["side"] + older, *(_brief(told[name], name) for name in [*SHOWN][1:])]))
         yield shown
 
 
 def _brief(cell: str, column: str) -> str:
     """What of a cell there is room for."""
-    return cell.partition(" (")[0] if column == "relative to compute" else cell.strip("`")
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
+    return cell.partition(" (")[0] if column == "relative to compute" else cell

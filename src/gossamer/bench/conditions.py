@@ -2,6 +2,7 @@
 
 import os
 import platform
+import socket
 from collections.abc import Iterable
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.cuda import nccl
 
 import gossamer
 from gossamer.bench.peers import PEERS
+from gossamer.bench.ranks import of_all
 
 
 def load() -> float:
@@ -28,6 +30,12 @@ def busy_machine() -> list[str]:
     return [
         f"The machine was busy at the beginning (load {before:.1f} on {processors} cores): figures of a quiet one are better."
     ]
+
+
+def busy_hosts() -> list[str]:
+    """The same of every host of a cluster, by name. Collective."""
+    found = of_all((socket.gethostname(), busy_machine()))
+    return [f"{host}: {line}" for host, lines in dict(found).items() for line in lines]
 
 
 def cores() -> int:
@@ -58,17 +66,30 @@ def conditions(sides: Iterable[str], load_before: float, seeds: Any) -> dict[str
     before holds what the same command measured in the minute before. ``packages``: the versions of what ``sides`` use
     beside PyTorch. ``seeds``: of models and batches, in the form that the measurement has them.
     """
+    return here() | {"packages": packages(sides), "seeds": seeds, "load_before": load_before, "load_after": load()}
+
+
+def here() -> dict[str, Any]:
+    """The versions of everything, and the machine."""
     return accelerator() | {
         "gossamer": gossamer.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "processor": processor(),
         "cores": cores(),
-        "packages": packages(sides),
-        "seeds": seeds,
-        "load_before": load_before,
-        "load_after": load(),
     }
+
+
+def of_hosts() -> dict[str, Any]:
+    """What is to be told of a cluster's hosts besides: their names, and each model of processor. Collective.
+
+    Nothing in the lab, whose hosts are one machine.
+    """
+    everyone = of_all((socket.gethostname(), processor()))
+    if "GOSSAMER_LAB" in os.environ:
+        return {}
+    names, processors = (sorted(set(each)) for each in zip(*everyone, strict=True))
+    return {"host_names": names, "processor": " / ".join(processors)}
 
 
 def packages(sides: Iterable[str]) -> dict[str, str]:

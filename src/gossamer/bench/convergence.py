@@ -2,12 +2,13 @@
 
 python -m gossamer.bench.convergence --workload examples/02_convnet.py --steps 351 --save-to benchmarks/results
 
-Every run is written down when it ends, and not done again: stop and go on as you like.
+Every run is written down when it ends, and not done again unless the workload's file has changed: stop and go on as you like.
 """
 
 import argparse
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from gossamer.bench.catalogue import find_workload
+import gossamer
+from gossamer.bench.catalogue import digest, find_workload
 from gossamer.bench.rows import append_row, markdown, read_rows
 from gossamer.bench.sides import OPTIMIZERS, in_place_of, join, optimizer_of, parse_optimizer, parse_side
 from gossamer.bench.workload import Batches, Workload
@@ -147,40 +149,56 @@ def cut(batches: Iterator[tuple[Tensor, Tensor]], pieces: int) -> Iterator[tuple
         yield from zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True)
 
 
-def run_all(workload: Workload, runs: Iterable[Training], log: Path, train: Train = train) -> list[dict[str, Any]]:
-    """All of ``runs``; those that ``log`` has are taken from there. Returns all that it has then."""
+def run_all(
+    workload: Workload, runs: Iterable[Training], log: Path, train: Train = train, of_file: str | None = None
+) -> list[dict[str, Any]]:
+    """All of ``runs``; those that ``log`` has are taken from there. Returns all that it has then.
+
+    ``of_file``: the :func:`~gossamer.bench.catalogue.digest` of the workload's file. What another version of it ended with is
+    not taken.
+    """
     rows = read_rows(log)
-    there = [Training(**{each.name: row[each.name] for each in fields(Training) if each.name in row}) for row in rows]
+    own = [row for row, version in zip(rows, versions(rows), strict=True) if version in (None, of_file)]
+    there = [Training(**{each.name: row[each.name] for each in fields(Training) if each.name in row}) for row in own]
     for run in runs:
         if run in there:
             continue
         begin = time.perf_counter()
         row = run.key() | {"quality": train(workload, run), "seconds": time.perf_counter() - begin}
         console.log(f"{run.key()}: {row['quality']} ({row['seconds']:.0f} s)")
-        rows.append(row | {"torch": torch.__version__})
+        rows.append(row | {"digest": of_file, "gossamer": gossamer.__version__, "torch": torch.__version__})
         append_row(log, rows[-1])
     return rows
+
+
+def versions(rows: Sequence[dict[str, Any]]) -> list[str | None]:
+    """Of which version of its workload's file each row is. Old rows do not tell, and count as of the first that is told."""
+    first: dict[str, str | None] = {}
+    for row in rows:
+        if "digest" in row:
+            first.setdefault(row["workload"], row["digest"])
+    return [row.get("digest", first.get(row["workload"])) for row in rows]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: mean quality of every side, and its paired difference to the first side with a 95 % interval.
 
-    Optimizers that communicate are compared among themselves.
+    Optimizers that communicate are compared among themselves, and so is what each version of a workload's file ended with.
     """
     head = (
         "workload", "workers", "batches cut by", "steps", "side", "learning rate", "seeds", "quality",
         "difference to the first (95 % interval)", "replicas apart",
     )  # fmt: skip
     lines: list[list[str]] = []
-    groups: dict[tuple[str, int, int, int, bool, bool], dict[tuple[str, str], dict[int, float]]] = {}
+    groups: dict[tuple[Any, ...], dict[tuple[str, str], dict[int, float]]] = {}
     apart: dict[tuple[Any, ...], list[float]] = {}
     units: dict[str, str] = {}
-    for row in rows:
+    for row, workload in zip(rows, _called(rows), strict=True):
         name = "accuracy" if "accuracy" in row["quality"] else "loss"
-        scale, units[row["workload"]] = QUALITIES[name]
+        scale, units[workload] = QUALITIES[name]
         own_optimizer = row["side"].partition("(")[0] in OPTIMIZERS
         decay = row.get("decay", False)
-        about = (row["workload"], row["workers"], row.get("cut", 1), row["steps"], own_optimizer, decay)
+        about = (workload, row["workers"], row.get("cut", 1), row["steps"], own_optimizer, decay)
         group = groups.setdefault(about, {})
         side = f"`{row['side']}`" + (f", `{row['optimizer']}`" if "optimizer" in row else "")
         spelled = side, f"{row.get('lr') or 'its own'}{', falling to zero' if decay else ''}"
@@ -196,6 +214,13 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             distance = f"{100 * statistics.mean(distances):.2f} %" if distances else ""
             lines.append([*map(str, about[:4]), *spelled, str(len(values)), shown, interval(pairs), distance])
     return markdown(head, lines)
+
+
+def _called(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What the table calls the workload of each row: with the version of its file, where there are several."""
+    named = [(row["workload"], version) for row, version in zip(rows, versions(rows), strict=True)]
+    several = Counter(name for name, _ in set(named))
+    return [f"{name} ({version})" if several[name] > 1 else name for name, version in named]
 
 
 def interval(differences: Sequence[float]) -> str:
@@ -261,7 +286,7 @@ def main() -> None:
 def _train_and_write(options: argparse.Namespace) -> None:
     log = options.save_to / "convergence.jsonl"
     workload, runs = asked_for(options)
-    rows = run_all(workload, runs, log)
+    rows = run_all(workload, runs, log, of_file=digest(options.workload))
     (options.save_to / "convergence.md").write_text("\n".join(table(rows)) + "\n")
     console.log(f"wrote {options.save_to / 'convergence.md'}")
 

@@ -1,5 +1,6 @@
 """Counters: what steps cost one rank besides time: processor, bytes on the interface, payload, waiting in the open."""
 
+import os
 import resource
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ _INTERFACES = Path("/proc/self/net/dev")
 class Counters:
     """Readings of one moment, or their growth per step.
 
-    ``cpu_seconds``: of all threads of this process. ``interface_bytes``: everything that left the host (in the lab: the
-    emulated one), headers included; 0 where there is no such count. The others are gossamer's own, 0 without it:
-    ``exposed_seconds`` (the loop stood still) and ``wire_seconds`` (its lanes waited for the network).
+    ``cpu_seconds``: of all threads of this process. ``interface_bytes``: see the function of this name. The others
+    are gossamer's own, 0 without it: ``exposed_seconds`` (the loop stood still) and ``wire_seconds`` (its lanes waited for
+    the network).
     """
 
     cpu_seconds: float
@@ -41,8 +42,15 @@ class Counters:
 
 
 def interface_bytes() -> float:
-    """Bytes that this host has sent, over all of its interfaces but the loopback."""
+    """Bytes that this host (in the lab: the emulated one) has sent, headers included, divided by its workers.
+
+    Over the interfaces that ``GLOO_SOCKET_IFNAME`` names, otherwise over all, where what a bond or a bridge sends counts twice,
+    and other traffic too; without the loopback. 0 where there is no such count.
+    """
     if not _INTERFACES.exists():
         return 0.0
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     rows = (line.split(":", 1) for line in _INTERFACES.read_text().splitlines()[2:])
-    return float(sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo"))
+    sent = {name.strip(): int(counts.split()[8]) for name, counts in rows}
+    chosen = {*(named.split(",") if named else sent)} - {"lo"}
+    return sum(nbytes for name, nbytes in sent.items() if name in chosen) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -114,12 +114,12 @@ class Report:
         return Curve(run.title, [x for x, _ in points], [y for _, y in points])
 
     def _sooner(self) -> Sooner | None:
-        """The last run against the first, where the first ends."""
+        """The last run against the first: when each first had the loss that the first one ends with."""
         loss = self.runs[0].loss_at(self.until)
-        early = self.runs[-1].time_to(loss) if loss is not None else None
-        if loss is None or early is None or early >= self.until:
+        if loss is None:
             return None
-        return Sooner(loss, early, self.until)
+        late, early = self.runs[0].time_to(loss), self.runs[-1].time_to(loss)
+        return None if late is None or early is None or early >= late else Sooner(loss, early, late)
 
 
 def machine(run: Run) -> str:

@@ -5,7 +5,6 @@ python -m gossamer.bench.kernels --save-to benchmarks/results
 
 import argparse
 import json
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,8 @@ from rich.console import Console
 from torch import Tensor
 
 from gossamer.bench.clock import clock_for, seconds_of
-from gossamer.bench.conditions import busy_machine
-from gossamer.bench.rows import markdown
+from gossamer.bench.conditions import busy_machine, processor
+from gossamer.bench.rows import markdown, merged
 from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK
 from gossamer.codecs.kernels import chunk_norms, kernels_for
 
@@ -115,6 +114,7 @@ def measure(mbytes: float, device: str, rounds: int, sparse: bool) -> list[dict[
     copies = times[COPY, "copy"]
     return [
         {
+            "machine": machine(device),
             "device": device,
             "mbytes": mbytes,
             "codec": codec,
@@ -136,10 +136,28 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return markdown(("device", "MiB", "codec", "kernel", "GB/s of gradient", "share of a memory copy"), lines)
 
 
-def machine() -> str:
-    """What the figures were measured on."""
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"One CPU thread of {platform.machine()}{gpu}; torch {torch.__version__}"
+def machine(device: str) -> str:
+    """What the figures of a device were measured on."""
+    name = torch.cuda.get_device_name() if device == "cuda" else f"one thread of {processor()}"
+    return f"{device}: {name}, torch {torch.__version__}"
+
+
+def page(saved: Mapping[str, Any]) -> str:
+    """What ``kernels.md`` says of what ``kernels.json`` holds."""
+    return "\n".join([*table(saved["kernels"]), "", saved["machine"]]) + "\n"
+
+
+def save(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the raw figures and the table. Rows of an earlier run that this one did not measure again are kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "kernels.json"
+    before = json.loads(path.read_text()) if path.exists() else {"kernels": []}
+    earlier = [{"machine": before["machine"]} | row for row in before["kernels"]]
+    rows = merged(earlier, rows, ("device", "mbytes", "codec", "kernel"))
+    saved = {"machine": "; ".join(dict.fromkeys(row["machine"] for row in rows)), "kernels": rows}
+    path.write_text(json.dumps(saved, indent=1))
+    (folder / "kernels.md").write_text(page(saved))
+    console.log(f"wrote {folder / 'kernels.md'} and {path}")
 
 
 def main() -> None:
@@ -157,10 +175,7 @@ def main() -> None:
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         console.log(f"{options.mbytes:g} MiB on {device}: {options.rounds} rounds")
         rows += measure(options.mbytes, device, options.rounds, not options.no_sparse)
-    options.save_to.mkdir(parents=True, exist_ok=True)
-    (options.save_to / "kernels.json").write_text(json.dumps({"machine": machine(), "kernels": rows}, indent=1))
-    (options.save_to / "kernels.md").write_text("\n".join([*table(rows), "", machine()]) + "\n")
-    console.log(f"wrote {options.save_to / 'kernels.md'} and {options.save_to / 'kernels.json'}")
+    save(options.save_to, rows)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ _MARGIN, _WIDTH = 30, 128
 
 
 def everything() -> list[str]:
-    """Every side that needs no settings: the peers, and all algorithms and optimizers with their defaults."""
-    return [*PEERS, *(f"{name}()" for name in (*registry(), *OPTIMIZERS))]
+    """Every side that needs no settings: the peers, and all algorithms with their defaults; optimizers that communicate in
+    the phase in which they compress, which with their defaults begins somewhere between the rounds."""
+    return [*PEERS, *(f"{name}()" for name in registry()), *(f"{name}(warmup=2)" for name in OPTIMIZERS)]
 
 
 def listing() -> list[str]:

@@ -1,26 +1,25 @@
-"""Matrix: workloads × networks × numbers of hosts × ways to communicate, each case in the lab; kept as they are measured.
+"""Matrix: workloads × networks × numbers of hosts × ways to communicate, each case in the lab; its tables and pictures.
 
-Every case times its sides in one run, taking turns (:mod:`gossamer.bench.paired`). What a results file has already is
-not measured again, so a stopped run goes on where it was, and a new side is added beside the reference. A side that
-cannot run here is a row that says why; it is measured when it is asked for again and can.
+Every case times its sides in one run, taking turns (:mod:`gossamer.bench.paired`). A side that cannot run here, or
+failed, is a row that says why; it is measured when it is asked for again.
 """
 
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from gossamer.bench.catalogue import digest, find_workload, is_emulated, is_of
 from gossamer.bench.in_lab import Record, lab_json, lab_result
-from gossamer.bench.memory import FIGURES, beyond, read
+from gossamer.bench.memory import beyond, read
 from gossamer.bench.network import parse_network
 from gossamer.bench.peers import BASELINE, PEERS, missing
 from gossamer.bench.plots import Bars, Panel, times_by_side, times_over_hosts
 from gossamer.bench.ratios import SPREAD
-from gossamer.bench.rows import day, markdown, read_rows, write_rows
+from gossamer.bench.rows import day, markdown
 from gossamer.bench.sides import parse_side
 from gossamer.lab import LabSpec
 
@@ -72,51 +71,9 @@ class Turns:
         return self.rounds >= wanted.rounds and self.steps >= wanted.steps and self.warmup >= wanted.warmup
 
 
-class Results:
-    """Rows of a file of JSON lines: one per case and side. ``writes``: whether new ones are written down."""
-
-    def __init__(self, path: Path, writes: bool = True) -> None:
-        self._path, self._writes = path, writes
-        self.rows: list[Record] = read_rows(path)
-
-    def lacking(self, case: Case, sides: Iterable[str], turns: Turns) -> list[str]:
-        """Those of ``sides`` that have not been measured in this case, or in fewer rounds, with fewer steps, or less warm, or
-        when the workload's file was another one."""
-        rows = [row for row in self._of_file(case.workload) if asdict(case).items() <= row.items()]
-        there = {row["side"] for row in rows if "missing" not in row and _turns(row).cover(turns)}
-        return [side for side in sides if side not in there]
-
-    def memory(self, case: Case) -> dict[str, Record]:
-        """What sides need of memory with this workload and number of hosts, on whichever network it was measured."""
-        rows = self._of_file(case.workload)
-        same = [row for row in rows if (row["workload"], row["hosts"]) == (case.workload, case.hosts)]
-        return {row["side"]: {name: row[name] for name in FIGURES} for row in same if FIGURES[0] in row}
-
-    def _of_file(self, workload: str) -> list[Record]:
-        """Rows that are not of another version of this workload's file."""
-        of_file = digest(workload)
-        return [row for row in self.rows if is_of(row, of_file)]
-
-    def add(self, rows: Sequence[Record]) -> None:
-        """Keep rows, in place of older ones of the same case and side, and write them down.
-
-        What could not run does not take the place of what was measured.
-        """
-        measured = {_key(row) for row in self.rows if "missing" not in row}
-        rows = [row for row in rows if "missing" not in row or _key(row) not in measured]
-        fresh = {_key(row) for row in rows}
-        self.rows = [row for row in self.rows if _key(row) not in fresh] + list(rows)
-        if self._writes:
-            write_rows(self._path, self.rows)
-
-
-def _turns(row: Record) -> Turns:
-    """How a row was measured. Old ones do not tell how warm it was."""
-    return Turns(row["rounds"], row.get("steps_per_round", 0), row.get("warmup", 0))
-
-
-def _key(row: Record) -> tuple[Any, ...]:
-    return row["workload"], row["network"], row["hosts"], row["side"]
+def is_measured(row: Record) -> bool:
+    """Whether a row has figures; otherwise it says why there are none."""
+    return not {"missing", "failed"} & row.keys()
 
 
 def cases(workloads: Sequence[str], networks: Sequence[str], hosts: Sequence[int]) -> list[Case]:
@@ -140,12 +97,17 @@ def portions(sides: Sequence[str], at_once: int) -> Iterator[list[str]]:
 
 def absent(case: Case, sides: Iterable[str]) -> list[Record]:
     """Rows of those of ``sides`` that cannot run on this machine."""
-    name = find_workload(case.workload).name
-    return [_absence(case, name, side, reason) for side, reason in missing(sides).items()]
+    return without_figures(case, "missing", missing(sides))
 
 
-def _absence(case: Case, name: str, side: str, reason: str) -> Record:
-    return asdict(case) | {"side": side, "name": name, "missing": reason, "when": round(time.time())}
+def without_figures(case: Case, what: Literal["missing", "failed"], reasons: Mapping[str, str]) -> list[Record]:
+    """Rows of sides that have none, each with its reason: they cannot run, or failed when they were tried."""
+    if not reasons:
+        return []
+    shared: Record = {"name": find_workload(case.workload).name, "when": round(time.time())}
+    if what == "failed":
+        shared["digest"] = digest(case.workload)
+    return [asdict(case) | {"side": side, what: reason} | shared for side, reason in reasons.items()]
 
 
 def measure(case: Case, sides: Sequence[str], turns: Turns, on_record: Callable[[Record], None] | None = None) -> list[Record]:
@@ -170,7 +132,7 @@ def rows_of(case: Case, found: Record) -> list[Record]:
     for side, figures in found["sides"].items():
         own = {"side": side, "round_seconds": [round(each, 6) for each in found["seconds"][side]]}
         rows.append(asdict(case) | own | figures | shared)
-    return rows + [_absence(case, found["workload"], side, reason) for side, reason in found["missing"].items()]
+    return rows + without_figures(case, "missing", found["missing"])
 
 
 def measure_memory(case: Case, sides: Sequence[str]) -> dict[str, Record]:
@@ -187,26 +149,36 @@ def table(rows: Sequence[Record]) -> list[str]:
 
     Ratios are those of the row's own run; rows of a case may be of several, each with a ``ddp`` and a ``compute`` of its own.
     """
-    order = {key: place for place, key in enumerate(dict.fromkeys(_key(row)[:3] for row in rows))}
-    newest = {row["workload"]: row["digest"] for row in sorted(rows, key=lambda row: row.get("when", 0)) if "digest" in row}
-    cells = [_cells(row, newest.get(row["workload"])) for row in sorted(rows, key=lambda row: order[_key(row)[:3]])]
-    return markdown(HEAD, cells)
+    order = {case: place for place, case in enumerate(dict.fromkeys(map(case_of, rows)))}
+    newest = newest_files(rows)
+    made = [cells(row, newest.get(row["workload"])) for row in sorted(rows, key=lambda row: order[case_of(row)])]
+    return markdown(HEAD, [[cell.replace("|", "\\|") for cell in each] for each in made])
 
 
-def _cells(row: Record, of_file: str | None) -> list[str]:
+def case_of(row: Record) -> Case:
+    """The case that a row is of."""
+    return Case(row["workload"], row["network"], row["hosts"])
+
+
+def newest_files(rows: Sequence[Record]) -> dict[str, str]:
+    """By workload, the version of its file that was measured last."""
+    return {row["workload"]: row["digest"] for row in sorted(rows, key=lambda row: row.get("when", 0)) if row.get("digest")}
+
+
+def cells(row: Record, of_file: str | None) -> list[str]:
+    """What the columns of ``HEAD`` say of a row; ``of_file``: the version of its workload's file that others are of."""
     older = "" if is_of(row, of_file) else " (another version of its file)"
     undelayed = " (not delayed)" if row.get("runner_latency") and row["side"] in PEERS else ""
     case = [row["name"] + older, row["network"] + undelayed, str(row["hosts"]), f"`{row['side']}`"]
     measured = day(row["when"]) if "when" in row else ""
-    if "missing" in row:
-        reason = row["missing"].replace("|", "\\|")
-        return [*case, "", "", f"not run: {reason}", *[""] * (len(HEAD) - 8), measured]
+    if not is_measured(row):
+        return [*case, "", "", reason(row), *[""] * (len(HEAD) - 8), measured]
     bound = row.get("bound_seconds")
     gossamers = bool(row["wire_seconds"])
     return [
         *case,
         f"{row['rounds']} of {row['timed_steps']}" if "timed_steps" in row else str(row["rounds"]),
-        _milliseconds(row["step_seconds"]),
+        _milliseconds(row["step_seconds"]) + (" (two phases)" if row.get("two_phases") else ""),
         "1" if row["side"] == "ddp" else _ratio(row, "ratio"),
         "1" if row["side"] == BASELINE else _ratio(row, "ratio_to_compute"),
         "" if bound is None else _milliseconds(bound),
@@ -219,6 +191,12 @@ def _cells(row: Record, of_file: str | None) -> list[str]:
         _memory(row),
         measured,
     ]
+
+
+def reason(row: Record) -> str:
+    """Why a row has no figures, on one line."""
+    told = f"not run: {row['missing']}" if "missing" in row else f"failed: {row['failed']}"
+    return " ".join(told.split())
 
 
 def _ratio(row: Record, name: str) -> str:
@@ -254,27 +232,31 @@ def _memory(row: Record) -> str:
 
 
 def draw(rows: Sequence[Record], folder: Path) -> list[Path]:
-    """A picture for every workload: of step times over the number of hosts where there are several, else by side."""
-    rows = [row for row in rows if "missing" not in row]
-    return [
-        _draw([row for row in rows if row["workload"] == workload], folder)
-        for workload in dict.fromkeys(row["workload"] for row in rows)
-    ]
+    """Pictures for every workload: of step times over the number of hosts on networks with several, on others by side.
+
+    Of the version of its file that was measured last.
+    """
+    newest = newest_files(rows)
+    rows = [row for row in rows if is_measured(row) and is_of(row, newest.get(row["workload"]))]
+    by_workload = {row["workload"]: [each for each in rows if each["workload"] == row["workload"]] for row in rows}
+    return [path for own in by_workload.values() for path in _draw(own, folder)]
 
 
-def _draw(rows: Sequence[Record], folder: Path) -> Path:
-    """The picture of one workload."""
+def _draw(rows: Sequence[Record], folder: Path) -> Iterator[Path]:
+    """The pictures of one workload."""
     stem, name = re.sub(r"[^A-Za-z0-9]+", "-", rows[0]["workload"]).strip("-").lower(), rows[0]["name"]
     networks = {row["network"]: [each for each in rows if each["network"] == row["network"]] for row in rows}
-    panels = [panel for network, own in networks.items() if (panel := _over_hosts(network, own)) is not None]
+    panels = {network: panel for network, own in networks.items() if (panel := _over_hosts(network, own)) is not None}
     if panels:
         path = folder / f"{stem}-hosts.png"
-        times_over_hosts(path, panels, title=f"{name}: step time over the number of hosts")
-        return path
-    path, hosts = folder / f"{stem}-sides.png", sorted({row["hosts"] for row in rows})
-    counted = f"{' or '.join(map(str, hosts))} host{'s' if hosts != [1] else ''}"
-    times_by_side(path, [_by_side(*each) for each in networks.items()], title=f"{name}, {counted}: step time")
-    return path
+        times_over_hosts(path, list(panels.values()), title=f"{name}: step time over the number of hosts")
+        yield path
+    others = {network: own for network, own in networks.items() if network not in panels}
+    if others:
+        path, hosts = folder / f"{stem}-sides.png", sorted({row["hosts"] for own in others.values() for row in own})
+        counted = f"{' or '.join(map(str, hosts))} host{'s' if hosts != [1] else ''}"
+        times_by_side(path, [_by_side(*each) for each in others.items()], title=f"{name}, {counted}: step time")
+        yield path
 
 
 def _over_hosts(network: str, rows: Sequence[Record]) -> Panel | None:

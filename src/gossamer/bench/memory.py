@@ -17,6 +17,7 @@ import os
 import signal
 import statistics
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,9 @@ STEPS = 4
 REPEATS = 2
 
 _PATIENCE = timedelta(minutes=2)
+
+_LIMIT = 900.0
+"""Seconds that one training may take: what hangs is no collective, which would end, but for example a deadlock of threads."""
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
 
@@ -106,12 +110,13 @@ def _keep_nothing() -> None:
         option(_MMAP_THRESHOLD, 1 << 16)
 
 
-def in_turn(workload: Workload, sides: Iterable[str], steps: int = STEPS, repeats: int = REPEATS) -> dict[str, list[Peak]]:
+def in_turn(workload: str, sides: Iterable[str], steps: int = STEPS, repeats: int = REPEATS) -> dict[str, list[Peak]]:
     """Every side's peaks on this rank, of ``repeats`` trainings, each in a forked process; without sides that fail.
 
     All of them meet at one store, at ``MASTER_PORT``: of no other port is it known that nobody uses it.
 
-    To be called before this process uses torch for anything: what has threads cannot be forked.
+    To be called before this process uses torch for anything: what has threads cannot be forked. So ``workload``, the name of
+    one, is loaded by the forked processes only: its file may compute something.
     """
     turns = [side for _ in range(repeats) for side in sides]
     found: dict[str, list[Peak]] = {}
@@ -168,28 +173,41 @@ def _store(is_master: bool = False) -> TCPStore:
     return TCPStore(address, port, is_master=is_master, timeout=_PATIENCE, wait_for_workers=False)
 
 
-def _forked(workload: Workload, side: str, steps: int, name: str) -> Peak | None:
+def _forked(workload: str, side: str, steps: int, name: str) -> Peak | None:
     """The peak of a process of its own, in a process group of this name; None if it failed, and said why."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
         os._exit(_child(workload, side, steps, name, writer))
-    failed = os.waitpid(child, 0)[1]
+    well = _ended(child, f"the training with {side}", _LIMIT)
     os.close(writer)
     os.set_blocking(reader, False)  # processes that a peer has left behind may hold the other end
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         said = pipe.read()
-    failed = failed or not said
-    return None if failed else Peak(**json.loads(said))
+    return Peak(**json.loads(said)) if well and said else None
 
 
-def _child(workload: Workload, side: str, steps: int, name: str, writer: int) -> int:
+def _ended(child: int, what: str, seconds: float) -> bool:
+    """Whether a process ended well; one that has not ended after so many seconds is killed."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    sys.stderr.write(f"{what} was killed: it had not ended after {seconds:g} s\n")
+    return False
+
+
+def _child(workload: str, side: str, steps: int, name: str, writer: int) -> int:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         store = PrefixStore(name, _store())
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_PATIENCE)
-        peak = measure(workload, side, steps)
+        peak = measure(find_workload(workload), side, steps)
         os.write(writer, json.dumps({"nbytes": peak.nbytes, "gradients": peak.gradients}).encode())
     except BaseException:
         traceback.print_exc()
@@ -229,7 +247,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     options = parser.parse_args()
     sides = dict.fromkeys([BASELINE, *options.sides])
-    found = in_turn(find_workload(options.workload), sides, options.steps, options.repeats)
+    found = in_turn(options.workload, sides, options.steps, options.repeats)
     peaks = {side: [(peak.nbytes, peak.gradients) for peak in each] for side, each in found.items()}
     sys.stdout.write(json.dumps({"peaks": peaks}) + "\n")
 

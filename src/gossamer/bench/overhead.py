@@ -5,14 +5,17 @@
 One process. With a world of one there is nobody to send to; with several ranks torch's fake process group stands for the
 others: its operations are over as soon as they begin. What remains is the work beside the network: hooks, copies into
 buckets, the launch of every exchange, the wait for it. The models have the parameters of ResNet-50 and GPT-2 and compute
-next to nothing, so that nothing hides it. On a GPU, where one is there, the time is that of the GPU: the host's counts as
-far as the GPU waits for it.
+next to nothing, so that nothing hides it. Beside the step time stands what all threads of the process used in it: processor
+time in user mode and in the kernel, and page faults (memory that was touched for the first time). On a GPU, where one is
+there, the time is that of the GPU: the host's counts as far as the GPU waits for it.
 """
 
 import argparse
+import resource
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ from gossamer.bench.absent import AbsentRunner
 from gossamer.bench.clock import clock_for, seconds_of
 from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.emulated import MODELS, Emulated
-from gossamer.bench.ratios import ends, require_scipy
+from gossamer.bench.ratios import ends, require_scipy, spread
 from gossamer.bench.rows import markdown, write_rows
 from gossamer.replica import Replica
 
@@ -109,43 +112,74 @@ def trained(size: str, side: str, device: torch.device) -> Step:
     return step
 
 
-def measure(size: str, world: int, device: torch.device, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds per step in each of the interleaved rounds, by side; the order of the sides turns from round to round."""
+USED = {"user_seconds": "in user mode, ms", "kernel_seconds": "in the kernel, ms", "page_faults": "page faults"}
+"""What a process uses, and the columns of the table: newer rows have them, per step."""
+
+
+def used() -> dict[str, float]:
+    """By all threads of this process so far, by the names of ``USED``."""
+    told = resource.getrusage(resource.RUSAGE_SELF)
+    return dict(zip(USED, (told.ru_utime, told.ru_stime, told.ru_minflt + told.ru_majflt), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Of one side: seconds per step in each round, and what was :func:`used` per step of all rounds."""
+
+    seconds: list[float] = field(default_factory=list)
+    used: dict[str, float] = field(default_factory=lambda: dict.fromkeys(USED, 0.0))
+
+
+def measure(size: str, world: int, device: torch.device, rounds: int, steps: int) -> dict[str, Timed]:
+    """What each side takes in interleaved rounds; the order of the sides turns from round to round."""
     clock = clock_for(device)
     with group_of(world, device):
         sides = {name: trained(size, name, device) for name in SIDES}
         for step in sides.values():
             seconds_of(step, clock, 4)  # buckets are laid out, kernels compiled, memory touched
-        times: dict[str, list[float]] = {name: [] for name in sides}
+        found = {name: Timed() for name in sides}
         names = list(sides)
         for number in range(rounds):
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
-                times[name].append(seconds_of(sides[name], clock, steps))
-    return times
+                before = used()
+                found[name].seconds.append(seconds_of(sides[name], clock, steps))
+                for what, now in used().items():
+                    found[name].used[what] += (now - before[what]) / (rounds * steps)
+    return found
 
 
-def rows_of(size: str, world: int, times: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+def rows_of(size: str, world: int, found: Mapping[str, Timed]) -> list[dict[str, Any]]:
     """One per side: the median step time, and what it has beyond training alone in the same round."""
     rows = []
-    for side, seconds in times.items():
-        beyond = [own - alone for own, alone in zip(seconds, times[ALONE], strict=True)]
+    for side, timed in found.items():
+        beyond = [own - alone for own, alone in zip(timed.seconds, found[ALONE].seconds, strict=True)]
         low, high = ends(beyond)
-        row = {"model": size, "world": world, "side": side, "step_seconds": statistics.median(seconds)}
-        rows.append(row | {"beyond": statistics.median(beyond), "low": low, "high": high, "seconds": list(seconds)})
+        row = {"model": size, "world": world, "side": side, "step_seconds": statistics.median(timed.seconds)}
+        row |= {"beyond": statistics.median(beyond), "low": low, "high": high}
+        rows.append(row | timed.used | {"seconds": timed.seconds})
     return rows
 
 
 def page(rows: Sequence[Mapping[str, Any]]) -> str:
     """What ``overhead.md`` says: one line per side."""
-    lines = []
+    lines, columns = [], USED if any(USED.keys() <= row.keys() for row in rows) else {}
     for row in rows:
         beyond = "" if row["side"] == ALONE else f"{_ms(row['beyond'])} ({_ms(row['low'])} to {_ms(row['high'])})"
-        lines.append([row["model"], str(row["world"]), f"`{row['side']}`", _ms(row["step_seconds"]), beyond])
+        cells = [row["model"], str(row["world"]), f"`{row['side']}`", _ms(row["step_seconds"]), beyond]
+        lines.append([*cells, *(_cell(row, what) for what in columns)])
     first = rows[0]
     where = first.get("accelerator") or f"one thread of {first['processor']}"
-    table = markdown(("parameters of", "ranks", "side", "ms per step", "ms beyond training alone (95 % interval)"), lines)
+    told = spread([{"rounds": len(row["seconds"])} for row in rows])
+    head = ("parameters of", "ranks", "side", "ms per step", f"ms beyond training alone ({told})", *columns.values())
+    table = markdown(head, lines)
     return "\n".join([*table, "", f"{where}; torch {first['torch']}; {len(first['seconds'])} rounds."]) + "\n"
+
+
+def _cell(row: Mapping[str, Any], what: str) -> str:
+    if what not in row:
+        return ""
+    return f"{row[what]:.0f}" if what == "page_faults" else _ms(row[what])
 
 
 def _ms(seconds: float) -> str:

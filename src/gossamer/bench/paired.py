@@ -26,13 +26,13 @@ import torch.distributed as dist
 from gossamer.bench import peers
 from gossamer.bench.bound import Ready, least, measure_ready, wire
 from gossamer.bench.catalogue import find_workload
-from gossamer.bench.conditions import conditions, load
+from gossamer.bench.conditions import conditions, load, of_hosts
 from gossamer.bench.counters import Counters
 from gossamer.bench.line import plain_tcp
 from gossamer.bench.peers import BASELINE
 from gossamer.bench.ranks import of_all
 from gossamer.bench.ratios import compare, paired_ratio
-from gossamer.bench.trained import MODEL_SEED, Pace, Trained, make_side, pace
+from gossamer.bench.trained import MODEL_SEED, Pace, Trained, make_side, named, pace
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError, GossamerError
 
@@ -131,15 +131,23 @@ def run(
     sides = [name for name in sides if name not in lacking]
     if not sides:
         raise ConfigurationError("none of the sides can run here: " + "; ".join(f"{k}: {v}" for k, v in lacking.items()))
-    made = {name: make_side(workload, name, rank) for name in sides}
+    made = {}
+    for name in sides:
+        with named(name):
+            made[name] = make_side(workload, name, rank)
     lines_before = plain_tcp()
     ready = measure_ready(workload, rank)
-    for side in made.values():
-        warm_up(side, warmup)
+    for name, side in made.items():
+        with named(name):
+            warm_up(side, warmup)
     common = pace(made.values(), steps)
+    begun = {name: side.phase(side.timed(warmup)) for name, side in made.items()}
     results, sent = _measure(made, rounds, common, told)
     lines = [statistics.median(both) for both in map(operator.add, lines_before, plain_tcp())]
     figures = _figures(made, results, sent, common)
+    for name, side in made.items():
+        if side.phase(side.timed(warmup) + rounds * common.of(side).taken - 1) != begun[name]:
+            figures[name]["two_phases"] = True
     if lines and BASELINE in figures:
         _add_bounds(figures, of_all(sent), lines, ready, made)
     _close(made)
@@ -155,8 +163,15 @@ def run(
         "world": dist.get_world_size(),
         "rate": os.environ.get("GOSSAMER_LAB_RATE", "unshaped"),
         "latency": float(os.environ.get("GOSSAMER_LAB_LATENCY_S", "0")),
-        "conditions": conditions(sides, load_before, {"model": MODEL_SEED, "batches": list(range(dist.get_world_size()))}),
+        "conditions": _conditions(sides, load_before),
     }
+
+
+def _conditions(sides: Sequence[str], load_before: float) -> Figures:
+    """Of this rank, with the loads of the busiest host and what else the hosts of a cluster differ in."""
+    seeds = {"model": MODEL_SEED, "batches": list(range(dist.get_world_size()))}
+    told = conditions(sides, load_before, seeds) | of_hosts()
+    return told | {name: max(of_all(told[name])) for name in ("load_before", "load_after")}
 
 
 def _close(made: dict[str, Trained]) -> None:
@@ -235,9 +250,11 @@ def _sent(sides: dict[str, Trained]) -> dict[str, Sent]:
     return sent
 
 
-def _counted(rounds: Sequence[Round]) -> dict[str, float]:
+def _counted(rounds: Sequence[Round]) -> Figures:
     """The means of what was counted, of this rank and per step."""
-    return {each.name: statistics.fmean(getattr(row.counted, each.name) for row in rounds) for each in fields(Counters)}
+    means = {each.name: statistics.fmean(getattr(row.counted, each.name) for row in rounds) for each in fields(Counters)}
+    # What another backend than Gloo sends need not go through an interface of the host.
+    return means if dist.get_backend() == "gloo" else means | {"interface_bytes": None}
 
 
 def _add_bounds(

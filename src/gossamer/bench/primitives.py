@@ -142,7 +142,7 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group("gloo")
     runner = TorchRunner()
-    runner.agree_on_opening()
+    runner.agree_on_opening(devices={torch.device("cpu")})
     for pattern in options.patterns:
         for mbytes in options.mbytes:
             row = measure(runner, pattern, round(mbytes * 1e6), options.repeats)

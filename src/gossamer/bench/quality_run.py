@@ -27,6 +27,7 @@ from gossamer.bench.ranks import of_all
 from gossamer.bench.sides import join, parse_side
 from gossamer.bench.workload import Quality, Workload
 from gossamer.replica import Replica
+from gossamer.sync.module_buffers import floating, named_buffers
 
 _TELL_EVERY = 1.0
 
@@ -109,23 +110,23 @@ def evaluate(quality: Quality, model: nn.Module, replica: Replica | None, apart:
     found: dict[str, float] = {}
     with replica.consensus() if replica is not None else _mean(model) if apart else nullcontext():
         if dist.get_rank() == 0:
-            model.eval()
             found = quality(model)
-            model.train()
     # What all ranks decide by is the same on all, to the last bit.
     return next(iter(of_all(found)[0].items()))
 
 
 @contextmanager
 def _mean(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is the mean over all ranks."""
-    own = [parameter.detach().clone() for parameter in model.parameters()]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.data.div_(dist.get_world_size()))
+    """Inside, the model is the mean over all ranks, with its running statistics, as a replica's ``consensus()`` makes it."""
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *floating(named_buffers(model)).values())]
+    own = [tensor.clone() for tensor in tensors]
+    try:
+        for tensor in tensors:
+            dist.all_reduce(tensor.div_(dist.get_world_size()))
         yield
-        for parameter, before in zip(model.parameters(), own, strict=True):
-            parameter.copy_(before)
+    finally:
+        for tensor, before in zip(tensors, own, strict=True):
+            tensor.copy_(before)
 
 
 def _say(record: dict[str, Any]) -> None:

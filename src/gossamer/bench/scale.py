@@ -17,7 +17,7 @@ from rich.console import Console
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.emulated import Emulated
 from gossamer.bench.in_lab import Record
-from gossamer.bench.matrix import ALWAYS, megabytes
+from gossamer.bench.matrix import ALWAYS, is_measured, megabytes
 from gossamer.bench.network import parse_network
 from gossamer.bench.peers import BASELINE
 from gossamer.bench.plots import Measured, over_workers
@@ -70,7 +70,7 @@ def predict(row: Record, compute_seconds: float) -> StepTime | None:
 
 def points(rows: Sequence[Record]) -> list[Point]:
     """Every row that was measured, in the order of sides and workers, with its prediction."""
-    there = [row for row in rows if "missing" not in row]
+    there = [row for row in rows if is_measured(row)]
     alone = {_case(row): row["step_seconds"] for row in there if row["side"] == BASELINE}
     lacking = sorted({str(_case(row)) for row in there} - set(map(str, alone)))
     if lacking:

@@ -2,7 +2,7 @@
 
 python -m gossamer.bench.shuffle --save-to benchmarks/results
 
-Every run is written down when it ends, and not done again.
+Every run is written down when it ends, and not done again unless the workload's file has changed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from gossamer.bench.catalogue import find_workload
+from gossamer.bench.catalogue import digest, find_workload
 from gossamer.bench.convergence import Training, run_all, table, train
 from gossamer.bench.workload import Workload
 from gossamer.data import RingShuffle
@@ -52,6 +52,17 @@ def staying(own: Shard, batch: int, rank: int, seed: int) -> Iterator[Shard]:
                 yield inputs[chosen], labels[chosen]
 
 
+def regrouped(batches: Iterator[Shard], size: int) -> Iterator[Shard]:
+    """The same samples in the same order, in batches of ``size``."""
+    inputs, labels = next(batches)
+    while True:
+        while len(labels) < size:
+            more, theirs = next(batches)
+            inputs, labels = torch.cat((inputs, more)), torch.cat((labels, theirs))
+        yield inputs[:size], labels[:size]
+        inputs, labels = inputs[size:], labels[size:]
+
+
 def travelling(own: Shard, batch: int, seed: int, **options: Any) -> Iterator[Shard]:
     """Batches of a share that wanders around the ring, without end."""
     with RingShuffle(own, batch, seed=seed, **options) as shuffle:
@@ -69,14 +80,17 @@ def train_on(workload: Workload, run: Training, algorithm: str, batch: int) -> d
     if workload.training_samples is None:
         raise ConfigurationError(f"the workload {workload.name} defines no training_samples()")
     inputs, labels = workload.training_samples()
+    globally, _ = workload.training()
 
     def batches(rank: int, world: int, seed: int) -> Iterator[Shard]:
+        if run.side == SHUFFLED:
+            return regrouped(globally(rank, world, seed), batch)
         own = shard(inputs, labels, rank, world)
         if run.side == SORTED:
             return staying(own, batch, rank, seed)
         return travelling(own, batch, seed, mix=run.side == MIXED, deal=run.side == DEALT)
 
-    return train(workload, replace(run, side=algorithm), None if run.side == SHUFFLED else batches)
+    return train(workload, replace(run, side=algorithm), batches)
 
 
 def main() -> None:
@@ -107,7 +121,7 @@ def _train_and_write(options: argparse.Namespace) -> None:
     log = options.save_to / "shuffle.jsonl"
     workload = find_workload(options.workload)
     runs = [Training(workload.name, arm, options.workers, options.steps, seed) for seed in range(options.seeds) for arm in arms]
-    rows = run_all(workload, runs, log, train_arm)
+    rows = run_all(workload, runs, log, train_arm, digest(options.workload))
     (options.save_to / "shuffle.md").write_text("\n".join(table(rows)) + "\n")
     console.log(f"wrote {options.save_to / 'shuffle.md'}")
 

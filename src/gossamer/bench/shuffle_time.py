@@ -30,8 +30,8 @@ from gossamer.bench.in_lab import lab_result
 from gossamer.bench.matrix import Turns
 from gossamer.bench.paired import take_turns, warm_up
 from gossamer.bench.peers import BASELINE
-from gossamer.bench.ratios import compare, interval, require_scipy, spread
-from gossamer.bench.rows import markdown
+from gossamer.bench.ratios import ENOUGH, compare, ends, require_scipy, spread
+from gossamer.bench.rows import markdown, merged
 from gossamer.bench.shuffle import Shard, endless, staying
 from gossamer.bench.sides import parse_side
 from gossamer.bench.trained import MODEL_SEED, make_side, pace
@@ -48,6 +48,9 @@ SIDES = (BASELINE, "Gossip(wire='bf16')")
 
 STORED = ("float32", "uint8")
 """How the pixels of a sample are kept, and so how many bytes travel."""
+
+KEY = ("workload", "samples", "side", "stored", "world", "rate")
+"""What a case is known by."""
 
 console = Console(stderr=True)
 
@@ -113,7 +116,7 @@ BAR = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median over the rounds, and its 95 % bootstrap interval."""
+    """A median over the rounds, and from where to where: see :func:`gossamer.bench.ratios.ends`."""
 
     median: float
     low: float
@@ -127,7 +130,7 @@ class Estimate:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """What the rounds say of a figure."""
-    return Estimate(statistics.median(values), *interval(values))
+    return Estimate(statistics.median(values), *ends(values))
 
 
 def exposed(row: dict[str, Any]) -> tuple[Estimate, Estimate]:
@@ -138,8 +141,10 @@ def exposed(row: dict[str, Any]) -> tuple[Estimate, Estimate]:
     )
 
 
-def verdict(share: Estimate) -> str:
-    """Whether the whole interval lies below the bar, or above."""
+def verdict(share: Estimate, rounds: int) -> str:
+    """Whether the whole interval lies below the bar, or above; of too few rounds there is none."""
+    if rounds < ENOUGH:
+        return "too few rounds"
     return "yes" if share.high < BAR else "no" if share.low >= BAR else "not shown"
 
 
@@ -147,8 +152,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: one row per way to communicate and to keep the samples."""
     head = (
         "workload", "hosts", "network", "communication", "samples kept as", "a batch, kB", "rounds", "ms per step, staying",
-        "ms per step, travelling", f"travelling / staying ({spread(rows)})", "exposed, ms (95 % interval)",
-        "exposed, % of the step (95 % interval)", f"under {100 * BAR:g} %", "of it waited for a batch, ms",
+        "ms per step, travelling", f"travelling / staying ({spread(rows)})", f"exposed, ms ({spread(rows)})",
+        f"exposed, % of the step ({spread(rows)})", f"under {100 * BAR:g} %", "of it waited for a batch, ms",
     )  # fmt: skip
     lines = []
     for row in rows:
@@ -166,7 +171,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             f"{row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f})",
             seconds.told(1e3, 1),
             share.told(100, 1),
-            verdict(share),
+            verdict(share, row["rounds"]),
             f"{1e3 * row['waited_seconds']:.2f}",
         ]
         lines.append(cells)
@@ -220,16 +225,14 @@ def in_place(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure every case and save ``shuffle-time.json`` and ``shuffle-time.md``."""
+    """Measure every case and save ``shuffle-time.json`` and ``shuffle-time.md``, keeping what is not asked for."""
     options = options_of()
     if options.in_place:
         in_place(options)
         return
     saved = options.save_to / "shuffle-time.json"
-    if options.table_only:
-        rows = json.loads(saved.read_text())
-    else:
-        rows = []
+    rows = json.loads(saved.read_text()) if saved.exists() or options.table_only else []
+    if not options.table_only:
         try:
             require_scipy()
             for name in {*options.workloads, options.samples_of}:
@@ -237,7 +240,7 @@ def main() -> None:
             for side in options.sides:
                 parse_side(side)
             for row in in_lab(options):
-                rows.append(row)
+                rows = merged(rows, [row], KEY)
                 options.save_to.mkdir(parents=True, exist_ok=True)
                 saved.write_text(json.dumps(rows, indent=1) + "\n")
         except GossamerError as error:

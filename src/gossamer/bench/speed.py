@@ -5,16 +5,15 @@ python -m gossamer.bench.speed --save-to benchmarks/results
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from gossamer.bench.catalogue import find_workload
+from gossamer.bench.conditions import busy_machine
 from gossamer.bench.in_lab import lab_result
 from gossamer.bench.network import parse_network
 from gossamer.bench.ratios import require_scipy, spread
@@ -72,6 +71,8 @@ def main() -> None:
     options = parser.parse_args()
     try:
         require_scipy()
+        for warning in busy_machine():
+            console.log(warning)
         for workload in options.workloads:
             find_workload(workload)
         _measure_and_save(options, {text: _spec(text, options.hosts) for text in options.networks})
@@ -102,8 +103,9 @@ def save(folder: Path, steps: Sequence[dict[str, Any]]) -> None:
     before = json.loads((folder / "speed.json").read_text()) if (folder / "speed.json").exists() else {}
     steps = merged(before.get("steps", []), steps, ("workload", "rate", "world"))
     hosts = " and ".join(map(str, sorted({row["world"] for row in steps})))
-    machine = f"{hosts} emulated hosts; {platform.system()} {platform.machine()}, torch {torch.__version__}"
-    saved = {"machine": machine, "steps": steps}
+    told = [row["conditions"] for row in steps if "conditions" in row]
+    machines = sorted({f"{each['cores']} cores of {each['processor']}, torch {each['torch']}" for each in told})
+    saved = {"machine": f"{hosts} emulated hosts on {'; '.join(machines)}", "steps": steps}
     (folder / "speed.json").write_text(json.dumps(saved, indent=1))
     (folder / "speed.md").write_text(page(saved))
     (folder / "speed-summary.md").write_text(page(saved, summary=True))

@@ -10,6 +10,14 @@ def value_of(text: str, names: Mapping[str, Any]) -> Any:
     return _value(ast.parse(text, mode="eval").body, names)
 
 
+def canonical(text: str) -> str:
+    """The same as Python would write it, with quotes and spaces always alike, so that it is found again."""
+    try:
+        return ast.unparse(ast.parse(text, mode="eval")) if "(" in text else text
+    except SyntaxError:
+        return text  # whoever makes something of it says what is wrong
+
+
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         keywords = {str(keyword.arg): _value(keyword.value, names) for keyword in node.keywords}

@@ -24,7 +24,7 @@ from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.in_lab import lab_result
 from gossamer.bench.network import parse_network
 from gossamer.bench.paired import warm_up
-from gossamer.bench.rows import markdown, write_rows
+from gossamer.bench.rows import markdown, merged, read_rows, write_rows
 from gossamer.bench.trained import make_side
 from gossamer.errors import GossamerError
 
@@ -116,6 +116,15 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return markdown(head, lines)
 
 
+def save(folder: Path, row: dict[str, Any]) -> None:
+    """Write ``threads.jsonl`` and ``threads.md``: a row, and those of other workloads and networks that are there already."""
+    path = folder / "threads.jsonl"
+    rows = merged(read_rows(path), [row], ("workload", "network", "world"))
+    write_rows(path, rows)
+    (folder / "threads.md").write_text("\n".join(table(rows)) + "\n")
+    console.log(f"wrote {folder / 'threads.md'} and {path}")
+
+
 def main() -> None:
     """Measure in the lab, and save ``threads.jsonl`` and ``threads.md``; as a rank of the lab, print what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -137,7 +146,7 @@ def main() -> None:
         dist.destroy_process_group()
         return
     try:
-        spec, rows = parse_network(options.network).spec(options.hosts, waits=False), []
+        spec = parse_network(options.network).spec(options.hosts, waits=False)
         for warning in busy_machine():
             console.log(warning)
         for workload in options.workloads:
@@ -145,13 +154,9 @@ def main() -> None:
             before = load()
             command = ["-m", "gossamer.bench.threads", "--as-rank", "--workloads", workload, "--steps", str(options.steps)]
             row = lab_result(spec, [*command, "--sides", *options.sides], "threads") | {"network": options.network}
-            rows.append(row | conditions(options.sides, before, 0))
+            save(options.save_to, row | conditions(options.sides, before, 0))
     except GossamerError as error:
         raise SystemExit(f"threads: {error}") from None
-    options.save_to.mkdir(parents=True, exist_ok=True)
-    write_rows(options.save_to / "threads.jsonl", rows)
-    (options.save_to / "threads.md").write_text("\n".join(table(rows)) + "\n")
-    console.log(f"wrote {options.save_to / 'threads.md'} and {options.save_to / 'threads.jsonl'}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Trained: one side of a comparison in training: its step, and what is known of it beforehand."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from gossamer.bench.bound import When
 from gossamer.bench.peers import PEERS, Joined
 from gossamer.bench.sides import Side, algorithm_of, join, overlaps_forward, parse_side
 from gossamer.bench.workload import Workload
+from gossamer.errors import GossamerError
+from gossamer.optim import OneBitAdam
 
 LONGEST = 16
 """Steps to which all sides of a run are timed for the sake of one whose traffic repeats itself so seldom."""
@@ -24,7 +27,7 @@ class Trained:
 
     ``when``: its exchange may travel. ``payload_bytes``: what a step sends, known beforehand, where gossamer does not count
     it. ``period``: after how many steps what travels repeats itself; it is timed in
-    multiples of that.
+    multiples of that. ``changes``: steps at which another algorithm of a sequence begins.
     """
 
     step: Callable[[], None]
@@ -32,6 +35,12 @@ class Trained:
     when: When
     payload_bytes: float | None
     period: int
+    changes: frozenset[int] = frozenset()
+
+    def phase(self, step: int) -> tuple[bool, int]:
+        """Which phase this step is in, of a side whose exchange is another one later on. Of an optimizer: now."""
+        optimizer = self.joined.optimizer
+        return isinstance(optimizer, OneBitAdam) and optimizer.frozen, sum(each <= step for each in self.changes)
 
     def timed(self, steps: int) -> int:
         """How many steps of a round are timed: at least ``steps``."""
@@ -67,6 +76,24 @@ def pace(sides: Iterable[Trained], steps: int) -> Pace:
     return Pace(longest, max(steps, longest))
 
 
+class SideError(GossamerError):
+    """A side could not be made, or did not take its first steps."""
+
+    def __init__(self, side: str, error: Exception) -> None:
+        kind = "" if isinstance(error, GossamerError) else f"{type(error).__name__}: "
+        super().__init__(f"{side}: {kind}{error}")
+        self.side = side
+
+
+@contextmanager
+def named(side: str) -> Iterator[None]:
+    """Whatever fails inside is a :class:`SideError`: the error itself need not tell whose it is."""
+    try:
+        yield
+    except Exception as error:
+        raise SideError(side, error) from error
+
+
 def make_side(workload: Workload, side: str, rank: int) -> Trained:
     """A fresh model that communicates as ``side`` says."""
     torch.manual_seed(MODEL_SEED)
@@ -78,7 +105,9 @@ def make_side(workload: Workload, side: str, rank: int) -> Trained:
     def step() -> None:
         made.step(*workload.random_batch(generator), workload.loss)
 
-    return Trained(step, made, exchanged(parsed), _payload(parsed, nbytes), _period(parsed))
+    algorithm = algorithm_of(parsed)
+    changes = frozenset[int]() if algorithm is None else algorithm.changes
+    return Trained(step, made, exchanged(parsed), _payload(parsed, nbytes), _period(parsed), changes)
 
 
 def exchanged(side: Side) -> When:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +37,8 @@ class Workload:
     targets of one worker's batch; ``loss(outputs, targets)`` a scalar. A file may leave out the second and the last: see
     :func:`usual_optimizer` and :func:`usual_loss`. For convergence, optionally:
     ``training_batches(rank, world, seed)`` yields a worker's batches without end; ``quality(model)`` gives an
-    ``"accuracy"`` or a ``"loss"`` on held-out data, by itself: it is called on one rank; ``training_samples()`` all inputs
-    and labels.
+    ``"accuracy"`` or a ``"loss"`` on held-out data, by itself: it is called on one rank, with the model in evaluation mode;
+    ``training_samples()`` all inputs and labels.
     """
 
     name: str
@@ -53,4 +54,15 @@ class Workload:
         """What to train with, and what it is worth; ConfigurationError if the script does not say."""
         if self.training_batches is None or self.quality is None:
             raise ConfigurationError(f"the workload {self.name} defines no training_batches() and quality()")
-        return self.training_batches, self.quality
+        return self.training_batches, partial(_evaluated, self.quality)
+
+
+def _evaluated(quality: Quality, model: nn.Module) -> dict[str, float]:
+    """What ``quality`` says of the model in evaluation mode; each of its modules goes back to its own."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        return quality(model)
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from threading import Thread
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -69,6 +70,7 @@ class Peer:
 
     ``period``: after how many steps what travels repeats itself; ``when``: when it may travel.
     ``module``: what must be there to be imported, and ``get``: how to get it. ``gone``: why nobody can have it.
+    ``only_gloo``: it is set up here to send over Gloo, and is not compared with what goes over another backend.
     """
 
     what: str
@@ -79,11 +81,14 @@ class Peer:
     module: str = "torch"
     get: str = ""
     gone: str | None = None
+    only_gloo: bool = False
 
     def missing(self, load: bool = False) -> str | None:
         """Why it cannot run here, and how to get it; None if it can. ``load``: import it to find out, which takes seconds."""
         if self.gone is not None:
             return self.gone
+        if self.only_gloo and dist.is_initialized() and dist.get_backend() != "gloo":
+            return f"it is measured over Gloo only, and the others here send over {dist.get_backend()}"
         if find_spec(self.module) is None:
             return f"{self.module} is not installed: {self.get}"
         try:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -28,12 +29,12 @@ def _fp16(model: nn.Module, optimizer: Optimizer) -> Joined:
 
 
 def _power_sgd(model: nn.Module, optimizer: Optimizer) -> Joined:
-    """Rank 2, error feedback and warm start, from the third step on; all gradients in one bucket."""
+    """Rank 2, error feedback and warm start, from the third step on; on Gloo all gradients in one bucket."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
     # On Gloo the hook is right only with all gradients in one bucket.
     state: Any = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=10_000)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=10_000 if dist.get_backend() == "gloo" else None)
     wrapped.register_comm_hook(state, powerSGD_hook)
     return Joined(wrapped, optimizer)
 
@@ -56,6 +57,6 @@ PEERS = {
     "ddp": Peer("PyTorch DistributedDataParallel", _ddp, 1.0),
     "ddp-again": Peer("the same beside itself: the noise", _ddp, 1.0),
     "ddp-fp16": Peer("DDP with its fp16 hook", _fp16, 0.5),
-    "ddp-powersgd": Peer("DDP with its PowerSGD hook, rank 2, one bucket", _power_sgd, None),
+    "ddp-powersgd": Peer("DDP with its PowerSGD hook, rank 2, on Gloo one bucket", _power_sgd, None),
     "post-localsgd": Peer("DDP's post-localSGD", _post_local_sgd, 1 / LOCAL_STEPS, period=LOCAL_STEPS, when="after"),
 }

@@ -50,7 +50,9 @@ def _table(stack: ExitStack) -> Any:
     """This rank's node of the hash table; the others find rank 0's."""
     from hivemind import DHT
 
-    where: dict[str, Any] = {"host_maddrs": [f"/ip4/{own_address()}/tcp/0"], "use_relay": False, "nat_port_map": False}
+    own = own_address()
+    maddr = f"/ip{6 if ':' in own else 4}/{own}/tcp/0"
+    where: dict[str, Any] = {"host_maddrs": [maddr], "use_relay": False, "nat_port_map": False}
     told: list[Any] = [None]
     if dist.get_rank() == 0:
         dht: Any = DHT(start=True, **where)

@@ -51,7 +51,7 @@ def _meet(asynchronous: bool = False) -> _Quorum:
     if rank == 0:
         lighthouse = LighthouseServer(bind="[::]:0", min_replicas=world)
         stack.callback(wait_for, "torchft's lighthouse", lighthouse.shutdown)
-        told = [f"http://{host}:{urlsplit(lighthouse.address()).port}"]
+        told = [f"http://{_in_url(host)}:{urlsplit(lighthouse.address()).port}"]
     dist.broadcast_object_list(told)
     stack.callback(dist.barrier)  # the lighthouse goes when no manager needs it any more
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -67,6 +67,10 @@ def _meet(asynchronous: bool = False) -> _Quorum:
     return _Quorum(manager, stack)
 
 
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def _reachable(host: str) -> Any:
     """torchft's Gloo, which tells the others to find it by its address: its own way, the host's name, must be in their DNS."""
     from torchft import ProcessGroupGloo
@@ -75,7 +79,7 @@ def _reachable(host: str) -> Any:
         def get_reconfigure_handle(self) -> str:
             handle = json.loads(super().get_reconfigure_handle())
             port = handle["store"].rpartition(":")[2]
-            return json.dumps(handle | {"store": f"{host}:{port}"})
+            return json.dumps(handle | {"store": f"{_in_url(host)}:{port}"})
 
     return Reachable(timeout=_PATIENCE)
 
@@ -129,6 +133,7 @@ def _peer(what: str, join: Callable[[nn.Module, Optimizer], Joined], when: When,
         when,
         "torchft",
         from_extra("torchft-nightly"),
+        only_gloo=True,
     )
 
 
