@@ -42,7 +42,12 @@ _of_thread = threading.local()
 
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in at least full precision, itself if it is that already: sums of half-precision ones need it."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.to(widened(tensor.dtype))
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The type of :func:`wide` tensors that were of this one."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class Memory:

@@ -21,7 +21,7 @@ from gossamer.errors import ConfigurationError
 from gossamer.optim.communicating import Communicating
 from gossamer.replica import Replica
 from gossamer.sync.agreement import agree, checksum, same_from_rank
-from gossamer.sync.backward import in_words
+from gossamer.sync.backward import give_up
 from gossamer.sync.checks import check_held, check_model, check_optimizers, held_by, named_parameters, release
 from gossamer.sync.exact import copies_from_rank
 from gossamer.sync.module_buffers import Buffers, averaged, check_buffers, named_buffers, resolve_buffers
@@ -92,8 +92,7 @@ def replicate(
         _start_equal(runner, model, optimizers)
         replica = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward)
     except BaseException as error:
-        runner.alarm(in_words(runner.rank, error))
-        runner.close(graceful=False)
+        give_up(runner, error)
         raise
     if runner.rank == 0:
         logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, algorithm)

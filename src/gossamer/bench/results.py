@@ -3,13 +3,12 @@
 import fcntl
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gossamer.bench.catalogue import canonical_workload, digest, is_of
 from gossamer.bench.in_lab import Record
-from gossamer.bench.matrix import Case, Turns, is_measured
+from gossamer.bench.matrix import Case, Turns, case_of, is_measured
 from gossamer.bench.memory import FIGURES
 from gossamer.bench.rows import read_rows, write_rows
 from gossamer.bench.spelled import canonical
@@ -47,7 +46,7 @@ class Results:
         return {row["side"]: {name: row[name] for name in FIGURES} for row in same if FIGURES[0] in row}
 
     def _of_case(self, case: Case) -> list[Record]:
-        return [row for row in self._of_file(case.workload) if asdict(case).items() <= row.items()]
+        return [row for row in self._of_file(case.workload) if case_of(row) == case]
 
     def _of_file(self, workload: str) -> list[Record]:
         """Rows that are not of another version of this workload's file."""
@@ -97,4 +96,4 @@ def _turns(row: Record) -> Turns:
 
 
 def _key(row: Record) -> tuple[Any, ...]:
-    return row["workload"], row["network"], row["hosts"], row["side"]
+    return case_of(row), row["side"]

@@ -22,7 +22,7 @@ from gossamer.data.shares import batches_of, cut, drawn, gathered, in_full
 from gossamer.data.table import Layout, Table, count, load
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.sync.agreement import agree
-from gossamer.sync.backward import alarming, in_words
+from gossamer.sync.backward import alarming, give_up
 from gossamer.sync.lagging import patiently
 
 UNDER_WAY = 4
@@ -126,7 +126,7 @@ class RingShuffle(IterableDataset[Any]):
             agree(self._runner, {"the options of RingShuffle": str(self._options)})
             self._open(dataset)
         except BaseException as error:
-            self._give_up(error)
+            give_up(self._runner, error)
             raise
 
     def _open(self, dataset: Any) -> None:
@@ -228,11 +228,7 @@ class RingShuffle(IterableDataset[Any]):
             self.close()
         elif not self._closed:
             self._closed = True
-            self._give_up(error)
-
-    def _give_up(self, error: BaseException) -> None:
-        self._runner.alarm(in_words(self._runner.rank, error))
-        self._runner.close(graceful=False)
+            give_up(self._runner, error)
 
     # -- one step -----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from gossamer.codecs.base import Codec
 from gossamer.codecs.quantize import Quantize
 from gossamer.codecs.sign import Sign
 from gossamer.errors import ConfigurationError
-from gossamer.memory import wide
+from gossamer.memory import wide, widened
 from gossamer.optim.adam import adam_steps, check_adam
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.loading import State, loading, put_back
@@ -123,7 +123,7 @@ class OneBitAdam(Communicating):
     def _remember(self, parameters: list[Tensor]) -> None:
         for parameter in parameters:
             if not self.state[parameter]:
-                kept = torch.promote_types(parameter.dtype, torch.float32)
+                kept = widened(parameter.dtype)
                 self.state[parameter]["step"] = 0
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter, dtype=kept)
                 self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter, dtype=kept)

@@ -26,6 +26,12 @@ def alarming(runner: Runner) -> Iterator[None]:
         raise
 
 
+def give_up(runner: Runner, error: BaseException) -> None:
+    """Leave because of an error, which the others are told of."""
+    runner.alarm(in_words(runner.rank, error))
+    runner.close(graceful=False)
+
+
 def in_words(rank: int, error: BaseException) -> str:
     """What a rank tells the others of an error that ends its part. Those of ours say by themselves where they arose."""
     if isinstance(error, GossamerError):

@@ -208,20 +208,19 @@ def _share_of_all(state: Mapping[str, Any], runner: Runner, algorithm: Algorithm
 
 def _machines(runner: Runner, algorithm: str) -> Sequence[Group]:
     """The ranks of each machine, as the algorithm of this ``repr`` sees them."""
-    return _grouped(repr(runner.nodes), algorithm, runner.world)
+    return _grouped(runner.nodes, algorithm, runner.world)
 
 
 def _machines_then(state: Mapping[str, Any]) -> Sequence[Group]:
     """The same of a saved state."""
-    return _grouped(state.get("machines", "None"), state["algorithm"], int(state["world"]))
+    return _grouped(ast.literal_eval(state.get("machines", "None")), state["algorithm"], int(state["world"]))
 
 
-def _grouped(launched: str, algorithm: str, world: int) -> Sequence[Group]:
+def _grouped(launched: Sequence[Group] | None, algorithm: str, world: int) -> Sequence[Group]:
     given = re.search(r"ranks_per_node=(\d+)", algorithm)
     if given:
         return consecutive(world, int(given[1]))
-    groups: Sequence[Group] | None = ast.literal_eval(launched)
-    return groups or consecutive(world, 1)
+    return launched or consecutive(world, 1)
 
 
 def _shared_out(entries: Sequence[Kept], scale: float, speakers: float = 1) -> Kept:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.comm.runner import Runner
+from gossamer.memory import widened
 from gossamer.sync.checks import held_by
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.module_buffers import average
@@ -56,8 +57,7 @@ def become_average(
 def distance(runner: Runner, tensors: Mapping[str, Tensor], weigh: Weigh) -> float:
     """The root mean square over ranks of ‖w − w̄‖ / ‖w̄‖, w̄ the mean of ``tensors`` over them. Collective."""
     own = [tensor.detach() for tensor in tensors.values()]
-    wider = (torch.promote_types(tensor.dtype, torch.float32) for tensor in own)
-    copies = {name: tensor.to(dtype, copy=True) for name, tensor, dtype in zip(tensors, own, wider, strict=True)}
+    copies = {name: tensor.to(widened(tensor.dtype), copy=True) for name, tensor in zip(tensors, own, strict=True)}
     weigh(copies)
     means = list(copies.values())
     average(runner, means, WHAT)

@@ -155,7 +155,7 @@ class GradientSync:
             try:
                 slot.collect()
             except Exception:
-                with alarming(self._runner):
+                with alarming(self._runner):  # here, and not around it, where every gradient would pay for it
                     raise
             if on_device:
                 self._runner.note_writer()

@@ -12,7 +12,7 @@ from gossamer.buckets import buffer_name
 from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import ConfigurationError
-from gossamer.memory import wide
+from gossamer.memory import wide, widened
 from gossamer.sync.agreement import PORTION, in_portions, same_from_rank
 from gossamer.sync.checks import uncompiled
 from gossamer.sync.hooks import OwnHook
@@ -78,7 +78,7 @@ def average(runner: Runner, tensors: list[Tensor], what: str = "the average of b
     """
     for kind in dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors):
         group = [tensor for tensor in tensors if (tensor.device, tensor.dtype) == kind]
-        most = PORTION // torch.promote_types(kind[1], torch.float32).itemsize
+        most = PORTION // widened(kind[1]).itemsize
         for portion in in_portions(group, lambda tensor: tensor.reshape(-1), most):
             flat = wide(torch.cat(portion)).div_(runner.world)
             mean = runner.run(lambda flat=flat: all_reduce(flat), what, lane_for(flat))  # type: ignore[misc]
