@@ -5,25 +5,39 @@ import threading
 import torch
 from torch import Tensor
 
-from gossamer.memory import Memory, momentary, portions
+from gossamer.memory import Memory, is_momentary, momentary, portions
+
+CPU = torch.device("cpu")
 
 
 def test_what_a_thread_needs_for_a_moment_lies_in_the_same_place() -> None:
-    first = momentary(torch.empty(3, 5))
-    second = momentary(torch.empty(10), torch.bfloat16)
-    assert (first.shape, first.dtype) == ((3, 5), torch.float32)
+    first = momentary(15, torch.float32, CPU)
+    assert (first.shape, first.dtype) == ((15,), torch.float32)
+    place = first.data_ptr()
+    del first
+    second = momentary(10, torch.bfloat16, CPU)
     assert (second.shape, second.dtype) == ((10,), torch.bfloat16)
-    assert first.data_ptr() == second.data_ptr()
-    longer = momentary(torch.empty(2**18))
-    assert longer.numel() == 2**18
-    assert momentary(torch.empty(4)).data_ptr() == longer.data_ptr()
-    assert first.fill_(1.0).sum() == 15, "what was handed out before is not taken away"
+    assert second.data_ptr() == place
+    del second
+    longer = momentary(2**18, torch.float32, CPU)
+    place = longer.data_ptr()
+    del longer
+    assert momentary(4, torch.float32, CPU).data_ptr() == place
+
+
+def test_what_somebody_still_looks_at_is_not_given_to_another() -> None:
+    first = momentary(15, torch.float32, CPU).fill_(1.0)
+    view = first[3:5]
+    del first
+    second = momentary(15, torch.float32, CPU).fill_(2.0)
+    assert view.tolist() == [1.0, 1.0]
+    assert second.sum() == 30
 
 
 def test_another_thread_has_its_own() -> None:
     places: list[int] = []
-    mine = momentary(torch.empty(100))
-    thread = threading.Thread(target=lambda: places.append(momentary(torch.empty(100)).data_ptr()))
+    mine = momentary(100, torch.float32, CPU)
+    thread = threading.Thread(target=lambda: places.append(momentary(100, torch.float32, CPU).data_ptr()))
     thread.start()
     thread.join()
     assert len(places) == 1
@@ -31,13 +45,14 @@ def test_another_thread_has_its_own() -> None:
 
 
 def test_what_is_large_or_not_on_the_host_is_not_kept() -> None:
-    large = torch.empty(2**20 + 1)
-    one, other = momentary(large), momentary(large)
+    one, other = (momentary(2**20 + 1, torch.float32, CPU) for _ in range(2))
     assert one.data_ptr() != other.data_ptr()
-    assert momentary(torch.empty(3, device="meta")).device.type == "meta"
-    like = torch.empty(2**19)
+    assert not is_momentary(2**20 + 1, torch.float32, CPU)
+    assert is_momentary(2**20, torch.float32, CPU)
+    assert not is_momentary(3, torch.float32, torch.device("meta"))
+    assert momentary(3, torch.float32, torch.device("meta")).device.type == "meta"
     with torch.device("meta"):
-        assert momentary(like).device.type == "cpu"
+        assert momentary(2**19, torch.float32, CPU).device.type == "cpu"
 
 
 def test_only_what_nobody_looks_at_is_used_again() -> None:

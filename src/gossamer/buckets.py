@@ -2,15 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from gossamer.memory import Memory
+
+V = TypeVar("V")
 
 _BUFFER = " (buffer)"
 
@@ -212,6 +214,7 @@ class Bucket:
         self.flat = layout.allocate()
         self.views = layout.split(self.flat)
         self._memory = Memory()
+        self._made: dict[Hashable, Any] = {}
         self._given = False
         self._origin: Bucket | None = None
         """Whose ``flat`` this bucket has, if it is somebody else's."""
@@ -225,7 +228,7 @@ class Bucket:
         """A bucket of the same layout around another flat tensor."""
         other = Bucket.__new__(Bucket)
         other.index, other.layout, other.flat, other.views = self.index, self.layout, flat, self.split(flat)
-        other._memory, other._given, other.last_of = Memory(), False, self.last_of
+        other._memory, other._made, other._given, other.last_of = Memory(), {}, False, self.last_of
         other._origin = self if flat is self.flat else None
         return other
 
@@ -239,6 +242,13 @@ class Bucket:
         For what an exchange sends and receives and nobody needs afterwards. Its values are whatever was left there.
         """
         return self._memory.scratch(name, self.flat, dtype)
+
+    def views_of_flat(self, key: Hashable, make: Callable[[Tensor], V]) -> V:
+        """What ``make(flat)`` made under this key: views of ``flat``, and nothing else."""
+        if key not in self._made:
+            self._made[key] = make(self.flat)
+        made: V = self._made[key]
+        return made
 
     def recycle(self, result: Tensor) -> None:
         """Offer the memory of a result that has been used, unless somebody else still looks at it."""
@@ -293,7 +303,7 @@ class Bucket:
         return True
 
     def _hold(self, flat: Tensor) -> None:
-        self.flat, self.views, self._given = flat, self.layout.split(flat), False
+        self.flat, self.views, self._made, self._given = flat, self.layout.split(flat), {}, False
 
     def __str__(self) -> str:
         names = self.layout.names

@@ -15,25 +15,32 @@ def portion(tensor: Tensor) -> int:
 
 def portions(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same elements of flat tensors of one length, a :func:`portion` at a time: views."""
+    if tensors[0].numel() <= portion(tensors[0]):
+        return iter([tensors])
     return zip(*(tensor.split(portion(tensors[0])) for tensor in tensors), strict=True)
 
 
 _PORTION = 2**16
 
 
-def momentary(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised tensor like ``like``, of type ``dtype`` if that is given, until this thread asks for the next one.
+def is_momentary(numel: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether :func:`momentary` has memory for a tensor of so many elements."""
+    return device.type == "cpu" and numel * dtype.itemsize <= _MOMENTARY
 
-    On the host it is the same memory (see :class:`Memory` for why) as long as that suffices, unless it is a lot.
+
+def momentary(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised flat tensor, for as long as anybody looks at it.
+
+    On the host it is the same memory of this thread each time (see :class:`Memory` for why), once nobody looks at it any more
+    and as long as that suffices; unless it is a lot.
     """
-    dtype = like.dtype if dtype is None else dtype
-    nbytes = like.numel() * dtype.itemsize
-    if like.device.type != "cpu" or nbytes > _MOMENTARY:
-        return torch.empty_like(like, dtype=dtype)
+    if not is_momentary(numel, dtype, device):
+        return torch.empty(numel, dtype=dtype, device=device)
+    nbytes = numel * dtype.itemsize
     kept: Tensor | None = getattr(_of_thread, "memory", None)
-    if kept is None or kept.numel() < nbytes:
+    if kept is None or kept.numel() < nbytes or not is_alone(kept):
         kept = _of_thread.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    return kept[:nbytes].view(dtype).view(like.shape)
+    return kept[:nbytes].view(dtype)
 
 
 _MOMENTARY = 2**22

@@ -306,7 +306,8 @@ class Replica:
         if self._gradients is not None:
             handles += self._gradients.hook(self._backward)
         else:
-            handles += [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self._trainable.values()]
+            note = self._backward.note_gradient()
+            handles += [parameter.register_post_accumulate_grad_hook(note) for parameter in self._trainable.values()]
         for index, optimizer in enumerate(self._optimizers):
             handles.append(optimizer.register_step_pre_hook(self._before_step(index)))
             handles.append(optimizer.register_step_post_hook(self._after_step(index)))
@@ -316,9 +317,6 @@ class Replica:
             handles.append(hook_forward(self._model, self._synchronise_buffers))
             self._awaits_forward = True
         return handles
-
-    def _note_gradient(self, parameter: Tensor) -> None:
-        self._backward.reached()
 
     def _begin_backward(self) -> None:
         self._turns.begin_backward()

@@ -85,6 +85,11 @@ class Ledger(Generic[K]):
             self.kept[key] = value
         return old
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether :meth:`commit` and :meth:`confirm` would change nothing."""
+        return not (self.draft or self.before or self.spare)
+
     def rollback(self) -> None:
         """Forget what was written."""
         self.draft.clear()
@@ -200,6 +205,11 @@ class State:
     def changed(self) -> bool:
         """Whether anything was written, or is to be dropped, since the last commit."""
         return bool(self.flats.draft or self.extras.draft)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether :meth:`commit` would change nothing: of many buckets, most exchanges of weights leave most alone."""
+        return not self.vouched and self.flats.at_rest and self.extras.at_rest
 
     def drafts(self) -> list[Tensor]:
         """What was written since the last commit."""

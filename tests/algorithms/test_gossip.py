@@ -11,6 +11,7 @@ from gossamer import DecentralizedSGD, Gossip, GossipPGA, after, by_size
 from gossamer.codecs import Cast
 from gossamer.comm.topology import (
     FAMILY,
+    Complete,
     Dissemination,
     Exchange,
     Hypercube,
@@ -38,6 +39,13 @@ def test_the_delta_is_half_the_difference_of_what_was_sent(wire: str, world: int
         assert torch.equal(stacked(outcomes, step), (theirs - rounded) / 2)
 
 
+@pytest.fixture(params=["messages apart", "messages within the weights"])
+def places(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short messages have memory of the thread's own, long ones lie in that of the weights: here, all do one or the other."""
+    monkeypatch.setattr(gossamer.memory, "_MOMENTARY", 2**22 if request.param == "messages apart" else 0)
+
+
+@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_difference_that_is_written_over_its_message_is_right_to_the_last_element(dtype: torch.dtype) -> None:
     """More than is worked on at a time, half of a float32 and a quarter of a float64 on the wire."""
@@ -47,8 +55,9 @@ def test_a_difference_that_is_written_over_its_message_is_right_to_the_last_elem
     assert torch.equal(found, (rounded.flip(0) - rounded) / 2)
 
 
+@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("topology", [Dissemination(), Ring()], ids=repr)
+@pytest.mark.parametrize("topology", [Dissemination(), Ring(), Complete()], ids=repr)
 def test_messages_in_pieces_come_to_the_same(dtype: torch.dtype, topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = noise(4, 331, dtype)
     whole = exchange(Gossip(topology=topology), [tensors] * 3)

@@ -1,5 +1,6 @@
 """Gossip: average the weights with one partner, or a few, per step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +15,7 @@ from gossamer.comm.mixing import check_connected
 from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Dissemination, Pattern, Topology
 from gossamer.errors import ConfigurationError
-from gossamer.memory import momentary, portions
+from gossamer.memory import is_momentary, momentary, portions
 from gossamer.state import State
 
 
@@ -107,17 +108,23 @@ class Gossip(Meeting):
         delta, dtype = bucket.flat, wire_codec(self.wire).wire_dtype(bucket.flat.dtype)
         if not partners:
             return delta.zero_()
-        # A message of half the width and its answer fit into the memory of the weights they are made of.
-        room = delta.element_size() // dtype.itemsize
-        places = [bucket.scratch(f"received {i}", dtype) for i in range(1 + len(partners) - room)]
-        size = max(1, PIECE_BYTES // dtype.itemsize)
+        # A message of half the width and its answer fit into the memory of the weights they are made of. A short one does not
+        # go there: nothing has to be moved then out of the way of what is written over it.
+        room, size = delta.element_size() // dtype.itemsize, max(1, PIECE_BYTES // dtype.itemsize)
+        apart = room > 1 and is_momentary(delta.numel(), dtype, delta.device)
+        places = [bucket.scratch(f"received {i}", dtype) for i in range(len(partners) + (not apart) - room)]
+        pieces = bucket.views_of_flat(
+            (dtype, size), lambda flat: [(piece, piece.view(dtype).tensor_split(room)) for piece in flat.split(size)]
+        )
+        sends = cut(momentary(delta.numel(), dtype, delta.device), size) if apart else [within[0] for _, within in pieces]
         rows = []
-        for piece, *beside in zip(*(each.split(size) for each in (delta, *places)), strict=True):
-            sent, *within = piece.view(dtype).tensor_split(room)
-            if room > 1:
-                sent.copy_(momentary(piece, dtype).copy_(piece))  # the message overwrites what it is made of
+        for (piece, within), sent, *beside in zip(pieces, sends, *(cut(each, size) for each in places), strict=True):
+            if apart:
+                sent.copy_(piece)
+            elif room > 1:
+                sent.copy_(momentary(piece.numel(), dtype, piece.device).copy_(piece))  # which the message overwrites
             handles = []
-            for permutation, place in zip(partners, [*reversed(within), *beside], strict=False):
+            for permutation, place in zip(partners, [*reversed(within[not apart :]), *beside], strict=False):
                 handles.append((yield start(Permute(sent, permutation, place))))
             rows.append((handles, sent, piece))
         for (first, *others), sent, piece in rows:
@@ -132,7 +139,7 @@ class Gossip(Meeting):
                 piece.copy_(result)
             else:
                 # The answer lies at the end of the piece: from the front on, nothing is overwritten that is still to be read.
-                mine = sent if room == 1 else momentary(sent).copy_(sent)
+                mine = sent if apart or room == 1 else momentary(sent.numel(), dtype, sent.device).copy_(sent)
                 add_difference(theirs, mine, share, piece, fresh=True)
         return delta
 
@@ -143,6 +150,12 @@ def check_steps(name: str, value: object, least: int = 1) -> None:
         raise ConfigurationError(f"{name} must be a number of steps, at least {least}; got {value!r}")
 
 
+def cut(tensor: Tensor, size: int) -> Sequence[Tensor]:
+    """Views of ``size`` elements each, the last one of what is left."""
+    split: Sequence[Tensor] = (tensor,) if tensor.numel() <= size else tensor.split(size)
+    return split
+
+
 PIECE_BYTES = 2**20
 """A longer message travels in pieces: one is rounded or averaged while others are on the wire."""
 
@@ -151,6 +164,6 @@ def add_difference(theirs: Tensor, mine: Tensor, share: float, out: Tensor, fres
     """Add share·(theirs − mine), computed in the type of ``out``; ``fresh``: to nothing, whatever is there."""
     for a, b, result in portions(theirs, mine, out):
         if fresh:
-            torch.sub(a.to(out.dtype), b.to(out.dtype), out=result).mul_(share)
+            torch.sub(a.to(out.dtype), b, out=result).mul_(share)
         else:
-            result.add_(a.to(out.dtype) - b.to(out.dtype), alpha=share)
+            result.add_(a.to(out.dtype) - b, alpha=share)

@@ -78,7 +78,7 @@ class Exchange:
 
 def exchange(world: int, permutations: Iterable[Permutation]) -> Exchange:
     """An exchange along those of ``permutations`` that move anything, each of them once."""
-    alone = Permutation(tuple(range(world)))
+    alone = shift(0, world)
     return Exchange(world, tuple(each for each in dict.fromkeys(permutations) if each != alone))
 
 

@@ -80,6 +80,8 @@ one message, 890 in pieces; plain TCP 934)."""
 
 def pieces(tensor: Tensor) -> Sequence[Tensor]:
     """Views of a contiguous tensor, each of at most ``PIECE`` bytes."""
+    if tensor.nbytes <= PIECE:
+        return [tensor]
     split: Sequence[Tensor] = tensor.view(-1).split(PIECE // tensor.element_size())
     return split
 
@@ -181,8 +183,12 @@ class GlooPort:
         if isinstance(op, ops.Permute):
             there, back = op.permutation.destination(circle.rank), op.permutation.source(circle.rank)
             if there == circle.rank:  # a bye, which waits for nobody
-                return Pending(op, _post(circle, [(there, op.tensor)], [(back, result)]), result)
-            post = partial(_post, circle, [(there, op.tensor)], [(back, result)])
+                result.copy_(op.tensor)
+                return Pending(op, [], result)
+
+            def post() -> list[Any]:
+                return [*_receive(circle, back, result), *_send(circle, there, op.tensor)]
+
             return Pending(op, self._outbox.put_at_once(post), result)
         if isinstance(op, ops.AllToAll):
             return Pending(op, self._exchange_all(circle, op.tensor.unbind(), result), result)
@@ -247,15 +253,23 @@ def _post(circle: Circle, outgoing: list[tuple[int, Tensor]], incoming: list[tup
     me, world, works = circle.rank, circle.world, list[Any]()
     for source, tensor in sorted(incoming, key=lambda message: (message[0] - me) % world):
         if source != me:
-            group = circle.up if source < me else circle.down
-            works += [group.recv([piece], source, 0) for piece in pieces(tensor)]
+            works += _receive(circle, source, tensor)
     for destination, tensor in sorted(outgoing, key=lambda message: (me - message[0]) % world):
         if destination != me:
-            group = circle.up if destination > me else circle.down
-            works += [group.send([piece], destination, 0) for piece in pieces(tensor)]
+            works += _send(circle, destination, tensor)
         else:
             next(mine for source, mine in incoming if source == me).copy_(tensor)
     return works
+
+
+def _receive(circle: Circle, source: int, tensor: Tensor) -> list[Any]:
+    group = circle.up if source < circle.rank else circle.down
+    return [group.recv([piece], source, 0) for piece in pieces(tensor)]
+
+
+def _send(circle: Circle, destination: int, tensor: Tensor) -> list[Any]:
+    group = circle.up if destination > circle.rank else circle.down
+    return [group.send([piece], destination, 0) for piece in pieces(tensor)]
 
 
 class Answer:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from gossamer.comm.runner import Runner
 from gossamer.errors import CommunicationError, GossamerError, UsageError
@@ -65,6 +66,16 @@ class Backward:
         with alarming(self._runner):
             self._begin(task)
         return True
+
+    def note_gradient(self) -> Callable[[Tensor], None]:
+        """The hook of a parameter whose gradient is not exchanged: it only notices the pass."""
+
+        def on_gradient(parameter: Tensor) -> None:
+            """A hot path: runs once per parameter and backward pass."""
+            if self.task != current_task():
+                self.reached()
+
+        return on_gradient
 
     def _note_unsynchronised(self, task: int) -> None:
         if task != self._unsynchronised_task:

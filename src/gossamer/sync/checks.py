@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -136,6 +137,10 @@ def _ids(places: Sequence[dict[str, Any]]) -> list[int]:
     return list(map(id, chain.from_iterable(map(dict.values, places))))
 
 
+def _attributes(name: str, objects: Sequence[Any]) -> list[Any]:
+    return list(map(attrgetter(name), objects))
+
+
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(map(repr, names[:3]))
     return f"parameter {shown}" if len(names) == 1 else f"{len(names)} parameters ({shown}{', …' if len(names) > 3 else ''})"
@@ -156,8 +161,8 @@ class Watch:
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         communicating = any(isinstance(optimizer, Communicating) for optimizer in optimizers)
         self._not_to_freeze = {name: p for name, p in parameters.items() if communicating and p.requires_grad}
-        self._dtypes = [(name, p, p.dtype, p.device) for name, p in parameters.items()]
-        self._own = list(parameters.values())
+        self._names, self._own = list(parameters), list(parameters.values())
+        self._dtypes, self._devices = _attributes("dtype", self._own), _attributes("device", self._own)
         for parameter in self._own:
             _replicated[id(parameter)] = parameter
 
@@ -177,11 +182,10 @@ class Watch:
         frozen = [name for name, parameter in self._not_to_freeze.items() if not parameter.requires_grad]
         if frozen:
             raise UsageError(f"{_some(frozen)} was frozen, with an optimizer that communicates by itself; {_again}")
-        for name, parameter, dtype, device in self._dtypes:
-            if parameter.dtype != dtype or parameter.device != device:
-                raise UsageError(
-                    f"parameter {name!r} moved from {dtype} on {device} to {parameter.dtype} on {parameter.device}; {_again}"
-                )
+        if _attributes("dtype", self._own) != self._dtypes or _attributes("device", self._own) != self._devices:
+            before = zip(self._names, self._own, self._dtypes, self._devices, strict=True)
+            name, p, dtype, device = next(row for row in before if (row[1].dtype, row[1].device) != row[2:])
+            raise UsageError(f"parameter {name!r} moved from {dtype} on {device} to {p.dtype} on {p.device}; {_again}")
 
     def release(self) -> None:
         """The replica is closed; its parameters may be replicated again."""

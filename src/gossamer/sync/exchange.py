@@ -3,7 +3,7 @@
 What gradients, weights and optimizers have in common. Threads and ownership: see the note in ``gossamer.lanes``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 
@@ -57,8 +57,10 @@ class Exchange:
         """In which order buckets are launched, by their index in the plan."""
         self._step = 0
         """Of the last exchange that was launched."""
-        self._tickets: dict[int, Ticket[Tensor] | None] = {}
-        """One for each bucket that was launched; None for weights that stay as they are."""
+        self._tickets: dict[int, Ticket[Tensor]] = {}
+        """One for each bucket that was launched."""
+        self._finishers: dict[str, list[int]] = {}
+        """By label, the buckets of an algorithm that does something once per step."""
         self._finishing: list[tuple[Ticket[None], list[tuple[State, State]]]] = []
         """Flows that finish a step, and the states that take what they write, each with where it is written."""
         self._seen: set[int] = set()
@@ -77,7 +79,15 @@ class Exchange:
         for layout in plan.layouts:
             self.step_states.setdefault(layout.label, State(torch.zeros(())))
         self._prompt = self._alone and all(handler.prompt for handler in self.handlers)
+        self._finishers = self._by_label(index for index, handler in enumerate(self.handlers) if handler.finishes)
         self.load_state_by_name(kept, {key: owned for key, owned in extras.items() if not key.startswith(_BUCKET)})
+
+    def _by_label(self, indices: Iterable[int]) -> dict[str, list[int]]:
+        """Buckets of one label together."""
+        found: dict[str, list[int]] = {}
+        for index in indices:
+            found.setdefault(self.plan.layouts[index].label, []).append(index)
+        return found
 
     def arrange(self, order: Sequence[int]) -> None:
         """Launch the buckets in another order than the plan's. It changes when they travel, and nothing else."""
@@ -107,23 +117,29 @@ class Exchange:
     @property
     def arrived(self) -> bool:
         """Whether nothing is under way that has to be waited for."""
-        return all(ticket is None or self.runner.arrived(ticket) for ticket in self._tickets.values())
+        return all(map(self.runner.arrived, self._tickets.values()))
 
     def due(self, index: int, step: int) -> bool:
         """Whether a bucket is exchanged at this step."""
         return self.handlers[index].due(step)
 
+    def due_at(self, step: int) -> list[int]:
+        """The buckets that are exchanged at this step, in the plan's order."""
+        return [index for index, handler in enumerate(self.handlers) if handler.due(step)]
+
     def launch(self, step: int, when: str) -> None:
-        """Start the flow of the bucket that is next; ``when`` describes the step."""
-        index, self._step = self.order[len(self._tickets)], step
-        due = self.due(index, step)
-        if self.algorithm.subject == "weights" and not due:
-            self._tickets[index] = None
-            return
-        bucket, state, ctx, handler = self.buckets[index], self.states[index], self.context(step), self.handlers[index]
+        """Start the flow of the bucket that is next; ``when`` describes the step. One that is not due stays as it is."""
+        index = self.order[len(self._tickets)]
+        self._submit(index, self.handlers[index].exchange if self.due(index, step) else left_alone, step, when)
+
+    def launch_due(self, index: int, step: int, when: str) -> None:
+        """Start the flow of one of :meth:`due_at`; the others have none."""
+        self._submit(index, self.handlers[index].exchange, step, when)
+
+    def _submit(self, index: int, exchange: Callable[..., Flow[Tensor]], step: int, when: str) -> None:
+        bucket, self._step = self.buckets[index], step
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
-        exchange = handler.exchange if due else left_alone
-        make_flow = partial(self._checked, exchange, bucket, state, ctx)
+        make_flow = partial(self._checked, exchange, bucket, self.states[index], self.context(step))
         lane = 0 if self.algorithm.serial else self._lanes[index]
         self._tickets[index] = self.runner.submit(make_flow, label, lane, prompt=self._prompt)
         self.exchanged_bytes += bucket.flat.nbytes
@@ -147,16 +163,14 @@ class Exchange:
     def collect_due(self) -> dict[int, Tensor]:
         """The same, by bucket."""
         under_way = sorted(self._tickets.items())
-        came = {index: self.runner.wait(ticket) for index, ticket in under_way if ticket is not None}
+        came = {index: self.runner.wait(ticket) for index, ticket in under_way}
         results = {index: self._check(index, result) for index, result in came.items()}
         self._tickets = {}
         return results
 
     def result(self, index: int) -> Tensor:
         """Wait for one bucket."""
-        ticket = self._tickets[index]
-        assert ticket is not None
-        return self._check(index, self.runner.wait(ticket))
+        return self._check(index, self.runner.wait(self._tickets[index]))
 
     def _check(self, index: int, result: Tensor) -> Tensor:
         if result.shape != self.buckets[index].flat.shape:
@@ -165,10 +179,9 @@ class Exchange:
 
     def finish(self, step: int) -> None:
         """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`."""
-        for label, state in self.step_states.items():
-            mine = [i for i, layout in enumerate(self.plan.layouts) if layout.label == label]
-            handler = self.handlers[mine[0]] if mine else None
-            if handler is None or not handler.finishes_at(step):
+        for label, mine in self._finishers.items():
+            handler, state = self.handlers[mine[0]], self.step_states[label]
+            if not handler.finishes_at(step):
                 continue
             buckets, own = [self.buckets[i] for i in mine], [*(self.states[i] for i in mine), state]
             *states, whole = [each.later() for each in own]
@@ -281,7 +294,8 @@ class Exchange:
     def commit(self) -> None:
         """Keep what the flows wrote."""
         for state in self.all_states():
-            state.commit(self._revocable)
+            if not state.at_rest:
+                state.commit(self._revocable)
         self._unsee()
 
     def rollback(self) -> None:

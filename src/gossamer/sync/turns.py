@@ -43,17 +43,21 @@ class Turns:
         passes, synchronised = self._seen[index]
         weights_travel, apart = self._weight is not None, self._backward.passes - self._backward.synchronised_passes
         alone_counts = weights_travel and not self._loss_scale.on
-        here = f"rank {self._runner.rank}: optimizer.step() at step {step}, but"
         if self._backward.synchronised_passes == synchronised and not (alone_counts and self._backward.passes != passes):
-            raise UsageError(
-                f"{here} no backward pass{' outside of no_sync()' if apart else ''} has reached a parameter of the model since "
-                "the last one; the other ranks wait for this one's gradients"
+            raise self._error(
+                step,
+                f"no backward pass{' outside of no_sync()' if apart else ''} has reached a parameter of the model since "
+                "the last one; the other ranks wait for this one's gradients",
             )
         if weights_travel and self._loss_scale.on and apart != self._apart:
-            raise UsageError(
-                f"{here} a backward pass inside no_sync() came after the last one outside of it, at whose end the ranks agreed "
-                "on whether to skip the step (scaler=); the last pass before a step must be outside"
+            raise self._error(
+                step,
+                "a backward pass inside no_sync() came after the last one outside of it, at whose end the ranks agreed "
+                "on whether to skip the step (scaler=); the last pass before a step must be outside",
             )
+
+    def _error(self, step: int, why: str) -> UsageError:
+        return UsageError(f"rank {self._runner.rank}: optimizer.step() at step {step}, but {why}")
 
     @property
     def waiting(self) -> list[int]:

@@ -148,10 +148,9 @@ class WeightSync:
         self._follow_history()
         self._follow_moved()
         with self.exchange.transaction():
-            for bucket, members in zip(self.exchange.buckets, self._members, strict=True):
-                if self.exchange.due(bucket.index, step):
-                    torch._foreach_copy_(bucket.views, members)
-                self.exchange.launch(step, f"after step {step}")
+            for index in self.exchange.due_at(step):
+                torch._foreach_copy_(self.exchange.buckets[index].views, self._members[index])
+                self.exchange.launch_due(index, step, f"after step {step}")
 
     def arrive(self) -> None:
         """Wait for the exchange that is under way; its result stays pending."""
@@ -173,17 +172,19 @@ class WeightSync:
         if self._late < self._lag and not self.exchange.arrived:
             return
         self.arrive()
-        if self._deltas and self._extended and self._history is not None:
+        if not self._deltas:
+            return
+        if self._extended and self._history is not None:
             self.follow(self._history())
         self._follow_moved()
-        before = [tensor.clone() for tensor in self._variances] if self._deltas else []
+        before = [tensor.clone() for tensor in self._variances]
         for index, delta in self._deltas.items():
             bucket = self.exchange.buckets[index]
             torch._foreach_add_(self._members[index], bucket.split(delta))
             bucket.recycle(delta)
         if before:
             halve_at_most(self._variances, before)
-        if self._deltas and self._extended:
+        if self._extended:
             keep_squares_valid(self._tensors)
         self._deltas = {}
 
