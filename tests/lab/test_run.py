@@ -66,15 +66,23 @@ def test_the_first_failure_decides(lab: Lab, tmp_path: object) -> None:
     """Rank 1 fails first but takes long to be torn down; rank 0 sees that and ends before it, with another code."""
     source = f"""
         import atexit, os, pathlib, sys, time
-        flag = pathlib.Path({str(tmp_path)!r}) / "flag"
+        flag, number = (pathlib.Path({str(tmp_path)!r}) / name for name in ("flag", "number"))
+        def wait_for(file):
+            while not file.exists():
+                time.sleep(0.01)
         def teardown():
             flag.touch()
-            time.sleep(0.7)
+            other = pathlib.Path("/proc") / number.read_text()
+            while other.exists():
+                time.sleep(0.01)
         if os.environ["RANK"] == "1":
+            wait_for(number)
             atexit.register(teardown)
             raise ValueError("the cause")
-        while not flag.exists():
-            time.sleep(0.01)
+        if os.environ["RANK"] == "0":
+            number.with_suffix(".new").write_text(str(os.getpid()))
+            number.with_suffix(".new").rename(number)
+        wait_for(flag)
         sys.exit("connection closed by peer") if os.environ["RANK"] == "0" else time.sleep(60)
     """
     run = lab(LabSpec(hosts=3, shaping="none"), source)
@@ -82,6 +90,11 @@ def test_the_first_failure_decides(lab: Lab, tmp_path: object) -> None:
     assert run.result.traceback.startswith("Traceback (most recent call last):")
     assert run.result.traceback.endswith("ValueError: the cause")
     assert run.stderr(0) == ["connection closed by peer"]
+
+
+def test_a_timeout_longer_than_a_selector_can_wait(lab: Lab) -> None:
+    run = lab(LabSpec(hosts=1, shaping="none", timeout=1e10), "import time; time.sleep(0.1); print('done')")
+    assert (run.result.exit_code, run.stdout(0)) == (0, ["done"])
 
 
 def test_a_rank_killed_by_a_signal(lab: Lab) -> None:

@@ -47,6 +47,16 @@ def test_the_slowest_host_sets_a_rings_pace(lab: Lab, namespaces: None) -> None:
     assert reaches(lambda: measure(lab, "200mbit,50mbit,200mbit", 3, 1.5, "ring"), 50e6)
 
 
+def test_the_share_is_that_of_the_slowest_host(lab: Lab, namespaces: None) -> None:
+    """Whichever host is rank 0's."""
+    for rate in ("200mbit,50mbit", "50mbit,200mbit"):
+        source = f"{WITHOUT_TORCH}from gossamer.lab.line_rate import main; main(['--mbytes', '0.5', '--repeats', '3'])"
+        run = lab(LabSpec(hosts=2, rate=rate, timeout=240), source)
+        found = json.loads(run.stdout(0)[0])
+        assert found["rate"] == "50000000bit"
+        assert 0.5 < found["share"] < 1
+
+
 def test_small_messages_are_not_free(lab: Lab, namespaces: None) -> None:
     """50 kB, a whole burst: without draining it would take some 20 µs, at the rate it takes 2 ms."""
     assert statistics.median(seconds(lab, "200mbit", 2, 0.05, "pair")) > 0.001
@@ -54,13 +64,19 @@ def test_small_messages_are_not_free(lab: Lab, namespaces: None) -> None:
 
 @pytest.mark.parametrize(
     ("world", "arguments", "complaint"),
-    [("1", [], "take two hosts or more"), ("2", ["--repeats", "0"], "must be positive"), ("2", ["--mbytes", "-1"], "positive")],
+    [
+        ("1", [], "take two hosts or more"),
+        ("2", ["--repeats", "0"], "must be positive"),
+        ("2", ["--mbytes", "-1"], "positive"),
+        ("2", [], "ranks 0 and 1 are on one host"),
+    ],
 )
 def test_what_measures_nothing_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], world: str, arguments: list[str], complaint: str
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", world)
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import socket
 import statistics
@@ -26,6 +27,7 @@ Pattern = Literal["pair", "ring"]
 
 _CHUNK = 1 << 18
 _PATIENCE_S = 60.0
+_PORT = 29700
 
 
 def line_rate(
@@ -36,7 +38,7 @@ def line_rate(
     nbytes: int = 8_000_000,
     repeats: int = 5,
     *,
-    port: int = 29700,
+    port: int = _PORT,
     drain: int | None = None,
 ) -> list[float]:
     """Seconds which each repeat of an exchange takes over plain TCP; the slowest rank's, the same on all ranks.
@@ -199,13 +201,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("one rank has nobody to exchange with: take two hosts or more")
     if options.repeats < 1 or nbytes < 1:
         parser.error("there is nothing to measure: --repeats and --mbytes must be positive")
+    if options.pattern == "pair" and int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
+        parser.error("ranks 0 and 1 are on one host, and no line is between them: take --pattern ring, or one process per host")
+    rate = _lowest_rate(rank, world, lab_addresses())
     seconds = line_rate(rank, world, lab_addresses(), options.pattern, nbytes, options.repeats)
     if rank == 0:
-        rate = parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped"))
         bps = 8 * nbytes / statistics.median(seconds)
-        share = None if rate.bps is None else bps / rate.bps
         outcome = {"pattern": options.pattern, "world": world, "bytes": nbytes, "seconds": seconds, "bps": bps}
-        sys.stdout.write(json.dumps(outcome | {"rate": rate.text, "share": share}) + "\n")
+        shaped = {"rate": "unshaped", "share": None} if rate is None else {"rate": f"{rate:.0f}bit", "share": bps / rate}
+        sys.stdout.write(json.dumps(outcome | shaped) + "\n")
+
+
+def _lowest_rate(rank: int, world: int, addresses: Sequence[str]) -> float | None:
+    """Bits per second of the slowest host, on which the slowest exchange depends; None if none is shaped."""
+    own = parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped")).bps
+    with _agreement(rank, world, addresses, _PORT) as agree:
+        lowest = -agree(-(math.inf if own is None else own))
+    return None if lowest == math.inf else lowest
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ TIMED_OUT = 124  # as timeout(1)
 _LAST_WORDS_S = 2.0
 _GRACE_S = 3.0
 
+_LONGEST_WAIT_S = 3600.0
+
 # Reads that surely empty a pipe; more would be for a daemon that goes on writing.
 _LEFT_READS = 32
 
@@ -59,7 +61,8 @@ class Watch:
         """Watch until all ranks have ended; the last event reported is the outcome."""
         self._reap()  # whoever has ended before we listened
         while any(rank.exit_code is None for rank in self._ranks):
-            wait = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            # No longer than selectors can wait; the deadline is looked at after every wait.
+            wait = None if self._deadline is None else min(_LONGEST_WAIT_S, max(0.0, self._deadline - time.monotonic()))
             for key, _ in self._selector.select(wait):
                 self._readable(key.fd, key.data)
             self._reap()
