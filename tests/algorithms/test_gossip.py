@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gossamer
-import gossamer.algorithms.gossip as gossip_module
+import gossamer.algorithms.messages as messages_module
 from gossamer import DecentralizedSGD, Gossip, GossipPGA, after, by_size
 from gossamer.codecs import Cast
 from gossamer.comm.topology import (
@@ -61,7 +61,7 @@ def test_a_difference_that_is_written_over_its_message_is_right_to_the_last_elem
 def test_messages_in_pieces_come_to_the_same(dtype: torch.dtype, topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = noise(4, 331, dtype)
     whole = exchange(Gossip(topology=topology), [tensors] * 3)
-    monkeypatch.setattr(gossip_module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(messages_module, "PIECE_BYTES", 64)
     in_pieces = exchange(Gossip(topology=topology), [tensors] * 3)
     for step in range(3):
         assert stacked(whole, step).any()

@@ -1,21 +1,20 @@
 """Gossip: average the weights with one partner, or a few, per step."""
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.messages import pieces_of
 from gossamer.buckets import Bucket
 from gossamer.checks import is_whole
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.mixing import check_connected
-from gossamer.comm.ops import Flow, Permute, start, wait
+from gossamer.comm.ops import Flow, Permute, start
 from gossamer.comm.topology import Dissemination, Pattern, Topology
 from gossamer.errors import ConfigurationError
-from gossamer.memory import is_momentary, momentary, portions
 from gossamer.state import State
 
 
@@ -56,6 +55,10 @@ class Meeting(Algorithm, register=False):
     @property
     def traffic_period(self) -> int:
         return self.every
+
+    def traffic_cycle(self, world: int, machines: int) -> int:
+        cycle: int = self.topology.cycle(world)
+        return math.lcm(self.every * cycle, self.traffic_period)
 
     @property
     def may_lag(self) -> int:
@@ -108,39 +111,13 @@ class Gossip(Meeting):
         delta, dtype = bucket.flat, wire_codec(self.wire).wire_dtype(bucket.flat.dtype)
         if not partners:
             return delta.zero_()
-        # A message of half the width and its answer fit into the memory of the weights they are made of. A short one does not
-        # go there: nothing has to be moved then out of the way of what is written over it.
-        room, size = delta.element_size() // dtype.itemsize, max(1, PIECE_BYTES // dtype.itemsize)
-        apart = room > 1 and is_momentary(delta.numel(), dtype, delta.device)
-        places = [bucket.scratch(f"received {i}", dtype) for i in range(len(partners) + (not apart) - room)]
-        pieces = bucket.views_of_flat(
-            (dtype, size), lambda flat: [(piece, piece.view(dtype).tensor_split(room)) for piece in flat.split(size)]
-        )
-        sends = cut(momentary(delta.numel(), dtype, delta.device), size) if apart else [within[0] for _, within in pieces]
-        rows = []
-        for (piece, within), sent, *beside in zip(pieces, sends, *(cut(each, size) for each in places), strict=True):
-            if apart:
-                sent.copy_(piece)
-            elif room > 1:
-                sent.copy_(momentary(piece.numel(), dtype, piece.device).copy_(piece))  # which the message overwrites
-            handles = []
-            for permutation, place in zip(partners, [*reversed(within[not apart :]), *beside], strict=False):
-                handles.append((yield start(Permute(sent, permutation, place))))
-            rows.append((handles, sent, piece))
-        for (first, *others), sent, piece in rows:
-            share = 1 / (len(others) + 2)
-            theirs = yield wait(first)
-            # What was sent was only read, so it still is what the partner received.
-            if others:
-                result = torch.empty_like(piece)
-                add_difference(theirs, sent, share, result, fresh=True)
-                for handle in others:
-                    add_difference((yield wait(handle)), sent, share, result, fresh=False)
-                piece.copy_(result)
-            else:
-                # The answer lies at the end of the piece: from the front on, nothing is overwritten that is still to be read.
-                mine = sent if apart or room == 1 else momentary(sent.numel(), dtype, sent.device).copy_(sent)
-                add_difference(theirs, mine, share, piece, fresh=True)
+        pieces = pieces_of(bucket, dtype, len(partners))
+        for piece in pieces:
+            piece.encode()
+            for permutation, place in zip(partners, piece.places, strict=True):
+                piece.handles.append((yield start(Permute(piece.sent, permutation, place))))
+        for piece in pieces:
+            yield from piece.average()
         return delta
 
 
@@ -148,22 +125,3 @@ def check_steps(name: str, value: object, least: int = 1) -> None:
     """Raise ConfigurationError unless ``value`` is a number of steps."""
     if not is_whole(value, least):
         raise ConfigurationError(f"{name} must be a number of steps, at least {least}; got {value!r}")
-
-
-def cut(tensor: Tensor, size: int) -> Sequence[Tensor]:
-    """Views of ``size`` elements each, the last one of what is left."""
-    split: Sequence[Tensor] = (tensor,) if tensor.numel() <= size else tensor.split(size)
-    return split
-
-
-PIECE_BYTES = 2**20
-"""A longer message travels in pieces: one is rounded or averaged while others are on the wire."""
-
-
-def add_difference(theirs: Tensor, mine: Tensor, share: float, out: Tensor, fresh: bool) -> None:
-    """Add share·(theirs − mine), computed in the type of ``out``; ``fresh``: to nothing, whatever is there."""
-    for a, b, result in portions(theirs, mine, out):
-        if fresh:
-            torch.sub(a.to(out.dtype), b, out=result).mul_(share)
-        else:
-            result.add_(a.to(out.dtype) - b, alpha=share)
