@@ -198,6 +198,11 @@ class Algorithm(ABC):
         """After how many steps what travels repeats itself, as far as bytes and messages go."""
         return 1
 
+    def traffic_cycle(self, world: int, machines: int) -> int:
+        """After how many steps ``world`` workers on so many machines meet the same partners again, so that as much leaves a
+        machine as before. Of partners that are drawn at random: how many steps belong together."""
+        return self.traffic_period
+
     @property
     def weight_parts(self) -> int:
         """Into how many even parts the weights are cut, so that :meth:`route` can tell them apart (``gossamer.pieces``)."""

@@ -101,6 +101,9 @@ class Combination(Algorithm, register=False):
     def traffic_period(self) -> int:
         return math.lcm(*(part.traffic_period for part in self.parts))
 
+    def traffic_cycle(self, world: int, machines: int) -> int:
+        return math.lcm(*(part.traffic_cycle(world, machines) for part in self.parts))
+
 
 def joined(first: str, second: str) -> str:
     """One label of two, whatever they contain."""

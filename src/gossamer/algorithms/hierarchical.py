@@ -1,5 +1,6 @@
 """Hierarchical: exact inside a machine, any relaxation between machines."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -89,6 +90,10 @@ class Hierarchical(Combination, register=False):
     @property
     def lands_late(self) -> bool:
         return self.outer.lands_late
+
+    def traffic_cycle(self, world: int, machines: int) -> int:
+        leaders = machines if self.ranks_per_node is None else -(-world // self.ranks_per_node)
+        return math.lcm(self.inner.traffic_cycle(-(-world // leaders), 1), self.outer.traffic_cycle(leaders, leaders))
 
     def gradients_apart(self, ctx: Context) -> int:
         return self.outer.gradients_apart(inside(ctx, leaders_of(machines_of(ctx, self.ranks_per_node))))

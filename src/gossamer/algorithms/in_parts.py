@@ -78,6 +78,9 @@ class InParts(Combination, register=False):
     def traffic_period(self) -> int:
         return self.count * self.algorithm.traffic_period
 
+    def traffic_cycle(self, world: int, machines: int) -> int:
+        return self.count * self.algorithm.traffic_cycle(world, machines)
+
     def due(self, step: int) -> bool:
         mine = self.part_number is None or step % self.count == self.part_number
         return mine and self.algorithm.due(step // self.count)

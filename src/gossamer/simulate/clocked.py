@@ -37,7 +37,7 @@ class Wire:
     """
 
     def __init__(self, clock: Clock, link: Link, world: int, nodes: tuple[Group, ...] = (), inside: Link | None = None) -> None:
-        self.meter, self.most_bytes = Meter(), 0
+        self.meter, self.most_bytes, self.inside_bytes = Meter(), 0, 0
         self._clock, self._everyone = clock, tuple(range(world))
         self._queue = Shaper(link.bandwidth, link.latency)
         inside = inside or Link()
@@ -60,6 +60,8 @@ class Wire:
         if between:
             traffic = Traffic(between, traffic.rounds)
             self.most_bytes += between
+        else:
+            self.inside_bytes += traffic.bytes
         empty = op.tensor.numel() == 0
         due = self._clock.now if empty else queue.due(traffic, self._clock.now)
         return UnderWay(due, result(op, len(group)))

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from gossamer.algorithms.base import Algorithm, Subject
 from gossamer.algorithms.hierarchical import consecutive
@@ -25,7 +26,7 @@ from gossamer.sync.checks import named_parameters
 from gossamer.sync.history import weight_of
 from gossamer.sync.launch import launch_order
 from gossamer.sync.module_buffers import Buffers, beside_parameters, check_buffers, floating, named_buffers, resolve_buffers
-from gossamer.sync.usage import with_usage
+from gossamer.sync.usage import USAGE, with_usage
 
 _SUBJECTS: tuple[Subject, ...] = ("gradients", "weights")
 
@@ -84,7 +85,8 @@ def step_time(
         lanes: flows that may be under way at the same time.
         buffers: as in :func:`gossamer.replicate`; for models that have buffers.
         steps: steps to average over, rounded up to whole cycles of the algorithm, after which what travels repeats itself
-            (``Algorithm.traffic_period``).
+            (``Algorithm.traffic_cycle``; where that is more than 512 steps, to whole ``Algorithm.traffic_period``). Where
+            exchanges may lag, from the beginning of one to that of another.
         warmup: steps before these; as many more as let everything be exchanged once: first exchanges may be longer.
         ranks_per_node: how many ranks share a machine, and its link: consecutive ones.
         inside: how those reach each other, where there are several; at once by default.
@@ -95,8 +97,9 @@ def step_time(
 
     Raises:
         ConfigurationError: a number out of range or of another type, an algorithm that cannot run among so many ranks, a
-            moment of a parameter that is not communicated, an ``overlap_forward`` of what moves weights, an ``inside`` where
-            no two ranks share a machine, or no ``history`` where it is exchanged.
+            moment of a parameter that is not communicated, a plan that was made for another algorithm, an
+            ``overlap_forward`` of what moves weights, an ``inside`` where no two ranks share a machine, or no ``history``
+            where it is exchanged.
     """
     _check_kind("algorithm", algorithm, Algorithm, "Gossip()")
     _check_kind("compute", compute, Compute, "Compute(forward=0.03, backward=0.06)")
@@ -108,6 +111,8 @@ def step_time(
     algorithm.check(world)
     algorithm.check_machines(nodes)
     mode = resolve_buffers(buffers, algorithm.subject)
+    if algorithm.takes_momentum:  # which a replica would have: how vectors travel depends on it
+        algorithm = algorithm.attach([SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)])
     parts = {subject: part for subject in _SUBJECTS if (part := algorithm.part(subject)) is not None}
     if overlap_forward and list(parts) != ["gradients"]:
         raise ConfigurationError(
@@ -116,15 +121,21 @@ def step_time(
     preludes: list[MakeFlow] = []
     if isinstance(model_or_plan, Plan):
         plans = dict.fromkeys(parts, model_or_plan)
+        for part in parts.values():
+            _check_plan(model_or_plan, part)
     else:
+        _check_kind("model_or_plan", model_or_plan, nn.Module, "a torch.nn.Module, or make_plan(tensors, algorithm)")
         check_buffers(algorithm, model_or_plan, mode)
         plans = {subject: _plan(model_or_plan, part, compute, mode, history or 0) for subject, part in parts.items()}
         if world > 1:
             preludes = _preludes(model_or_plan, algorithm, mode)
     _check_names(plans.values(), compute)
     members, first = tuple(range(world)), max(algorithm.changes, default=0)
-    period = algorithm.traffic_period
-    steps, warmup = -(-steps // period) * period, warmup + period - 1
+    period, cycle = algorithm.traffic_period, algorithm.traffic_cycle(world, len(nodes))
+    warmup += period * (1 + algorithm.may_lag) - 1
+    cycle = cycle if cycle <= _LONGEST_CYCLE else period
+    steps = -(-steps // cycle) * cycle
+    exchanges = cycle // algorithm.step_of(1) if algorithm.may_lag else None
 
     def run(overlap: bool) -> list[float]:
         clock = Clock()
@@ -132,12 +143,13 @@ def step_time(
         wire = Wire(clock, link, world, nodes if ranks_per_node > 1 else (), inside)
         of_gradients, of_weights = made.get("gradients"), made.get("weights")
         training = Training(clock, wire, compute, lanes, of_gradients, of_weights, preludes, overlap)
-        return _per_step(training, first, warmup, steps)
+        return _per_step(training, first, warmup, steps, exchanges)
 
     if overlap_forward:
-        *_, busiest = run(False)
-        plans["gradients"] = _arranged(plans["gradients"], compute, 8 * busiest / link.bandwidth)
-    seconds, exposed, sent, messages, busiest = run(overlap_forward)
+        *_, busiest, within = run(False)
+        line = max(8 * busiest / link.bandwidth, 8 * within / (inside or Link()).bandwidth)
+        plans["gradients"] = _arranged(plans["gradients"], compute, line)
+    seconds, exposed, sent, messages, busiest, _ = run(overlap_forward)
     return StepTime(
         step_seconds=seconds,
         compute_seconds=compute.seconds,
@@ -172,6 +184,19 @@ def _check_links(link: object, inside: object, ranks_per_node: int) -> None:
         )
 
 
+def _check_plan(plan: Plan, algorithm: Algorithm) -> None:
+    """Refuse a plan that was made for another algorithm: its buckets would be handled as no replica does."""
+    uncut = algorithm.weight_parts > 1 and any(part_of(name)[1] is None for name in plan.names)
+    for layout in plan.layouts:
+        segments = [segment for segment in layout.segments if segment.name != USAGE]
+        blanks = {s.name: torch.empty_strided(s.shape, s.stride, dtype=layout.dtype, device="meta") for s in segments}
+        if uncut or any(algorithm.route(name, blank) != layout.label for name, blank in blanks.items()):
+            raise ConfigurationError(
+                f"the plan was not made for {algorithm!r}, which would put {layout.names[0]!r} elsewhere: give the model, or "
+                "make_plan(tensors, algorithm)" + (" of tensors that were cut() into its parts" if uncut else "")
+            )
+
+
 def _check_names(plans: Iterable[Plan], compute: Compute) -> None:
     communicated = {part_of(name)[0] for plan in plans for name in plan.names}
     for what, moments in (("ready", compute.ready), ("needed", compute.needed)):
@@ -190,21 +215,40 @@ def _check_history(history: int | None, algorithm: Algorithm, model_or_plan: nn.
         )
 
 
-def _per_step(training: Training, first: int, warmup: int, steps: int) -> list[float]:
-    """What ``training.totals()`` grow by per step, over ``steps`` of them, after ``warmup`` others from ``first`` on."""
-    marks: list[tuple[float, float, int, int, int]] = []
+def _per_step(training: Training, first: int, warmup: int, steps: int, exchanges: int | None) -> list[float]:
+    """What ``training.totals()`` grow by per step, over ``steps`` of them, after ``warmup`` others from ``first`` on.
+
+    ``exchanges``: where they may lag, after how many they repeat themselves. Then over so many more steps that both ends are
+    where one has just begun: two that lie in other places between two steps would not count alike.
+    """
+    marks: list[tuple[int, int, tuple[float, ...]]] = []
+
+    def is_a_mark(number: int) -> bool:
+        if number < (marks[0][0] + steps if marks else first + warmup):
+            return False
+        if exchanges is None:
+            return True
+        return training.begun is not None and (not marks or (training.begun - marks[0][1]) % exchanges == 0)
 
     def loop() -> Process:
-        for number in range(first, first + warmup + steps):
-            if number == first + warmup:
-                marks.append(training.totals())
+        number = first
+        while True:
+            if is_a_mark(number):
+                marks.append((number, training.begun or 0, training.totals()))
+                if len(marks) == 2:
+                    return
             yield from training.step(number)
-        marks.append(training.totals())
+            number += 1
 
     with torch.no_grad():
         training.clock.spawn(loop())
         training.clock.run()
-    return [(end - begin) / steps for begin, end in zip(*marks, strict=True)]
+    (begin, _, before), (end, _, after) = marks
+    return [(there - here) / (end - begin) for here, there in zip(before, after, strict=True)]
+
+
+_LONGEST_CYCLE = 512
+"""Steps of a whole cycle of partners that are worth a run through all of them."""
 
 
 def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffers, history: int) -> Plan:
@@ -213,13 +257,18 @@ def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffer
     tensors: dict[str, Tensor] = dict(trainable)
     if algorithm.subject == "weights":
         if mode == "average":
-            tensors |= beside_parameters(model)
+            tensors |= _averaged(model)
         told = [name for name, p in trainable.items() if algorithm.of(algorithm.route(name, p)).exchanges_history]
         tensors |= {f"{kind} of {name}": trainable[name] for name in told for kind in range(history)}
         return make_plan(cut(tensors, algorithm.weight_parts, weight_of), algorithm, at_once=True)
     in_order = list(reversed(tensors))
     in_order.sort(key=lambda name: compute.ready_at([name]))
     return make_plan(with_usage({name: tensors[name] for name in in_order}, algorithm), algorithm)
+
+
+def _averaged(model: nn.Module) -> dict[str, Tensor]:
+    """As ``module_buffers.averaged``, where values are there: what holds infinities stays at home."""
+    return {name: tensor for name, tensor in beside_parameters(model).items() if tensor.is_meta or tensor.isfinite().all()}
 
 
 def _arranged(plan: Plan, compute: Compute, wire_seconds: float) -> Plan:

@@ -51,12 +51,17 @@ class Part:
         self._states = [State(bucket.flat) for bucket in self.buckets]
         self._step_states = {bucket.layout.label: State(torch.zeros((), device=META)) for bucket in self.buckets}
         self._members, self._nodes = members, nodes
-        self._number = self._exchanges = self._behind = 0
+        self._number = self.exchanges = self._behind = 0
 
     @property
     def may_stay(self) -> bool:
         """Whether what is under way has not ended, and need not yet."""
         return self._behind < self.algorithm.may_lag and not all(event.happened for event in self.under_way)
+
+    @property
+    def has_just_begun(self) -> bool:
+        """Whether the exchange that is under way began at the end of the last step."""
+        return bool(self.under_way) and self._behind == 0
 
     def begin(self, number: int, lanes: Sequence[Lane]) -> None:
         """Send the weights as they are before step ``number``, if they are due and the last exchange is over."""
@@ -64,8 +69,8 @@ class Part:
             self._behind += 1
         elif self.algorithm.due(number):
             if self.algorithm.may_lag:
-                number = self.algorithm.step_of(self._exchanges)
-            self._behind, self._exchanges = 0, self._exchanges + 1
+                number = self.algorithm.step_of(self.exchanges)
+            self._behind, self.exchanges = 0, self.exchanges + 1
             for bucket in self.buckets:
                 self.launch(bucket, number, lanes)
 
@@ -204,10 +209,17 @@ class Training:
         yield from events
         self.exposed += self.clock.now - begin
 
-    def totals(self) -> tuple[float, float, int, int, int]:
-        """So far: time, exposed time, bytes and messages of this rank, bytes of the busiest rank."""
-        meter = self.wire.meter
-        return self.clock.now, self.exposed, meter.bytes, meter.messages, self.wire.most_bytes
+    @property
+    def begun(self) -> int | None:
+        """Where exchanges may lag: how many were begun, if one was at the end of the last step; None otherwise."""
+        weights = self._weights
+        return weights.exchanges if weights is not None and weights.has_just_begun else None
+
+    def totals(self) -> tuple[float, float, int, int, int, int]:
+        """So far: time, exposed time, bytes and messages of this rank, bytes of the busiest rank, bytes that leave no
+        machine."""
+        meter, wire = self.wire.meter, self.wire
+        return self.clock.now, self.exposed, meter.bytes, meter.messages, wire.most_bytes, wire.inside_bytes
 
 
 def blank(nbytes: int) -> Tensor:
