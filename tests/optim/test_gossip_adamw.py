@@ -1,6 +1,7 @@
 """GossipAdamW: AdamW alone; where weights are averaged, it divides by the size of the mean gradient."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from contracts.cases import weights
 from gossamer import AllReduce, Gossip, Hierarchical, by_size, loopback
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.optim import GossipAdamW, MasterWeights, loops
+from gossamer.optim.gossip_adamw import tell_how_many
 
 
 def model_of(width: int = 5, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -318,3 +320,53 @@ def test_16_bits_are_computed_in_float32() -> None:
     optimizer.step()
     assert optimizer.state[model.weight]["exp_avg_sq"].dtype == torch.float32
     assert not torch.equal(weights(model), before)
+
+
+def test_it_goes_on_from_a_state_of_adamw() -> None:
+    """Which knows neither how many gradients are averaged, nor that steps are whole numbers here."""
+    model, twin = model_of(), model_of()
+    before, after = torch.optim.AdamW(model.parameters(), lr=0.01), torch.optim.AdamW(twin.parameters(), lr=0.01)
+    for seed in range(2):
+        for each, optimizer in ((model, before), (twin, after)):
+            give_gradients(each, seed)
+            optimizer.step()
+    ours = GossipAdamW(model.parameters(), lr=0.5)
+    ours.load_state_dict(before.state_dict())
+    assert (ours.param_groups[0]["averaged_over"], ours.param_groups[0]["lr"]) == (1, 0.01)
+    for each, optimizer in ((model, ours), (twin, after)):
+        give_gradients(each, 7)
+        optimizer.step()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+        assert ours.state[one]["step"] == 3
+
+
+def test_a_copy_of_a_told_one_trains_alone() -> None:
+    model = model_of()
+    optimizer = GossipAdamW(model.parameters(), averaged_over=2)
+    tell_how_many(optimizer, lambda: 4)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert twin.param_groups[0]["averaged_over"] == 2
+    assert optimizer.param_groups[0]["averaged_over"] == 4
+
+
+def test_what_is_remembered_of_as_many_numbers_in_another_shape_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(4, 6))
+    weight.grad = torch.ones(4, 6)
+    optimizer = GossipAdamW([weight])
+    optimizer.step()
+    optimizer.state[weight]["exp_avg"] = torch.zeros(6, 4)
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("betas", [(0.9,), (0.9, 0.99, 0.999), 0.9, "ab"])
+def test_betas_are_two_numbers(betas: Any) -> None:
+    with pytest.raises(ConfigurationError, match="betas"):
+        GossipAdamW(model_of().parameters(), betas=betas)
+
+
+@pytest.mark.parametrize("lr", [None, [0.1], "0.1"])
+def test_a_learning_rate_is_a_number(lr: Any) -> None:
+    with pytest.raises(ConfigurationError, match="lr must be"):
+        GossipAdamW(model_of().parameters(), lr=lr)

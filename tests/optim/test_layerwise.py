@@ -233,6 +233,8 @@ def test_replicas_stay_alike(make: Make, algorithm: gossamer.Algorithm) -> None:
         lambda: LARS([{"params": weights(), "weight_decay": -0.1}], 1.0),
         lambda: LAMB(weights(), betas=(0.9, 1.0)),
         lambda: LAMB(weights(), trust_clip=(2.0, 1.0)),
+        lambda: LAMB(weights(), trust_clip=10.0),
+        lambda: LAMB(weights(), trust_clip=("0", "1")),
         lambda: LAMB(weights(), eps=-1.0),
     ],
 )

@@ -516,3 +516,26 @@ def test_distributed_checkpoints_take_no_step_with_it() -> None:
     train(model, optimizer, 2, begin=3)
     train(other_model, other, 2, begin=3)
     assert same(copies_of(optimizer, model), copies_of(other, other_model))
+
+
+def test_a_model_that_was_mended_stays_mended() -> None:
+    model = model_of()
+    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    good = copy.deepcopy(model.state_dict())
+    give(model)
+    next(model.parameters()).grad.fill_(float("nan"))
+    optimizer.step()
+    assert not all(value.isfinite().all() for value in values(model))
+    model.load_state_dict(good)
+    give(model)
+    optimizer.step()
+    assert all(value.isfinite().all() for value in (*values(model), *masters(optimizer)))
+
+
+def test_a_scaled_step_without_any_gradient_does_nothing() -> None:
+    model = model_of()
+    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+    before = [value.clone() for value in values(model)]
+    optimizer.found_inf = 0  # as a GradScaler leaves it there
+    optimizer.step()
+    assert same(before, values(model))

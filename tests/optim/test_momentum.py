@@ -97,3 +97,49 @@ def test_a_schedule_that_cycles_the_momentum_is_named() -> None:
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
     with pytest.raises(ConfigurationError, match="cycle_momentum=False"):
         optimizer.step()
+
+
+def decayed(optimizer: SGD, weight: nn.Parameter, steps: int, with_closure: bool, decay: float = 0.1) -> torch.Tensor:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight**2).sum()
+        loss.backward()
+        return loss
+
+    for step in range(steps):
+        if step == 2:
+            optimizer.param_groups[0]["weight_decay"] = decay
+        if with_closure:
+            assert optimizer.step(closure).item() > 0
+        else:
+            closure()
+            optimizer.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+@pytest.mark.parametrize("decay", [0.1, 0.3])
+def test_the_weight_decay_acts_as_without_a_loan(with_closure: bool, decay: float) -> None:
+    """Once, whoever makes the gradients; and as a schedule sets it meanwhile, here without a momentum of gradients."""
+    weight, optimizer = made()
+    velocity, expected = torch.zeros(8), torch.ones(8)
+    for step in range(5):
+        velocity = 0.9 * velocity + (0.1 if step < 2 else decay) * expected
+        expected = expected - 0.1 * (velocity + 2 * expected)
+    lend_momentum([optimizer])
+    found = decayed(optimizer, weight, 5, with_closure, decay)
+    # With a closure the gradient is that of the weights before their decay, and so it is without one.
+    assert torch.allclose(found, expected)
+    return_momentum([optimizer])
+    assert optimizer.param_groups[0]["weight_decay"] == decay
+
+
+def test_an_overflow_that_is_a_plain_number() -> None:
+    """As a GradScaler hands it over where no parameter has a gradient."""
+    weight = nn.Parameter(torch.ones(8))
+    optimizer = SGD([weight], lr=0.1, momentum=0.9, weight_decay=0.1, fused=True)
+    lend_momentum([optimizer])
+    optimizer.grad_scale, optimizer.found_inf = None, 0
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.ones(8))
+    return_momentum([optimizer])

@@ -473,3 +473,19 @@ def test_weights_of_16_bits_are_rounded_once_per_step() -> None:
         for optimizer in optimizers:
             optimizer.step()
         assert torch.equal(half, full.bfloat16())
+
+
+def test_it_goes_on_from_a_state_of_adam() -> None:
+    """Which knows no phases: the first one begins, with the moments that are there."""
+    parameters = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(3, 4))]
+    adam = torch.optim.AdamW(parameters, lr=0.01)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    adam.step()
+    ours = OneBitAdam(parameters, warmup=2)
+    ours.load_state_dict(adam.state_dict())
+    for _ in range(3):
+        ours.step()
+    assert ours.frozen
+    assert [ours.state[p]["step"] for p in parameters] == [4] * len(parameters)
+    assert [ours.state[p]["frozen_at"] for p in parameters] == [3] * len(parameters)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.errors import ConfigurationError
 from gossamer.optim.wide import check_number
 
 
@@ -13,7 +14,10 @@ def check_adam(options: Mapping[str, Any]) -> None:
     """Raise ConfigurationError unless ``lr``, ``eps``, ``weight_decay`` and ``betas`` are in their ranges."""
     for name in ("lr", "eps", "weight_decay"):
         check_number(name, options[name])
-    for name, beta in zip(("the first of betas", "the second of betas"), options["betas"], strict=True):
+    betas = options["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ConfigurationError(f"betas must be two numbers; got {betas!r}")
+    for name, beta in zip(("the first of betas", "the second of betas"), betas, strict=True):
         check_number(name, beta, below=1.0)
 
 

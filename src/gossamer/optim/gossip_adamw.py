@@ -75,6 +75,12 @@ class GossipAdamW(Wide):
             raise ConfigurationError(f"{AVERAGED_OVER} must be a number of workers, at least 1; got {workers!r}")
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which trains alone."""
+        groups = [dict(group) for group in self.param_groups]
+        give_back(groups, _LOAN)
+        return {**super().__getstate__(), "param_groups": groups}
+
     def change(self, group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         counts = self.count()
         kept = self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
@@ -89,10 +95,10 @@ Row = tuple[Tensor, Tensor, Tensor, Tensor, int]
 
 
 def _alike_and_whole(tensors: Sequence[Tensor]) -> bool:
-    """Whether they are as many numbers of one dtype each, without gaps in the host's memory."""
+    """Whether they are of one shape and dtype, without gaps in the host's memory."""
     first = tensors[0]
     return first.device.type == "cpu" and all(
-        tensor.is_contiguous() and tensor.dtype == first.dtype and tensor.numel() == first.numel() for tensor in tensors
+        tensor.is_contiguous() and tensor.dtype == first.dtype and tensor.shape == first.shape for tensor in tensors
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from gossamer.checks import is_number
 from gossamer.errors import ConfigurationError
 from gossamer.optim.adam import adam_steps, check_adam
 from gossamer.optim.layerwise import Layerwise, check_adapt, pick, trust_ratios
@@ -79,5 +80,8 @@ class LAMB(Layerwise):
 
 
 def _check_clip(bounds: Any) -> None:
-    if bounds is not None and not (len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] and bounds[1] > 0):
+    if bounds is None:
+        return
+    are_two = isinstance(bounds, tuple | list) and len(bounds) == 2 and all(is_number(bound) for bound in bounds)
+    if not (are_two and 0 <= bounds[0] <= bounds[1] and bounds[1] > 0):
         raise ConfigurationError(f"trust_clip must be None or (low, high) with 0 ≤ low ≤ high and high > 0; got {bounds!r}")

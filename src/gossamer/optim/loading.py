@@ -46,9 +46,15 @@ def put_back(optimizer: Optimizer, state_dict: State) -> None:
     for key, parameter in zip(saved_keys(state_dict), own, strict=True):
         if key in state_dict["state"]:
             optimizer.state[parameter] = {
-                name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
-                for name, value in state_dict["state"][key].items()
+                name: _restored(name, value, parameter) for name, value in state_dict["state"][key].items()
             }
+
+
+def _restored(name: str, value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # Steps are counted in tensors by torch's optimizers, whose state ours take.
+    return int(value) if name == "step" else value.to(parameter.device, copy=True)
 
 
 def saved_keys(state_dict: State) -> list[Any]:

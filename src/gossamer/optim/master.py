@@ -89,7 +89,7 @@ class MasterWeights(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; skipped if a GradScaler has found an overflow. ``closure`` recomputes the loss, which is returned."""
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and found_inf.item() > 0:
+        if found_inf is not None and float(found_inf) > 0:  # a number, and no tensor, where there is no gradient at all
             return None
         self._follow_model()
         self._copy_options(self.param_groups, self._inner.param_groups)
@@ -207,7 +207,8 @@ class MasterWeights(Optimizer):
     def _follow_model(self) -> None:
         """Give the copies the model's values, exactly, and what they held below the last 16-bit digit: nothing at first."""
         for own, master in self._masters.items():
-            master.sub_(master.to(own.dtype)).add_(own)
+            # What is not finite has no last digit: a model that was mended stays mended.
+            master.sub_(master.to(own.dtype)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).add_(own)
 
     def _bring_gradients(self) -> None:
         scale = getattr(self, "grad_scale", None)

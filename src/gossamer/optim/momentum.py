@@ -70,20 +70,43 @@ def _lend_loaded(momentum: float, optimizer: Optimizer) -> None:
     _lend(optimizer.param_groups, momentum)
 
 
-@torch.no_grad()
-def _decay(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """v ← momentum·v + weight_decay·w, w ← w − lr·v: with what the gradients do, SGD with momentum and weight decay."""
+def _decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Before a step: what the weight decay does, beside what gradients do. A ``closure``, which makes them, comes first."""
+    _check_lent(optimizer)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _apply_decay(optimizer)
+        return None
+
+    def with_decay() -> Any:
+        loss = closure()
+        _apply_decay(optimizer)
+        return loss
+
+    return args[:1], {"closure": with_decay}
+
+
+def _check_lent(optimizer: Optimizer) -> None:
+    """Refuse a momentum that is there again, and follow a weight decay that was set again (by a schedule of it)."""
     if any(_LENT not in group or group["momentum"] for group in optimizer.param_groups):
         raise ConfigurationError(
             "momentum_correction has taken the momentum out of the optimizer, and something has set one again, which would be "
             "applied twice: a schedule that cycles it (OneCycleLR and CyclicLR do; give them cycle_momentum=False), a loaded "
             "state with another momentum (load it before gossamer.replicate()), or an added param group"
         )
+    for group in optimizer.param_groups:
+        if group["weight_decay"]:
+            group[_DECAY], group["weight_decay"] = group["weight_decay"], 0.0
+
+
+@torch.no_grad()
+def _apply_decay(optimizer: Optimizer) -> None:
+    """v ← momentum·v + weight_decay·w, w ← w − lr·v: with what the gradients do, SGD with momentum and weight decay."""
     _stepped.add(optimizer)
     for state in optimizer.state.values():
         state.pop("momentum_buffer", None)  # or it would come back, as it is now, when the momentum is given back
     overflow = getattr(optimizer, "found_inf", None)  # from a GradScaler, to optimizers that skip the step by themselves
-    if overflow is not None and overflow.item() > 0:
+    if overflow is not None and float(overflow) > 0:
         return
     for group in optimizer.param_groups:
         decay = group.get(_DECAY, 0.0)

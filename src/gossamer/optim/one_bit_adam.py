@@ -18,7 +18,7 @@ from gossamer.memory import wide, widened
 from gossamer.optim.adam import adam_steps, check_adam
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.loading import State, loading, put_back
-from gossamer.optim.wide import check_dense, check_number, evaluated
+from gossamer.optim.wide import check_dense, check_number, evaluated, fill_in
 
 logger = logging.getLogger("gossamer")
 
@@ -82,10 +82,18 @@ class OneBitAdam(Communicating):
         # Constant once the variance is frozen; made again from it after loading, so not saved.
         self._inverse_roots: dict[Tensor, Tensor | None] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        # In the first group, so that they are saved and loaded with it.
-        self.param_groups[0].setdefault("steps", 0)
-        self.param_groups[0].setdefault("frozen_at", None)
-        self.param_groups[0].setdefault("variance_norm", None)
+        self._fill_in_first()
+
+    def _fill_in_first(self) -> None:
+        """What is counted for all, in the first group, so that it is saved and loaded with that."""
+        for name, value in {"steps": 0, "frozen_at": None, "variance_norm": None}.items():
+            self.param_groups[0].setdefault(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What a loaded state does not know (Adam's does not know our phases) is as at the beginning."""
+        super().__setstate__(state)
+        fill_in(self)
+        self._fill_in_first()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own. Raises ConfigurationError for options out of range."""

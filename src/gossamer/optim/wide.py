@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -66,10 +67,22 @@ class Wide(Optimizer):
             self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
         return [self.state[parameter]["step"] for parameter in self._current]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Options that a loaded state does not know (AdamW's has none of ours) are those that the optimizer was made with."""
+        super().__setstate__(state)
+        fill_in(self)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put back what ``state_dict()`` returned. torch casts state to the parameter's dtype; ours stays in float32."""
         with loading(self, lambda state: put_back(self, state)):
             super().load_state_dict(state_dict)
+
+
+def fill_in(optimizer: Optimizer) -> None:
+    """Give every group the options that it lacks."""
+    for group in optimizer.param_groups:
+        for name, value in optimizer.defaults.items():
+            group.setdefault(name, value)
 
 
 def check_dense(optimizer: Optimizer, parameter: Tensor) -> None:
@@ -90,7 +103,8 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
 
 def check_number(name: str, value: Any, low: float = 0.0, below: float = float("inf")) -> None:
     """Raise :class:`ConfigurationError` unless it is a number and ``low ≤ value < below``."""
-    if isinstance(value, str | bool) or not low <= value < below:
+    is_number = isinstance(value, Real | Tensor) and not isinstance(value, bool)
+    if not is_number or not low <= value < below:
         limit = "" if below == float("inf") else f" and below {below:g}"
         raise ConfigurationError(f"{name} must be at least {low:g}{limit}; got {value!r}")
 
