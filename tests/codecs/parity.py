@@ -151,8 +151,21 @@ def assert_same_norms(ours: Tensor, theirs: Tensor) -> None:
     assert torch.allclose(ours[~far], theirs[~far], rtol=1e-5, atol=0, equal_nan=True)
 
 
+def chance_moves_no_zero(kernels: Kernels, count: int, device: str = "cpu") -> None:
+    """Of very many, on symmetric grids of steps of all kinds."""
+    for seed in range(count):
+        x = torch.zeros(16, 2**14)
+        x[:, 0] = (torch.rand(16, generator=torch.Generator().manual_seed(seed)) - 0.5) * SCALES[3 + seed % 5]
+        grid = Grid((8, 4, 8, 2)[seed % 4], 1, x.shape[1], stochastic=True)
+        payload, rest = encoded(kernels, "quantize", grid, seed, x.flatten(), None, device)
+        values = decoded(kernels, "quantize", grid, payload, x.flatten(), False, device)
+        for flat in (values, rest):
+            assert torch.count_nonzero(flat.view_as(x)[:, 1:]) == 0
+
+
 LAWS = [
     (quantisation_agrees, 300),
+    (chance_moves_no_zero, 84),
     (decoding_of_levels_is_bit_identical, 200),
     (decoding_of_signs_is_bit_identical, 200),
     (signs_agree, 200),

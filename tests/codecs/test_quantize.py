@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer.codecs import Quantize
+from gossamer.codecs.kernels import reference
 from gossamer.errors import ConfigurationError
 
 F32_MAX = torch.finfo(torch.float32).max
@@ -67,6 +68,17 @@ def test_a_symmetric_grid_keeps_zeros() -> None:
     tensor[::3] = 0
     for bits in (8, 4, 2):
         assert torch.count_nonzero(through(Quantize(bits=bits, scheme="symmetric"), tensor)[::3]) == 0
+
+
+@pytest.mark.parametrize("codec", [codec for codec in ALL if codec.scheme == "symmetric"], ids=repr)
+def test_zero_stands_on_the_middle_of_every_symmetric_grid(codec: Quantize) -> None:
+    """To the bit: stochastic rounding would move some of the zeros that stand beside it."""
+    largest = 10 ** (torch.rand(10_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 83 - 45)
+    blocks = largest.float()[:, None] * torch.tensor([1.0, 0.0, -0.0, -1.0])
+    _, _, place = reference.places_of(blocks, codec.grid)
+    assert (place[:, 1:3] == codec.grid.top // 2).all()
+    normal = blocks[:, 0] > 1e-33  # steps of smaller numbers have few bits
+    assert (place[normal][:, [0, 3]] == torch.tensor([codec.grid.top, 0])).all()
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])

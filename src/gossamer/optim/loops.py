@@ -1,5 +1,6 @@
 """Loops: an optimizer's update on the CPU, of all tensors in one pass over memory; compiled by numba at its first use."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,20 @@ _memory: Any = intrinsic(_turned_to_memory)
 """The memory at an address."""
 
 
-@njit(nogil=True, cache=True, error_model="numpy")  # a test for a divisor of 0 would keep it from being vectorised
+def compiled(function: Callable[..., None]) -> Any:
+    """The function, compiled at its first use and kept on disk; where numba can write nowhere, compiled in each process."""
+    try:
+        return _compiled(function, cache=True)
+    except RuntimeError:  # raised here, not at the first use, if the package and the home directory are both read-only
+        return _compiled(function, cache=False)
+
+
+def _compiled(function: Callable[..., None], cache: bool) -> Any:
+    # A test for a divisor of 0, which Python's errors need, would keep a loop from being vectorised.
+    return njit(function, nogil=True, cache=cache, error_model="numpy")
+
+
+@compiled
 def adamw(
     addresses: Array,
     sizes: Array,

@@ -29,7 +29,10 @@ def take(x: Array, residual: Array, wanted: Array) -> tuple[Any, Any]:
 
 @exact
 def steps(lo: Any, hi: Any, inverse: Any) -> tuple[Any, Any, Any]:
-    """Half a step, and the factors (up, inv) so that (w·up − lo·up)·inv is the place on the grid, whatever the range."""
+    """Half a step, and the factors (up, inv) so that (w·up − lo·up)·inv is the place on the grid, whatever the range.
+
+    On a symmetric grid it is w·up·inv + middle: the middle itself for 0, which no rounding may let chance move.
+    """
     reach = hi * F32(0.5) - lo * F32(0.5)
     half = reach * inverse + F32(0)  # −0 becomes 0
     if half == F32(0):
@@ -39,23 +42,23 @@ def steps(lo: Any, hi: Any, inverse: Any) -> tuple[Any, Any, Any]:
 
 
 @exact
-def place_nearest(wanted: Array, codes: Array, lo: Any, up: Any, inv: Any, top: Any) -> None:
-    """Codes of the nearest levels."""
-    base = lo * up
+def place_nearest(wanted: Array, codes: Array, origin: Any, start: Any, up: Any, inv: Any, top: Any) -> None:
+    """Codes of the nearest levels, counted from the value ``origin``, which stands at ``start``."""
+    base = origin * up
     for i in range(wanted.size):
-        place = (wanted[i] * up - base) * inv
+        place = (wanted[i] * up - base) * inv + start
         place = min(max(place, F32(0)), top)
         codes[i] = U8(I32(place + F32(0.5)))
 
 
 @exact
 def place_stochastic(
-    wanted: Array, codes: Array, lo: Any, up: Any, inv: Any, top: Any, first: Any, key1: Any, key2: Any
+    wanted: Array, codes: Array, origin: Any, start: Any, up: Any, inv: Any, top: Any, first: Any, key1: Any, key2: Any
 ) -> None:
     """Codes of the level below or above, at random: the mean is the value. (numba widens integers: hence the casts.)"""
-    base = lo * up
+    base = origin * up
     for i in range(wanted.size):
-        place = (wanted[i] * up - base) * inv
+        place = (wanted[i] * up - base) * inv + start
         place = min(max(place, F32(0)), top)
         below = I32(place)
         mixed = U32(first + U32(i)) ^ key1
@@ -143,22 +146,23 @@ def quantize_all(
     """Header, codes and rest of ``x + residual``; an empty residual or rest is none."""
     room = min(block, x.size)
     wanted, codes = np.empty(room, F32), np.zeros(room + 8, U8)
-    symmetric = header.shape[0] == 1
+    symmetric, middle = header.shape[0] == 1, F32(top // 2)
     for b in range(header.shape[1]):
         begin, end = b * block, min((b + 1) * block, x.size)
         r = residual[begin:end] if residual.size else residual
         w, c = wanted[: end - begin], codes[: end - begin]
         low, high = take(x[begin:end], r, w)
-        finite, lo, half, up, inv = grid_of(low, high, symmetric, inverse, F32(top // 2))
+        finite, lo, half, up, inv = grid_of(low, high, symmetric, inverse, middle)
+        origin, start = (F32(0), middle) if symmetric else (lo, F32(0))  # to take 0 away, or to add it, changes no bit
         header[0, b] = half * F32(2) if symmetric else lo
         if not symmetric:
             header[1, b] = half
         if not finite:
             c[:] = 0
         elif stochastic:
-            place_stochastic(w, c, lo, up, inv, F32(top), U32(begin), key1, key2)
+            place_stochastic(w, c, origin, start, up, inv, F32(top), U32(begin), key1, key2)
         else:
-            place_nearest(w, c, lo, up, inv, F32(top))
+            place_nearest(w, c, origin, start, up, inv, F32(top))
         if rest.size and finite:
             keep_rest(w, c, rest[begin:end], lo, half)
         elif rest.size:

@@ -51,7 +51,10 @@ def uniform(first, place, key1, key2):
 
 @triton.jit
 def steps(lo, hi, inverse: tl.constexpr):
-    """Half a step, and the factors (up, inv) so that (w·up − lo·up)·inv is the place on the grid, whatever the range."""
+    """Half a step, and the factors (up, inv) so that (w·up − lo·up)·inv is the place on the grid, whatever the range.
+
+    On a symmetric grid it is w·up·inv + middle: the middle itself for 0, which no rounding may let chance move.
+    """
     reach = hi * 0.5 - lo * 0.5
     half = reach * inverse + 0.0
     up = tl.where(reach > HUGE, 0.25, tl.where(reach < TINY, UP, 1.0))
@@ -120,10 +123,12 @@ def quantize_kernel(
     if symmetric:
         lo = -(half * 2.0 * (top // 2))
         tl.store(header + b, tl.where(finite, half * 2.0, float("nan")))
+        level = wanted * up * inv + (top // 2)
     else:
         tl.store(header + b, tl.where(finite, lo, float("nan")))
         tl.store(header + count + b, tl.where(finite, half, float("nan")))
-    level = tl.minimum(tl.maximum((wanted * up - lo * up) * inv, 0.0), top)
+        level = (wanted * up - lo * up) * inv
+    level = tl.minimum(tl.maximum(level, 0.0), top)
     level = tl.where(here & finite, level, 0.0)
     if stochastic:
         below = level.to(tl.int32)

@@ -76,7 +76,10 @@ def places_of(w: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     up = torch.where(half == 0, 1.0, up)
     inv = torch.where(half == 0, 0.0, 1.0 / (half * 2 * up))
     lo = lowest(half, grid) if grid.symmetric else lo + poison
-    place = (w * up[:, None] - (lo * up)[:, None]) * inv[:, None]
+    if grid.symmetric:  # counted from the middle, so that 0 stands on it: a rounding beside it, chance would move some zeros
+        place = w * up[:, None] * inv[:, None] + grid.top // 2
+    else:
+        place = (w * up[:, None] - (lo * up)[:, None]) * inv[:, None]
     return lo, half, place.clamp(0, grid.top).nan_to_num(0)
 
 
