@@ -215,7 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _lowest_rate(rank: int, world: int, addresses: Sequence[str]) -> float | None:
     """Bits per second of the slowest host, on which the slowest exchange depends; None if none is shaped."""
     own = parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped")).bps
-    with _agreement(rank, world, addresses, _PORT) as agree:
+    # On a port of its own: a rank may be at the next agreement already while rank 0 still listens for this one.
+    with _agreement(rank, world, addresses, _PORT - 1) as agree:
         lowest = -agree(-(math.inf if own is None else own))
     return None if lowest == math.inf else lowest
 
