@@ -25,7 +25,7 @@ from gossamer.sync.agreement import PORTION
 from gossamer.sync.checks import named_parameters
 from gossamer.sync.history import weight_of
 from gossamer.sync.launch import launch_order
-from gossamer.sync.module_buffers import Buffers, beside_parameters, check_buffers, floating, named_buffers, resolve_buffers
+from gossamer.sync.module_buffers import Buffers, averaged, check_buffers, floating, named_buffers, resolve_buffers
 from gossamer.sync.usage import USAGE, with_usage
 
 _SUBJECTS: tuple[Subject, ...] = ("gradients", "weights")
@@ -131,9 +131,9 @@ def step_time(
             preludes = _preludes(model_or_plan, algorithm, mode)
     _check_names(plans.values(), compute)
     members, first = tuple(range(world)), max(algorithm.changes, default=0)
-    period, cycle = algorithm.traffic_period, algorithm.traffic_cycle(world, len(nodes))
-    warmup += period * (1 + algorithm.may_lag) - 1
-    cycle = cycle if cycle <= _LONGEST_CYCLE else period
+    cycle = algorithm.traffic_cycle(world, len(nodes))
+    cycle = cycle if cycle <= _LONGEST_CYCLE else algorithm.traffic_period
+    warmup += algorithm.traffic_period * (1 + algorithm.may_lag) - 1
     steps = -(-steps // cycle) * cycle
     exchanges = cycle // algorithm.step_of(1) if algorithm.may_lag else None
 
@@ -257,18 +257,13 @@ def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffer
     tensors: dict[str, Tensor] = dict(trainable)
     if algorithm.subject == "weights":
         if mode == "average":
-            tensors |= _averaged(model)
+            tensors |= averaged(model)
         told = [name for name, p in trainable.items() if algorithm.of(algorithm.route(name, p)).exchanges_history]
         tensors |= {f"{kind} of {name}": trainable[name] for name in told for kind in range(history)}
         return make_plan(cut(tensors, algorithm.weight_parts, weight_of), algorithm, at_once=True)
     in_order = list(reversed(tensors))
     in_order.sort(key=lambda name: compute.ready_at([name]))
     return make_plan(with_usage({name: tensors[name] for name in in_order}, algorithm), algorithm)
-
-
-def _averaged(model: nn.Module) -> dict[str, Tensor]:
-    """As ``module_buffers.averaged``, where values are there: what holds infinities stays at home."""
-    return {name: tensor for name, tensor in beside_parameters(model).items() if tensor.is_meta or tensor.isfinite().all()}
 
 
 def _arranged(plan: Plan, compute: Compute, wire_seconds: float) -> Plan:

@@ -57,9 +57,10 @@ def beside_parameters(model: nn.Module) -> dict[str, Tensor]:
 def averaged(model: nn.Module) -> dict[str, Tensor]:
     """Those that do travel with the weights.
 
-    Not those that hold infinities when training starts (masks of attention, equal on all ranks): ∞ − ∞ is no number.
+    Not those that hold infinities when training starts (masks of attention, equal on all ranks): ∞ − ∞ is no number. Of a
+    model on the ``meta`` device, which is only priced, nobody knows that.
     """
-    return {name: tensor for name, tensor in beside_parameters(model).items() if tensor.isfinite().all()}
+    return {name: tensor for name, tensor in beside_parameters(model).items() if tensor.is_meta or tensor.isfinite().all()}
 
 
 def synchronise_buffers(runner: Runner, model: nn.Module, mode: Buffers, source: int = 0) -> None:
