@@ -1,14 +1,15 @@
 """Loops: an optimizer's update on the CPU, of all tensors in one pass over memory; compiled by numba at its first use."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
+
+from gossamer.compiling import compiled
 
 Array = npt.NDArray[Any]
 
@@ -26,20 +27,8 @@ _memory: Any = intrinsic(_turned_to_memory)
 """The memory at an address."""
 
 
-def compiled(function: Callable[..., None]) -> Any:
-    """The function, compiled at its first use and kept on disk; where numba can write nowhere, compiled in each process."""
-    try:
-        return _compiled(function, cache=True)
-    except RuntimeError:  # raised here, not at the first use, if the package and the home directory are both read-only
-        return _compiled(function, cache=False)
-
-
-def _compiled(function: Callable[..., None], cache: bool) -> Any:
-    # A test for a divisor of 0, which Python's errors need, would keep a loop from being vectorised.
-    return njit(function, nogil=True, cache=cache, error_model="numpy")
-
-
-@compiled
+# A test for a divisor of 0, which Python's errors need, would keep a loop from being vectorised.
+@compiled(error_model="numpy")
 def adamw(
     addresses: Array,
     sizes: Array,

@@ -61,7 +61,7 @@ def kernels_for(device: torch.device | str) -> Kernels:
         kernels = kernels_named(kind)
         if kind == "cuda":  # triton looks for a C compiler, and for what the GPU can do, when it launches its first kernel
             kernels.chunk_norms(torch.zeros(8, device=device), None, 8)
-    except Exception as reason:  # compilers raise what they like: numba a RuntimeError where it can keep no cache
+    except Exception as reason:  # compilers raise what they like
         compiler = COMPILERS[kind]
         warnings.warn(f"codecs run in plain torch, several times slower: {compiler} cannot be used ({reason})", stacklevel=2)
         _failed.add(kind)

@@ -5,15 +5,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from gossamer.compiling import compiled
 
 Array = npt.NDArray[Any]
 
-exact = njit(nogil=True, cache=True)
+exact = compiled()
 """Without fast-math flags: decoding must give the same bits everywhere, so no fused multiply-add; NaN and inf survive."""
 
-summing = njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})
+summing = compiled(fastmath={"reassoc", "nsz"})
 """For sums: the order is free, which lets them be vectorised; still no assumption that values are finite."""
 
 I32_T, F32_T = ir.IntType(32), ir.FloatType()
