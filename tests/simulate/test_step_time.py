@@ -1,6 +1,6 @@
 """The clocked runner against closed forms, written out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Literal
 
@@ -209,6 +209,15 @@ def test_what_leaves_a_machine_is_that_of_whole_cycles_of_partners(name: str) ->
     algorithm, world, per_node, messages = WHOLE_CYCLES[name]
     result = run(tensors(2**16), algorithm, world, ranks_per_node=per_node)
     assert result.wire_seconds == pytest.approx(messages * 8 * 4 * 2**16 / BANDWIDTH, rel=1e-3)
+
+
+@pytest.mark.parametrize("wrap", [lambda each: each, lambda each: after(5, each)], ids=["alone", "after"])
+def test_an_algorithm_that_says_who_shares_a_machine_need_not_be_told(wrap: Callable[[Algorithm], Algorithm]) -> None:
+    """Else what stays inside a machine would be charged to the slow link."""
+    said, told = (Hierarchical(Gossip(wire="fp32"), ranks_per_node=number) for number in (4, None))
+    assert run(tensors(2**16), wrap(said), 16) == run(tensors(2**16), wrap(told), 16, ranks_per_node=4)
+    apart = run(tensors(2**16), wrap(said), 16, ranks_per_node=1)
+    assert apart.wire_seconds > 2 * run(tensors(2**16), wrap(said), 16).wire_seconds
 
 
 def test_byes_are_counted_over_whole_cycles() -> None:

@@ -189,6 +189,11 @@ class Algorithm(ABC):
         return False
 
     @property
+    def workers_per_machine(self) -> int | None:
+        """How many consecutive ranks share a machine, where it is the algorithm that says so."""
+        return None
+
+    @property
     def by_machine(self) -> bool:
         """Whether some workers speak for others, so that what they remember is not for others to go on with."""
         return False

@@ -94,6 +94,11 @@ class Combination(Algorithm, register=False):
         return any(part.asks_for_machines for part in self.parts)
 
     @property
+    def workers_per_machine(self) -> int | None:
+        """As the first part that says so."""
+        return next((part.workers_per_machine for part in self.parts if part.workers_per_machine), None)
+
+    @property
     def by_machine(self) -> bool:
         return any(part.by_machine for part in self.parts)
 

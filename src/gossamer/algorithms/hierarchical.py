@@ -76,6 +76,10 @@ class Hierarchical(Combination, register=False):
         return self.ranks_per_node is None
 
     @property
+    def workers_per_machine(self) -> int | None:
+        return self.ranks_per_node
+
+    @property
     def by_machine(self) -> bool:
         return True
 

@@ -6,7 +6,7 @@ order, on the lanes that the plan gives them, small agreements on a lane of thei
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,6 +104,21 @@ class Part:
 
     def _context(self, number: int) -> Context:
         return Context(number, 0, self._members, self._nodes)
+
+
+class Totals(NamedTuple):
+    """What a run took."""
+
+    seconds: float
+    exposed: float
+    """Seconds in which the loop stood still for communication."""
+    sent: float
+    """Bytes of this rank."""
+    messages: float
+    busiest: float
+    """Bytes of the busiest rank, or machine."""
+    inside: float
+    """Bytes that leave no machine."""
 
 
 class Training:
@@ -215,11 +230,10 @@ class Training:
         weights = self._weights
         return weights.exchanges if weights is not None and weights.has_just_begun else None
 
-    def totals(self) -> tuple[float, float, int, int, int, int]:
-        """So far: time, exposed time, bytes and messages of this rank, bytes of the busiest rank, bytes that leave no
-        machine."""
+    def totals(self) -> Totals:
+        """So far."""
         meter, wire = self.wire.meter, self.wire
-        return self.clock.now, self.exposed, meter.bytes, meter.messages, wire.most_bytes, wire.inside_bytes
+        return Totals(self.clock.now, self.exposed, meter.bytes, meter.messages, wire.most_bytes, wire.inside_bytes)
 
 
 def blank(nbytes: int) -> Tensor:
