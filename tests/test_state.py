@@ -1,6 +1,7 @@
 """State is written in transactions, survives another layout of the buckets, and a checkpoint."""
 
 import copy
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -88,6 +89,26 @@ def test_memory_is_used_again_only_when_nobody_looks_at_it() -> None:
     assert torch.equal(view, torch.full((3,), 3.0))
     assert state.fresh("a", torch.zeros(50)).shape == (50,)
     assert state.fresh("b", torch.zeros(2, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("meta", False)])
+def test_memory_of_a_device_is_not_held_for_what_is_written_next(device: str, kept: bool) -> None:
+    """Its allocator has some at once, for activations too."""
+    state = State(torch.zeros(100, device=device))
+    state["a"] = torch.zeros(100, device=device)
+    state.commit()
+    before = weakref.ref(state["a"])
+    for number in (1, 2):
+        state["a"] = torch.zeros(100, device=device)
+        state.commit(revocable=True)
+        assert before() is not None, "there is a way back to it"
+        if number == 2:
+            state.undo()
+            assert state["a"] is before()
+            state["a"] = torch.zeros(100, device=device)
+            state.commit(revocable=True)
+    state.confirm()
+    assert (before() is not None) == kept
 
 
 def test_an_aborted_write_leaves_what_is_kept() -> None:

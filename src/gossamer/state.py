@@ -22,7 +22,7 @@ class Ledger(Generic[K]):
         self.before: dict[K, Tensor | None] = {}
         """What was kept at the last :meth:`confirm`, of what has changed since; None: nothing."""
         self.spare: dict[K, Tensor] = {}
-        """What will not be kept again: memory for what is written next."""
+        """What will not be kept again: memory for what is written next, on the host, where new memory is not free."""
 
     def get(self, key: K) -> Tensor | None:
         """The last value written, committed or not."""
@@ -55,20 +55,19 @@ class Ledger(Generic[K]):
             old = self._keep(key, value)
             if key not in self.before:
                 self.before[key] = old
-            elif old is not None:
-                self.spare[key] = old
+            else:
+                self._set_aside(key, old)
 
     def confirm(self) -> None:
         """From now on :meth:`undo` goes back to what is kept now."""
-        self.spare |= {key: value for key, value in self.before.items() if value is not None}
+        for key, value in self.before.items():
+            self._set_aside(key, value)
         self.before = {}
 
     def undo(self) -> None:
         """Keep what was kept at the last :meth:`confirm`."""
         for key, value in self.before.items():
-            old = self._keep(key, value)
-            if old is not None:
-                self.spare[key] = old
+            self._set_aside(key, self._keep(key, value))
         self.before = {}
 
     def items(self, confirmed: bool = False) -> list[tuple[K, Tensor]]:
@@ -84,6 +83,10 @@ class Ledger(Generic[K]):
         else:
             self.kept[key] = value
         return old
+
+    def _set_aside(self, key: K, value: Tensor | None) -> None:
+        if value is not None and value.device.type == "cpu":
+            self.spare[key] = value
 
     @property
     def at_rest(self) -> bool:

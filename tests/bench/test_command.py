@@ -158,6 +158,18 @@ def test_what_was_measured_is_shown_although_something_failed(monkeypatch, tmp_p
     assert ("failed: [/gloo/x]" in result.output) == (code == 2)
 
 
+@pytest.mark.parametrize("width", [80, 250])
+def test_no_figure_is_lost_in_a_narrow_terminal(width):
+    side, told = "with_optimizer(in_parts(2, QuantizedGossip(bits=8)), GossipAdamW())", io.StringIO()
+    measured = [a_row("ddp"), a_row(side, payload_bytes=123456.0)]
+    Console(file=told, width=width).print(*command._shown(measured))
+    head, *_ = [line for line in told.getvalue().splitlines() if "side" in line]
+    assert ("MB" in head, "memory" in head) == (True, False), "nobody measured memory"
+    line = next(line for line in told.getvalue().splitlines() if line.strip().startswith("with_"))
+    assert line.rstrip().endswith(" 0.12")
+    assert "".join(told.getvalue().split()).count("GossipAdamW())") == 1
+
+
 def test_a_side_that_cannot_be_read_is_told_before_anything_else(monkeypatch, tmp_path):
     Results(tmp_path / "results.jsonl").add([a_row("ddp")])
     result = bench(monkeypatch, a_place(), tmp_path, "--side", "Gosip()")

@@ -5,11 +5,13 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import compress
 from pathlib import Path
 from typing import Annotated
 
 import torch.distributed as dist
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -183,15 +185,27 @@ def _shown(rows: Sequence[Record]) -> Iterator[Table]:
     files = newest_files(rows)
     for case in dict.fromkeys(map(case_of, rows)):
         own = [row for row in rows if case_of(row) == case]
-        caption = f"{days(own)} {_CAPTION}".strip()
-        shown = Table(title=str(case), title_justify="left", caption=caption, caption_justify="left")
-        for name in SHOWN.values():
-            shown.add_column(name, justify="left" if name == "side" else "right", no_wrap=name == "side")
-        for row in own:
-            told = dict(zip(HEAD, cells(row, files.get(case.workload)), strict=True))
-            older = "" if is_of(row, files.get(case.workload)) else " (another file)"
-            shown.add_row(*map(escape, [row["side"] + older, *(_brief(told[name], name) for name in [*SHOWN][1:])]))
+        shown = _fitting([_line(row, files.get(case.workload)) for row in own])
+        shown.title, shown.caption = str(case), f"{days(own)} {_CAPTION}".strip()
         yield shown
+
+
+def _line(row: Record, file: str | None) -> list[str]:
+    """What is shown of a row, in the columns' order."""
+    told = dict(zip(HEAD, cells(row, file), strict=True))
+    older = "" if is_of(row, file) else " (another file)"
+    return [row["side"] + older, *(_brief(told[name], name) for name in [*SHOWN][1:])]
+
+
+def _fitting(lines: Sequence[Sequence[str]]) -> Table:
+    """A table without empty columns. In a narrow terminal sides go on in another line, and no figure is lost."""
+    table = Table(box=SIMPLE, padding=0, title_justify="left", caption_justify="left")
+    filled = [any(column) for column in zip(*lines, strict=True)]
+    for name in compress(SHOWN.values(), filled):
+        table.add_column(name, justify="left" if name == "side" else "right", overflow="fold")
+    for line in lines:
+        table.add_row(*map(escape, compress(line, filled)))
+    return table
 
 
 def _brief(cell: str, column: str) -> str:
