@@ -146,20 +146,25 @@ bench-scale: $(READY) ## every pattern but the hierarchical one with 2 to 32 wor
 	$(SCALE) --hosts 32 --at-once 2 --no-memory
 	$(RUN) -m gossamer.bench.scale benchmarks/results/scale
 
-bench-efficiency: $(READY) ## papers' runs in slow motion, 8 hosts: GossipGraD and sparse chunks on ResNet-50, sparse chunks on AlexNet (an hour)
+bench-efficiency: $(READY) ## papers' runs in slow motion, 8 hosts: GossipGraD and sparse chunks on ResNet-50, sparse chunks and DDP on AlexNet (an hour)
 	$(VENV)/bin/gossamer bench 'ResNet50(12)' --network 90mbit --hosts 8 --no-memory --side "GossipGraD(wire='bf16')" \
 	  --rounds 3 --steps 2 --warmup 2 --save-to benchmarks/results/efficiency
 	$(VENV)/bin/gossamer bench 'ResNet50(12)' --network 60mbit --hosts 8 --no-memory --side 'ChunkSparse()' \
 	  --rounds 3 --steps 2 --warmup 4 --save-to benchmarks/results/efficiency
-	# DDP beside these two would be 3.2 GB in each of the 8 processes.
+	# DDP beside these two would be 3.2 GB in each of the 8 processes, so it has a run of its own.
 	$(VENV)/bin/gossamer lab --hosts 8 --rate 71mbit -- -m gossamer.bench.paired --workload 'AlexNet(16)' \
 	  --sides compute 'ChunkSparse()' --rounds 2 --steps 2 --warmup 3 --save-to benchmarks/results/efficiency/alexnet.json
+	$(VENV)/bin/gossamer lab --hosts 8 --rate 71mbit -- -m gossamer.bench.paired --workload 'AlexNet(16)' \
+	  --sides compute ddp --rounds 2 --steps 1 --warmup 1 --save-to benchmarks/results/efficiency/alexnet-ddp.json
 
 bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, beside DDP (hours, resumable)
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/02_convnet.py --target 0.905 --save-to benchmarks/results \
 	  --sides ddp compute 'in_parts(8, Gossip())' ddp-powersgd
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
 	  --save-to benchmarks/results --sides ddp compute 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' ddp-powersgd
+	# Once more on another machine, with DDP's fp16 hook.
+	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 --seeds 2 \
+	  --save-to benchmarks/results/quality-again --sides ddp compute 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' ddp-fp16
 	$(RUN) -m gossamer.bench.readme
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (on a processor ten seconds)
