@@ -161,13 +161,21 @@ def test_what_was_measured_is_shown_although_something_failed(monkeypatch, tmp_p
 @pytest.mark.parametrize("width", [80, 250])
 def test_no_figure_is_lost_in_a_narrow_terminal(width):
     side, told = "with_optimizer(in_parts(2, QuantizedGossip(bits=8)), GossipAdamW())", io.StringIO()
-    measured = [a_row("ddp"), a_row(side, payload_bytes=123456.0)]
-    Console(file=told, width=width).print(*command._shown(measured))
-    head, *_ = [line for line in told.getvalue().splitlines() if "side" in line]
-    assert ("MB" in head, "memory" in head) == (True, False), "nobody measured memory"
-    line = next(line for line in told.getvalue().splitlines() if line.strip().startswith("with_"))
-    assert line.rstrip().endswith(" 0.12")
-    assert "".join(told.getvalue().split()).count("GossipAdamW())") == 1
+    noisy = {"round_seconds": [1234.5, 2234.5], "step_seconds": 1234.5, "ratio_low": 0.123, "ratio_high": 0.987}
+    more = {"bound_seconds": 0.25, "memory": 1.25, "memory_noise": 0.03, "payload_bytes": 123456.0}
+    Console(file=told, width=width).print(*command._shown([a_row("ddp", **more), a_row(side, **more | noisy)]))
+    shown = told.getvalue().split()
+    for figure in ("1234500.0", "0.500", "(0.123", "0.987)", "1.250", "0.12", "1.25"):
+        assert figure in shown, (figure, told.getvalue())
+    assert "".join(shown).count("GossipAdamW())") == 1
+    assert max(map(len, told.getvalue().splitlines())) <= width
+    assert "memory: beyond" in " ".join(shown)
+
+
+def test_a_column_in_which_nothing_stands_is_not_shown():
+    told = io.StringIO()
+    Console(file=told, width=120).print(*command._shown([a_row("ddp"), a_row("Gossip()")]))
+    assert ("MB" in told.getvalue(), "memory" in told.getvalue()) == (True, False)
 
 
 def test_a_side_that_cannot_be_read_is_told_before_anything_else(monkeypatch, tmp_path):

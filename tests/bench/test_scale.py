@@ -31,6 +31,12 @@ def test_a_prediction_knows_layers_rate_and_compute() -> None:
     assert exact.compute_seconds == pytest.approx(SECONDS + 0.01)
 
 
+def test_every_emulated_host_has_a_line_of_its_own() -> None:
+    """Also where an algorithm says that some of them are one machine."""
+    in_pairs, alone = (scale.predict(a_row(f"Hierarchical(ranks_per_node={n})", 4), SECONDS + 0.01) for n in (2, 1))
+    assert in_pairs.wire_seconds > 0.9 * alone.wire_seconds > 0
+
+
 @pytest.mark.parametrize("side", ["ddp", "compute", "OneBitAdam()"])
 def test_what_the_clock_cannot_run_has_no_prediction(side: str) -> None:
     assert scale.predict(a_row(side, 4), SECONDS) is None

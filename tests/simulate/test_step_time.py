@@ -220,6 +220,14 @@ def test_an_algorithm_that_says_who_shares_a_machine_need_not_be_told(wrap: Call
     assert apart.wire_seconds > 2 * run(tensors(2**16), wrap(said), 16).wire_seconds
 
 
+def test_who_shares_a_machine_is_asked_of_the_part_whose_time_lasts() -> None:
+    eight, two = Hierarchical(Gossip(), ranks_per_node=8), Hierarchical(ranks_per_node=2)
+    assert after(5, eight, before=two).workers_per_machine == 8
+    assert after(5, None, before=two).workers_per_machine == after(5, Gossip(), before=two).workers_per_machine == 2
+    assert by_size(100, small=two, large=AllReduce()).workers_per_machine == 2
+    assert by_size(100, small=two, large=Hierarchical(ranks_per_node=4)).workers_per_machine is None, "they disagree"
+
+
 def test_byes_are_counted_over_whole_cycles() -> None:
     """Of three ranks, rank 0 has nobody to meet in every second exchange."""
     for algorithm in (in_parts(8, Gossip(topology=ShiftOne())), Gossip(every=8, topology=ShiftOne())):
@@ -522,11 +530,15 @@ links = st.builds(Link, bandwidth=st.floats(1e7, 1e11), latency=st.floats(0, 0.0
 def test_more_bandwidth_never_hurts_and_no_step_beats_the_bound(
     algorithm: Algorithm, numels: list[int], world: int, link: Link, factor: float, lanes: int
 ) -> None:
+    """With a line for every rank. Of those that share one, a faster line may let another message go first, and the step take
+    a message longer."""
     model = tensors(*numels)
     compute = Compute.uniform(model, forward=0.01, backward=0.02, optimizer=0.001)
-    slow = step_time(model, algorithm, world=world, link=link, compute=compute, lanes=lanes, history=ADAM)
     faster = Link(bandwidth=link.bandwidth * factor, latency=link.latency)
-    fast = step_time(model, algorithm, world=world, link=faster, compute=compute, lanes=lanes, history=ADAM)
+    slow, fast = (
+        step_time(model, algorithm, world=world, link=each, compute=compute, lanes=lanes, history=ADAM, ranks_per_node=1)
+        for each in (link, faster)
+    )
     assert fast.step_seconds <= slow.step_seconds + 8 * 100 / link.bandwidth
     assert fast.bytes_per_step == slow.bytes_per_step
     for result in (slow, fast):

@@ -95,8 +95,9 @@ class Combination(Algorithm, register=False):
 
     @property
     def workers_per_machine(self) -> int | None:
-        """As the first part that says so."""
-        return next((part.workers_per_machine for part in self.parts if part.workers_per_machine), None)
+        """As the parts that say so, if they agree."""
+        said = {part.workers_per_machine for part in self.parts} - {None}
+        return said.pop() if len(said) == 1 else None
 
     @property
     def by_machine(self) -> bool:

@@ -72,6 +72,12 @@ class Switch(Combination, register=False):
     def weight_parts(self) -> int:
         return max((part.weight_parts for part in self.parts), default=1)
 
+    @property
+    def workers_per_machine(self) -> int | None:
+        """As the part says whose time lasts, else as the other one."""
+        said = [part.workers_per_machine for part in reversed(self.parts)]
+        return next((number for number in said if number is not None), None)
+
     def at(self, step: int) -> Algorithm | None:
         """The part whose time it is."""
         return self.before if step < self.steps else self.then

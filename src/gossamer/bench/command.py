@@ -50,7 +50,7 @@ from gossamer.errors import ConfigurationError, GossamerError
 SHOWN = {
     "side": "side",
     "ms per step": "ms per step",
-    RATIO: "relative to DDP",
+    RATIO: "to DDP",
     "relative to compute": "to compute",
     "step / bound": "step / bound",
     "payload, MB": "MB",
@@ -58,7 +58,12 @@ SHOWN = {
 }
 """Columns of the whole table that are shown on the terminal, and what they are called there, where there is less room."""
 
-_CAPTION = f"relative to DDP: median and {SPREAD}; MB: payload of a step; memory: beyond training alone, in gradients"
+_MEANT = {
+    "to DDP": f"the median of its ratios, and {SPREAD}",
+    "MB": "payload of a step",
+    "memory": "beyond training alone, in gradients",
+}
+"""What stands in some of them."""
 
 RESULTS = "results.jsonl"
 
@@ -186,7 +191,8 @@ def _shown(rows: Sequence[Record]) -> Iterator[Table]:
     for case in dict.fromkeys(map(case_of, rows)):
         own = [row for row in rows if case_of(row) == case]
         shown = _fitting([_line(row, files.get(case.workload)) for row in own])
-        shown.title, shown.caption = str(case), f"{days(own)} {_CAPTION}".strip()
+        meant = [f"{column.header}: {_MEANT[column.header]}" for column in shown.columns if column.header in _MEANT]
+        shown.title, shown.caption = str(case), f"{days(own)} {'; '.join(meant)}".strip()
         yield shown
 
 
@@ -198,8 +204,9 @@ def _line(row: Record, file: str | None) -> list[str]:
 
 
 def _fitting(lines: Sequence[Sequence[str]]) -> Table:
-    """A table without empty columns. In a narrow terminal sides go on in another line, and no figure is lost."""
-    table = Table(box=SIMPLE, padding=0, title_justify="left", caption_justify="left")
+    """A table without empty columns. In a narrow terminal sides go on in another line, and no figure is lost (from 80
+    characters on)."""
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left")
     filled = [any(column) for column in zip(*lines, strict=True)]
     for name in compress(SHOWN.values(), filled):
         table.add_column(name, justify="left" if name == "side" else "right", overflow="fold")
@@ -210,4 +217,8 @@ def _fitting(lines: Sequence[Sequence[str]]) -> Table:
 
 def _brief(cell: str, column: str) -> str:
     """What of a cell there is room for."""
-    return cell.partition(" (")[0] if column == "relative to compute" else cell
+    return cell.partition(_LEFT_OUT[column])[0] if column in _LEFT_OUT else cell
+
+
+_LEFT_OUT = {"relative to compute": " (", "memory / gradients": " ±"}
+"""Columns whose spread is not shown, and where in a cell it begins."""
