@@ -165,6 +165,10 @@ bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, besi
 	# Once more on another machine, with DDP's fp16 hook.
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 --seeds 2 \
 	  --save-to benchmarks/results/quality-again --sides ddp compute 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' ddp-fp16
+	# In fp16 instead of bf16, beside each other.
+	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 --seeds 1 \
+	  --save-to benchmarks/results/quality-fp16 --sides ddp compute 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' \
+	  "with_optimizer(in_parts(2, Gossip(wire='fp16')), GossipAdamW())"
 	$(RUN) -m gossamer.bench.readme
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (on a processor ten seconds)
