@@ -74,10 +74,9 @@ def test_the_short_table_of_speed():
     assert (RESULTS / "speed-summary.md").read_text() == speed.page(json.loads((RESULTS / "speed.json").read_text()), True)
 
 
-GPT_AGAIN = [("quality-again", "gpt"), ("quality-fp16", "gpt")]
-
-
-@pytest.mark.parametrize(("folder", "stem"), [(".", "convnet"), (".", "gpt"), *GPT_AGAIN])
+@pytest.mark.parametrize(
+    ("folder", "stem"), [(".", "convnet"), (".", "gpt"), ("quality-again", "gpt"), ("quality-fp16", "gpt")]
+)
 def test_times_to_quality(folder, stem, monkeypatch):
     monkeypatch.chdir(ROOT)
     rows = [row for row in read_rows(RESULTS / folder / "quality.jsonl") if row["workload"].endswith(f"{stem}.py")]
