@@ -29,19 +29,22 @@ def adam_steps(
     counts: Sequence[int],
     *,
     corrected: bool = True,
-    share: float = 1.0,
+    shares: Sequence[float] | None = None,
 ) -> list[Tensor]:
     """m̂ / (√v̂ + eps) as new tensors, after m and v have taken in the gradients.
 
-    ``corrected``: for the bias of their zero start. ``share``: of v, how much the gradient's square has; m̂'s has the rest.
+    ``corrected``: for the bias of their zero start. ``shares``: of each v, how much the gradient's square has; m̂'s has the
+    rest. Without them v is of the gradient's alone.
     """
     first, second = group["betas"]
     torch._foreach_lerp_(means, gradients, 1 - first)
     steps = list(torch._foreach_div(means, [1 - first**t if corrected else 1.0 for t in counts]))
     torch._foreach_mul_(squares, second)
-    torch._foreach_addcmul_(squares, gradients, gradients, (1 - second) * share)
-    if share < 1:
-        torch._foreach_addcmul_(squares, steps, steps, (1 - second) * (1 - share))
+    if shares is None:
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - second)
+    else:
+        torch._foreach_addcmul_(squares, gradients, gradients, [(1 - second) * share for share in shares])
+        torch._foreach_addcmul_(squares, steps, steps, [(1 - second) * (1 - share) for share in shares])
     roots = torch._foreach_sqrt(squares)
     torch._foreach_div_(roots, [(1 - second**t) ** 0.5 if corrected else 1.0 for t in counts])
     torch._foreach_add_(roots, group["eps"])

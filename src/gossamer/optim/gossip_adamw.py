@@ -24,15 +24,18 @@ class GossipAdamW(Wide):
 
     An all-reduce averages the noise of p workers' gradients before Adam takes its root; where weights are averaged, every
     worker divides by its own noise, which is √p times as large, and learns too slowly wherever noise is more than signal.
-    A worker cannot see the mean gradient ḡ, but its size: of its own g = ḡ + noise it is E[ḡ²] = E[g²]/p + (1 − 1/p)·E[g]²,
-    and the momentum stands for E[g]. With gradient g, at the t-th update::
+    A worker cannot see the mean gradient, but its size. Of its own g = s + noise of variance σ², the square is s² + σ² on
+    average; that of its momentum, which has averaged the noise of many steps, s² + c·σ²; a share a of the one and 1 − a of
+    the other make what the mean gradient's is, s² + σ²/p. With gradient g, at the t-th update::
 
         m ← β₁·m + (1 − β₁)·g                                   m̂ = m / (1 − β₁ᵗ)
-        v ← β₂·v + (1 − β₂)·(g²/p + (1 − 1/p)·m̂²)              v̂ = v / (1 − β₂ᵗ)
+        c = (1 − β₁)/(1 + β₁) · (1 + β₁ᵗ)/(1 − β₁ᵗ)             a = max(0, (1/p − c)/(1 − c))
+        v ← β₂·v + (1 − β₂)·(a·g² + (1 − a)·m̂²)                v̂ = v / (1 − β₂ᵗ)
         w ← w − lr·(m̂ / (√v̂ + eps) + weight_decay·w)
 
-    Nothing is communicated for it. What noise the momentum still has makes v̂ a little larger, so that no worker's own step
-    becomes longer than AdamW's, however many there are. With p = 1 this is AdamW.
+    Nothing is communicated for it. Where p is so large that the momentum has more noise than the mean gradient (20 and more
+    with β₁ = 0.9, and fewer in the first steps), that of the momentum counts: the divisor is never smaller than the size of
+    what it divides. With p = 1 this is AdamW.
 
     Args:
         params: parameters or groups; every option may differ between groups.
@@ -108,21 +111,15 @@ def _in_one_pass(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
         return
     from gossamer.optim.loops import adamw
 
-    (first, second), share, lr = group["betas"], 1 / group[AVERAGED_OVER], group["lr"]
+    (first, second), lr = group["betas"], group["lr"]
     kind = rows[0][0].detach().numpy().dtype.type
-    numbers = (
-        1 - first,
-        second,
-        (1 - second) * share,
-        (1 - second) * (1 - share),
-        1 - lr * group["weight_decay"],
-        lr,
-        group["eps"],
-    )
+    numbers = 1 - first, second, 1 - lr * group["weight_decay"], lr, group["eps"]
     addresses = np.array([[tensor.data_ptr() for tensor in row[:4]] for row in rows], np.int64)
     counts = np.array([row[4] for row in rows], np.float64)
-    corrections = np.stack([1 / (1 - beta**counts) for beta in group["betas"]], axis=1).astype(kind)
-    adamw(addresses, np.array([row[0].numel() for row in rows], np.int64), corrections, *map(kind, numbers))
+    shares = (1 - second) * np.array(_shares(group, [row[4] for row in rows]))
+    factors = [*(1 / (1 - beta**counts) for beta in group["betas"]), shares, 1 - second - shares]
+    sizes = np.array([row[0].numel() for row in rows], np.int64)
+    adamw(addresses, sizes, np.stack(factors, axis=1).astype(kind), *map(kind, numbers))
     increment_version([row[0] for row in rows])  # autograd does not see what is written to an address
 
 
@@ -131,9 +128,22 @@ def _together(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
     if not rows:
         return
     weights, gradients, means, squares, counts = map(list, zip(*rows, strict=True))
-    steps = adam_steps(group, means, squares, gradients, counts, share=1 / group[AVERAGED_OVER])
+    steps = adam_steps(group, means, squares, gradients, counts, shares=_shares(group, counts))
     torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
     torch._foreach_add_(weights, steps, alpha=-group["lr"])
+
+
+def _shares(group: Mapping[str, Any], counts: Sequence[int]) -> list[float]:
+    """How much of v each gradient's square has, at updates of these numbers: a in the formula."""
+    first, workers = group["betas"][0], group[AVERAGED_OVER]
+
+    def share(count: int) -> float:
+        left = (1 - first) / (1 + first) * (1 + first**count) / (1 - first**count)
+        # In the first update (and in all without momentum) m̂ is the gradient, and any share is the same.
+        return 1.0 if count == 1 or left >= 1 else max(0.0, (1 / workers - left) / (1 - left))
+
+    shares = {count: share(count) for count in set(counts)}
+    return [shares[count] for count in counts]
 
 
 AVERAGED_OVER = "averaged_over"

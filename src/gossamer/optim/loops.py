@@ -32,11 +32,9 @@ _memory: Any = intrinsic(_turned_to_memory)
 def adamw(
     addresses: Array,
     sizes: Array,
-    corrections: Array,
+    factors: Array,
     lag: Any,
     forget: Any,
-    share: Any,
-    rest: Any,
     keep: Any,
     rate: Any,
     eps: Any,
@@ -45,15 +43,15 @@ def adamw(
     rest·step²; weight ← keep·weight − rate·step/(√(square·second) + eps).
 
     ``addresses``: ``int64[tensors, 4]``, where weight, gradient, mean and square lie, without gaps and of the dtype of
-    ``corrections``: ``[tensors, 2]``, first and second. ``sizes``: ``int64[tensors]``, their elements. The numbers are of
-    that dtype too. To hand over arrays would take longer than the update of a small tensor.
+    ``factors``: ``[tensors, 4]``, first, second, share and rest. ``sizes``: ``int64[tensors]``, their elements. The numbers
+    are of that dtype too. To hand over arrays would take longer than the update of a small tensor.
     """
     for k in range(sizes.size):
-        weight = carray(_memory(addresses[k, 0]), sizes[k], corrections.dtype)
-        gradient = carray(_memory(addresses[k, 1]), sizes[k], corrections.dtype)
-        mean = carray(_memory(addresses[k, 2]), sizes[k], corrections.dtype)
-        square = carray(_memory(addresses[k, 3]), sizes[k], corrections.dtype)
-        first, second = corrections[k]
+        weight = carray(_memory(addresses[k, 0]), sizes[k], factors.dtype)
+        gradient = carray(_memory(addresses[k, 1]), sizes[k], factors.dtype)
+        mean = carray(_memory(addresses[k, 2]), sizes[k], factors.dtype)
+        square = carray(_memory(addresses[k, 3]), sizes[k], factors.dtype)
+        first, second, share, rest = factors[k]
         for i in range(sizes[k]):
             mean[i] += lag * (gradient[i] - mean[i])
             step = mean[i] * first
