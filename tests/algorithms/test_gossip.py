@@ -68,6 +68,18 @@ def test_messages_in_pieces_come_to_the_same(dtype: torch.dtype, topology: Topol
         assert torch.equal(stacked(in_pieces, step), stacked(whole, step))
 
 
+@pytest.mark.usefixtures("places")
+@pytest.mark.parametrize("topology", [Dissemination(), Ring()], ids=repr)
+def test_weights_beyond_half_precision_stay_as_they_are(topology: Topology) -> None:
+    """As running variances may be: inf − inf would be NaN. Where one is in range, the mean of the workers is kept."""
+    tensors = [torch.tensor([1e6 * (rank + 1), -1e6, 60000.0 + 4000 * rank, 0.5 * rank]) for rank in range(4)]
+    delta = stacked(exchange(Gossip(wire="fp16", topology=topology), [tensors]), 0)
+    assert delta.isfinite().all()
+    assert not delta[:, :2].any()
+    assert torch.allclose(delta.sum(0), torch.zeros(4), rtol=0, atol=0.05)
+    assert delta[:, 2:].any(1).all()
+
+
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 4])
 def test_one_cycle_reaches_the_exact_mean_for_powers_of_two(exponent: int) -> None:
     tensors = noise(2**exponent, 50, torch.float64)

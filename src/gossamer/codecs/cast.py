@@ -46,6 +46,18 @@ class Cast(Codec):
         return tensor.abs() * (info.eps / 2) + info.smallest_normal * info.eps
 
 
+def saturate(message: Tensor) -> Tensor:
+    """In a message of weights that were rounded to fp16, the largest number in place of inf.
+
+    For what is beyond its range, such as a running variance of a million: the difference of two such messages is 0 then,
+    and not NaN. A gradient beyond it stays inf, by which a gradient scaler finds out.
+    """
+    return message.clamp_(-_LARGEST, _LARGEST) if message.dtype == torch.float16 else message
+
+
+_LARGEST = torch.finfo(torch.float16).max
+
+
 def check_wire(name: str, wire: object) -> None:
     """Raise ConfigurationError unless ``wire`` is a precision that the field ``name`` may have."""
     check_choice(name, wire, Wire)
