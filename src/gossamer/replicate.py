@@ -103,7 +103,7 @@ def replicate(
 def _advise(optimizers: Sequence[Optimizer], algorithm: Algorithm, world: int) -> None:
     """Tell of what works, but worse than something else."""
     adams = [type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, _ADAMS)]
-    if adams and world > 1 and algorithm.part("weights") is not None:
+    if adams and world > 1 and algorithm.part("weights") is not None and not algorithm.exchanges_history:
         logger.warning(
             "%s divides by the size of this worker's own gradient, most of which may be noise that averaging would have "
             "removed: with %r, which averages weights, gossamer.optim.GossipAdamW learns faster", adams[0], algorithm

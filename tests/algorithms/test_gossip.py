@@ -80,6 +80,15 @@ def test_weights_beyond_half_precision_stay_as_they_are(topology: Topology) -> N
     assert delta[:, 2:].any(1).all()
 
 
+@pytest.mark.usefixtures("places")
+@pytest.mark.parametrize("broken", [float("inf"), -float("inf"), float("nan")])
+def test_a_weight_that_broke_is_seen_in_half_precision_too(broken: float) -> None:
+    tensors = [torch.tensor([broken if rank == 0 else 1.0, 2.0]) for rank in range(2)]
+    delta = stacked(exchange(Gossip(wire="fp16"), [tensors]), 0)
+    assert not delta[:, 0].isfinite().any()
+    assert not delta[:, 1].any()
+
+
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 4])
 def test_one_cycle_reaches_the_exact_mean_for_powers_of_two(exponent: int) -> None:
     tensors = noise(2**exponent, 50, torch.float64)

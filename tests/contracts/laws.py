@@ -170,10 +170,11 @@ def weights_come_closer(algorithm: Algorithm, world: int) -> None:
 
 def a_non_finite_weight_is_seen_by_others(algorithm: Algorithm, world: int) -> None:
     """A replica that broke is not hidden."""
-    tensors = noise(world, 37)
-    tensors[0][5] = float("nan")
-    outcomes = exchange(algorithm, [tensors] * 5)
-    assert any(not result.isfinite().all() for outcome in outcomes[1:] for result in outcome.results)
+    for broken in ("nan", "inf"):
+        tensors = noise(world, 37)
+        tensors[0][5] = float(broken)
+        outcomes = exchange(algorithm, [tensors] * 5)
+        assert any(not result.isfinite().all() for outcome in outcomes[1:] for result in outcome.results)
 
 
 def spread(tensors: Sequence[Tensor]) -> float:

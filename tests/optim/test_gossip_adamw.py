@@ -40,6 +40,20 @@ def test_alone_it_is_adamw(decay: float) -> None:
         assert torch.allclose(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("beta", [0.0, 1e-17])
+def test_without_momentum_it_is_adamw_for_any_number_of_workers(beta: float) -> None:
+    """A worker that remembers no gradient has nothing to tell noise from."""
+    ours, theirs = model_of(), model_of()
+    mine = GossipAdamW(ours.parameters(), 0.02, betas=(beta, 0.99), averaged_over=4)
+    reference = torch.optim.AdamW(theirs.parameters(), 0.02, betas=(beta, 0.99))
+    for step in range(5):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        mine.step()
+        reference.step()
+        assert torch.allclose(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
+
+
 def test_the_published_formula() -> None:
     """The docstring's, written down a second time, in float64."""
     model, p, lr, b1, b2, eps = model_of(dtype=torch.float64), 4, 0.02, 0.9, 0.99, 1e-8

@@ -88,6 +88,9 @@ class Gossip(Meeting):
     Memory: one copy of the weights, in which messages of half the width and their answers are kept; in full width, and for
     each further partner, one message more.
 
+    ``wire="fp16"`` is eight times as precise as ``"bf16"``; a value beyond ±65504 (a running variance) is sent as that, so
+    that it stays each worker's own: take ``"bf16"`` where there are such.
+
     Not the choice when replicas must be bit-identical, or when fewer bytes (not fewer messages) are what is needed:
     uncompressed, it moves about what a ring all-reduce moves. With Adam, where each worker's batch is small, take
     :class:`gossamer.optim.GossipAdamW`: AdamW divides by the size of a gradient that is mostly noise, and then it is averaged

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.buckets import Bucket
-from gossamer.codecs.cast import saturate
+from gossamer.codecs.cast import narrowed
 from gossamer.comm.ops import Flow, wait
 from gossamer.memory import is_momentary, momentary, portions
 
@@ -31,13 +31,10 @@ class Piece:
 
     def encode(self) -> None:
         """Round the weights to their message."""
-        narrower = self.sent.dtype != self.weights.dtype
         if not self.within:
-            self.sent.copy_(self.weights)
-        elif narrower:
-            self.sent.copy_(self._aside().copy_(self.weights))
-        if narrower:
-            saturate(self.sent)
+            narrowed(self.weights, self.sent)
+        elif self.sent.dtype != self.weights.dtype:
+            self.sent.copy_(narrowed(self.weights, self._aside()))
 
     def average(self) -> Flow[None]:
         """Make of the weights what is to be added to them."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Meeting
 from gossamer.buckets import Bucket
-from gossamer.codecs.cast import Wire, check_wire, saturate, wire_codec
+from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.digraph import digraph
 from gossamer.comm.ops import Flow, Push, start, wait
 from gossamer.comm.topology import OnePeerExponential, Pattern
@@ -63,7 +63,7 @@ class PushSum(Meeting):
         weights = wide(bucket.flat)
         total, weight = self._with_the_update(weights, state, state.fresh(SUM, weights))
         message = bucket.scratch("sent", wire_codec(self.wire).wire_dtype(total.dtype))
-        saturate(torch.div(total, targets + 1, out=message))
+        torch.div(total, targets + 1, out=message)
         share = (weight / (targets + 1)).reshape(1)
         sums = yield start(Push(message, graph))
         shares = yield start(Push(share, graph))

@@ -46,13 +46,17 @@ class Cast(Codec):
         return tensor.abs() * (info.eps / 2) + info.smallest_normal * info.eps
 
 
-def saturate(message: Tensor) -> Tensor:
-    """In a message of weights that were rounded to fp16, the largest number in place of inf.
+def narrowed(weights: Tensor, message: Tensor) -> Tensor:
+    """``message``, with the weights rounded to its type; in fp16 the largest number for what is beyond its range.
 
-    For what is beyond its range, such as a running variance of a million: the difference of two such messages is 0 then,
-    and not NaN. A gradient beyond it stays inf, by which a gradient scaler finds out.
+    Such as a running variance of a million: the difference of two such messages is 0 then, and not inf − inf. What is not
+    finite makes NaN: a worker that broke is not hidden from the others. (A gradient beyond the range of fp16 is sent as inf,
+    by which a gradient scaler finds out.)
     """
-    return message.clamp_(-_LARGEST, _LARGEST) if message.dtype == torch.float16 else message
+    message.copy_(weights)
+    if message.dtype == torch.float16 and weights.dtype != torch.float16:
+        message.clamp_(-_LARGEST, _LARGEST).add_(weights, alpha=0)
+    return message
 
 
 _LARGEST = torch.finfo(torch.float16).max
