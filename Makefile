@@ -4,8 +4,6 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
-QUALITY_GPT := $(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300
-SIDES_GPT   := --sides ddp compute 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())'
 
 .DEFAULT_GOAL := help
 .PHONY: help setup peers demo test test-slow test-triton test-gpu check format readme topologies bench-exchanges bench-speed bench-kernels bench-overhead bench-threads bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
@@ -162,12 +160,9 @@ bench-efficiency: $(READY) ## papers' runs in slow motion, 8 hosts: GossipGraD a
 bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, beside DDP (hours, resumable)
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/02_convnet.py --target 0.905 --save-to benchmarks/results \
 	  --sides ddp compute 'in_parts(8, Gossip())' ddp-powersgd
-	$(QUALITY_GPT) --save-to benchmarks/results $(SIDES_GPT) ddp-powersgd
-	# Once more on another machine, with DDP's fp16 hook.
-	$(QUALITY_GPT) --seeds 2 --save-to benchmarks/results/quality-again $(SIDES_GPT) ddp-fp16
-	# In bf16 and in fp16, beside each other.
-	$(QUALITY_GPT) --seeds 1 --save-to benchmarks/results/quality-fp16 $(SIDES_GPT) \
-	  "with_optimizer(in_parts(2, Gossip(wire='fp16')), GossipAdamW())"
+	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
+	  --save-to benchmarks/results --sides ddp compute "with_optimizer(in_parts(2, Gossip(wire='fp16')), GossipAdamW())" \
+	  'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' ddp-fp16 ddp-powersgd
 	$(RUN) -m gossamer.bench.readme
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (on a processor ten seconds)
