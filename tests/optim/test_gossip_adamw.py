@@ -27,31 +27,27 @@ def give_gradients(model: nn.Module, seed: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_alone_it_is_adamw(decay: float) -> None:
+def stays_beside_adamw(steps: int, averaged_over: int, **options: Any) -> None:
     ours, theirs = model_of(), model_of()
-    options: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": decay}
-    mine, reference = GossipAdamW(ours.parameters(), **options), torch.optim.AdamW(theirs.parameters(), **options)
-    for step in range(10):
+    mine = GossipAdamW(ours.parameters(), averaged_over=averaged_over, **options)
+    reference = torch.optim.AdamW(theirs.parameters(), **options)
+    for step in range(steps):
         give_gradients(ours, step)
         give_gradients(theirs, step)
         mine.step()
         reference.step()
         assert torch.allclose(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_alone_it_is_adamw(decay: float) -> None:
+    stays_beside_adamw(10, averaged_over=1, lr=0.02, betas=(0.8, 0.95), eps=1e-3, weight_decay=decay)
 
 
 @pytest.mark.parametrize("beta", [0.0, 1e-17])
 def test_without_momentum_it_is_adamw_for_any_number_of_workers(beta: float) -> None:
     """A worker that remembers no gradient has nothing to tell noise from."""
-    ours, theirs = model_of(), model_of()
-    mine = GossipAdamW(ours.parameters(), 0.02, betas=(beta, 0.99), averaged_over=4)
-    reference = torch.optim.AdamW(theirs.parameters(), 0.02, betas=(beta, 0.99))
-    for step in range(5):
-        give_gradients(ours, step)
-        give_gradients(theirs, step)
-        mine.step()
-        reference.step()
-        assert torch.allclose(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
+    stays_beside_adamw(5, averaged_over=4, lr=0.02, betas=(beta, 0.99))
 
 
 def test_the_published_formula() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.codecs.cast import Cast
+from gossamer.codecs.cast import Cast, limited
 from gossamer.memory import portions
 
 
@@ -80,4 +80,4 @@ def fitting(share: Tensor, dtype: torch.dtype, world: int) -> Tensor:
     stays so."""
     info = torch.finfo(dtype)
     limit = info.max / world * (1 + info.eps) ** -world
-    return share.clamp(-limit, limit) + 0 * share
+    return limited(share, limit)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.buckets import Bucket
-from gossamer.codecs.cast import narrowed
+from gossamer.codecs.cast import narrow_into
 from gossamer.comm.ops import Flow, wait
 from gossamer.memory import is_momentary, momentary, portions
 
@@ -32,9 +32,10 @@ class Piece:
     def encode(self) -> None:
         """Round the weights to their message."""
         if not self.within:
-            narrowed(self.weights, self.sent)
+            self._round_into(self.sent)
         elif self.sent.dtype != self.weights.dtype:
-            self.sent.copy_(narrowed(self.weights, self._aside()))
+            self._round_into(rounded := self._aside())
+            self.sent.copy_(rounded)
 
     def average(self) -> Flow[None]:
         """Make of the weights what is to be added to them."""
@@ -51,6 +52,13 @@ class Piece:
         # The answer lies at the end of the piece: from the front on, nothing is overwritten that is still to be read.
         in_the_way = self.within and self.sent.dtype != self.weights.dtype
         add_difference(theirs, self._aside().copy_(self.sent) if in_the_way else self.sent, share, self.weights, fresh=True)
+
+    def _round_into(self, message: Tensor) -> None:
+        """In fp16, whose range a running variance may leave, without inf: the difference of two such would be NaN."""
+        if message.dtype == torch.float16 != self.weights.dtype:
+            narrow_into(message, self.weights)
+        else:
+            message.copy_(self.weights)
 
     def _aside(self) -> Tensor:
         return momentary(self.sent.numel(), self.sent.dtype, self.sent.device)

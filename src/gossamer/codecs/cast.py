@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gossamer.codecs.base import Codec
 from gossamer.errors import ConfigurationError
+from gossamer.memory import portions
 
 Wire = Literal["fp32", "fp16", "bf16"]
 
@@ -46,20 +47,15 @@ class Cast(Codec):
         return tensor.abs() * (info.eps / 2) + info.smallest_normal * info.eps
 
 
-def narrowed(weights: Tensor, message: Tensor) -> Tensor:
-    """``message``, with the weights rounded to its type; in fp16 the largest number for what is beyond its range.
-
-    Such as a running variance of a million: the difference of two such messages is 0 then, and not inf − inf. What is not
-    finite makes NaN: a worker that broke is not hidden from the others. (A gradient beyond the range of fp16 is sent as inf,
-    by which a gradient scaler finds out.)
-    """
-    message.copy_(weights)
-    if message.dtype == torch.float16 and weights.dtype != torch.float16:
-        message.clamp_(-_LARGEST, _LARGEST).add_(weights, alpha=0)
-    return message
+def limited(values: Tensor, most: float) -> Tensor:
+    """The values, none further from 0 than ``most``; what is not finite comes out as NaN."""
+    return values.clamp(-most, most) + 0 * values
 
 
-_LARGEST = torch.finfo(torch.float16).max
+def narrow_into(out: Tensor, values: Tensor) -> None:
+    """Round flat ``values`` into ``out``: what is too large for its type to the largest it has, what is not finite to NaN."""
+    for part, place in portions(values, out):
+        place.copy_(limited(part, torch.finfo(out.dtype).max))
 
 
 def check_wire(name: str, wire: object) -> None:

@@ -1,10 +1,8 @@
 """Residual: what was not sent, in the type in which it is kept."""
 
-import torch
 from torch import Tensor
 
-from gossamer.codecs.cast import Wire, wire_codec
-from gossamer.memory import portions
+from gossamer.codecs.cast import Wire, narrow_into, wire_codec
 from gossamer.state import RESIDUAL, State
 
 
@@ -24,6 +22,4 @@ def keep_back(state: State, rest: Tensor, residual: Wire, key: str = RESIDUAL) -
         return
     dtype = wire_codec(residual).wire_dtype(rest.dtype)
     state[key] = narrow = state.fresh(key, rest, dtype)
-    most = torch.finfo(dtype).max
-    for part, out in portions(rest, narrow):
-        out.copy_(part.clamp(-most, most) + 0 * part)  # what is not finite comes out as NaN
+    narrow_into(narrow, rest)

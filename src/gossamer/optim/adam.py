@@ -40,12 +40,10 @@ def adam_steps(
     torch._foreach_lerp_(means, gradients, 1 - first)
     steps = list(torch._foreach_div(means, [1 - first**t if corrected else 1.0 for t in counts]))
     torch._foreach_mul_(squares, second)
-    if shares is None:
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - second)
-    else:
-        torch._foreach_addcmul_(squares, gradients, gradients, [(1 - second) * share for share in shares])
-        if min(shares) < 1:
-            torch._foreach_addcmul_(squares, steps, steps, [(1 - second) * (1 - share) for share in shares])
+    shares = [1.0] * len(squares) if shares is None else shares
+    torch._foreach_addcmul_(squares, gradients, gradients, [(1 - second) * share for share in shares])
+    if any(share < 1 for share in shares):
+        torch._foreach_addcmul_(squares, steps, steps, [(1 - second) * (1 - share) for share in shares])
     roots = torch._foreach_sqrt(squares)
     torch._foreach_div_(roots, [(1 - second**t) ** 0.5 if corrected else 1.0 for t in counts])
     torch._foreach_add_(roots, group["eps"])

@@ -118,9 +118,10 @@ def _in_one_pass(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
     kind = rows[0][0].detach().numpy().dtype.type
     numbers = 1 - first, second, 1 - lr * group["weight_decay"], lr, group["eps"]
     addresses = np.array([[tensor.data_ptr() for tensor in row[:4]] for row in rows], np.int64)
-    counts = np.array([row[4] for row in rows], np.float64)
-    shares = (1 - second) * np.array(_shares(group, [row[4] for row in rows]))
-    factors = [*(1 / (1 - beta**counts) for beta in group["betas"]), shares, 1 - second - shares]
+    counts = [row[4] for row in rows]
+    remembered = [1 - beta ** np.array(counts, np.float64) for beta in group["betas"]]
+    shares = (1 - second) * np.array(_shares(group, counts))
+    factors = [*(1 / part for part in remembered), shares, 1 - second - shares]
     sizes = np.array([row[0].numel() for row in rows], np.int64)
     adamw(addresses, sizes, np.stack(factors, axis=1).astype(kind), *map(kind, numbers))
     increment_version([row[0] for row in rows])  # autograd does not see what is written to an address
