@@ -91,7 +91,8 @@ class GossipAdamW(Wide):
         counts = self.count()
         kept = self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
         rows = list(zip(parameters, gradients, *kept, counts, strict=True))
-        whole = [_alike_and_whole(row[:4]) for row in rows]
+        on_host = parameters[0].is_cpu
+        whole = [on_host and _alike_and_whole(*row[:4]) for row in rows]
         _in_one_pass(group, list(compress(rows, whole)))
         _together(group, [row for row, one_pass in zip(rows, whole, strict=True) if not one_pass])
 
@@ -100,11 +101,13 @@ Row = tuple[Tensor, Tensor, Tensor, Tensor, int]
 """A weight, its gradient, the means of gradients and of squares, and the number of this update."""
 
 
-def _alike_and_whole(tensors: Sequence[Tensor]) -> bool:
-    """Whether they are of one shape and dtype, without gaps in the host's memory."""
-    first = tensors[0]
-    return first.device.type == "cpu" and all(
-        tensor.is_contiguous() and tensor.dtype == first.dtype and tensor.shape == first.shape for tensor in tensors
+def _alike_and_whole(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> bool:
+    """Whether they are of one shape and dtype, without gaps in memory. A hot path: runs once per parameter and update."""
+    dtype, shape = weight.dtype, weight.shape
+    return (
+        (weight.is_contiguous() and gradient.is_contiguous() and mean.is_contiguous() and square.is_contiguous())
+        and gradient.dtype == dtype == mean.dtype == square.dtype
+        and gradient.shape == shape == mean.shape == square.shape
     )
 
 

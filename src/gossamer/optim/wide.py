@@ -33,17 +33,19 @@ class Wide(Optimizer):
         return loss
 
     def _step(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
-        self._current = parameters
+        self._states = [self.state[parameter] for parameter in parameters]
         exact = [_exact(parameter) for parameter in parameters]
-        self.change(group, exact, [self._gradient(p).to(e.dtype) for p, e in zip(parameters, exact, strict=True)])
+        self.change(group, exact, [self._gradient(p, e.dtype) for p, e in zip(parameters, exact, strict=True)])
         rounded = [(p, e) for p, e in zip(parameters, exact, strict=True) if p is not e]
         if rounded:
             torch._foreach_copy_([p for p, _ in rounded], [e for _, e in rounded])
 
-    def _gradient(self, parameter: Tensor) -> Tensor:
-        check_dense(self, parameter)
-        assert parameter.grad is not None
-        return parameter.grad
+    def _gradient(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise _sparse(self)
+        return gradient if gradient.dtype == dtype else gradient.to(dtype)
 
     def remembered(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the state holds under ``name`` for the parameters of this update; zeros at first.
@@ -51,8 +53,7 @@ class Wide(Optimizer):
         They follow a model that was moved to another device or precision.
         """
         found = []
-        for parameter, each in zip(self._current, like, strict=True):
-            state = self.state[parameter]
+        for state, each in zip(self._states, like, strict=True):
             kept = state.get(name)
             if kept is None:
                 kept = state[name] = torch.zeros_like(each)
@@ -63,9 +64,9 @@ class Wide(Optimizer):
 
     def count(self) -> list[int]:
         """How many updates each parameter of this update has had, this one included."""
-        for parameter in self._current:
-            self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
-        return [self.state[parameter]["step"] for parameter in self._current]
+        for state in self._states:
+            state["step"] = state.get("step", 0) + 1
+        return [state["step"] for state in self._states]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Options that a loaded state does not know (AdamW's has none of ours) are those that the optimizer was made with."""
@@ -88,9 +89,13 @@ def fill_in(optimizer: Optimizer) -> None:
 def check_dense(optimizer: Optimizer, parameter: Tensor) -> None:
     """Raise :class:`UsageError` if the parameter has a sparse gradient."""
     if parameter.grad is not None and parameter.grad.is_sparse:
-        raise UsageError(
-            f"a gradient is sparse, but {type(optimizer).__name__} needs all of it: use nn.Embedding(…, sparse=False)"
-        )
+        raise _sparse(optimizer)
+
+
+def _sparse(optimizer: Optimizer) -> UsageError:
+    return UsageError(
+        f"a gradient is sparse, but {type(optimizer).__name__} needs all of it: use nn.Embedding(…, sparse=False)"
+    )
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
@@ -119,4 +124,4 @@ def _alike(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
