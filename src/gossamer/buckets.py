@@ -51,6 +51,8 @@ class Layout:
     device: torch.device
     label: str = ""
     """Who handles it: see ``Algorithm.route``."""
+    message: torch.dtype | None = None
+    """The type of the flat tensor, where that is the message itself: see ``Algorithm.message_dtype``."""
 
     @property
     def kind(self) -> tuple[torch.dtype, torch.device, str]:
@@ -64,7 +66,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensors in bytes, before any encoding."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -78,7 +80,7 @@ class Layout:
 
     def allocate(self) -> Tensor:
         """A zero flat tensor for this layout."""
-        return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        return torch.zeros(self.numel, dtype=self.message or self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
-def make_layout(tensors: Mapping[str, Tensor], label: str = "") -> Layout:
+def make_layout(tensors: Mapping[str, Tensor], label: str = "", message: torch.dtype | None = None) -> Layout:
     """One bucket that holds ``tensors`` (all of one dtype, on one device) in the order given."""
     ends = list(accumulate(tensor.numel() for tensor in tensors.values()))
     segments = tuple(
@@ -123,7 +125,7 @@ def make_layout(tensors: Mapping[str, Tensor], label: str = "") -> Layout:
         for (name, tensor), end in zip(tensors.items(), ends, strict=True)
     )
     first = next(iter(tensors.values()))
-    return Layout(segments, first.dtype, first.device, label)
+    return Layout(segments, first.dtype, first.device, label, message)
 
 
 class Routing(Protocol):
@@ -133,7 +135,8 @@ class Routing(Protocol):
         """The label of a parameter."""
 
     def of(self, label: str) -> Any:
-        """Who handles it; its ``bucket_bytes`` is the threshold, ``exact`` says whether means come out exact."""
+        """Who handles it; its ``bucket_bytes`` is the threshold, ``exact`` says whether means come out exact, and
+        ``message_dtype()`` whether the bucket is the message itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,9 @@ class OneSize:
     def of(self, label: str) -> "OneSize":
         """Itself."""
         return self
+
+    def message_dtype(self, dtype: torch.dtype) -> None:
+        """Messages are made of the bucket, whatever they are."""
 
 
 FIRST_BYTES = 2**20
@@ -178,14 +184,20 @@ def make_plan(tensors: Mapping[str, Tensor], routing: Routing | int, at_once: bo
             enough = min(enough, FIRST_BYTES)
         if sum(t.numel() * t.element_size() for t in held.values()) >= enough:
             begun.add(kind)
-            layouts.append(make_layout(waiting.pop(kind), label))
+            layouts.append(_laid_out(waiting.pop(kind), label, routing))
     for kind, held in waiting.items():
         before = next((i for i in reversed(range(len(layouts))) if at_once and layouts[i].kind == kind), None)
         if before is None:
-            layouts.append(make_layout(held, kind[2]))
+            layouts.append(_laid_out(held, kind[2], routing))
         else:
-            layouts[before] = make_layout({name: tensors[name] for name in (*layouts[before].names, *held)}, kind[2])
+            together = {name: tensors[name] for name in (*layouts[before].names, *held)}
+            layouts[before] = _laid_out(together, kind[2], routing)
     return Plan(tuple(layouts))
+
+
+def _laid_out(tensors: Mapping[str, Tensor], label: str, routing: Routing) -> Layout:
+    dtype = next(iter(tensors.values())).dtype
+    return make_layout(tensors, label, routing.of(label).message_dtype(dtype))
 
 
 def plan_from_names(names: Iterable[Sequence[str]], tensors: Mapping[str, Tensor], routing: Routing) -> Plan:
@@ -194,7 +206,7 @@ def plan_from_names(names: Iterable[Sequence[str]], tensors: Mapping[str, Tensor
 
 
 def _saved(names: Sequence[str], tensors: Mapping[str, Tensor], routing: Routing) -> Layout:
-    return make_layout({name: tensors[name] for name in names}, routing.route(names[0], tensors[names[0]]))
+    return _laid_out({name: tensors[name] for name in names}, routing.route(names[0], tensors[names[0]]), routing)
 
 
 class Bucket:

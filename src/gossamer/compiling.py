@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from numba import njit
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -17,3 +19,17 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
             return njit(function, nogil=True, **options)
 
     return decorate
+
+
+def _turned_to_memory(context: Any, address: Any) -> Any:
+    """For the compiler: an address as a pointer."""
+
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), made
+
+
+memory: Any = intrinsic(_turned_to_memory)
+"""Inside compiled functions: the memory at an address, for ``numba.carray``. To hand over many arrays would take longer than
+what is computed on small ones."""

@@ -74,6 +74,21 @@ def test_how_much_of_what_is_possible_was_reached_is_told_where_steps_without_co
     assert without[3].endswith("| 4.00 |")
 
 
+def test_a_side_is_measured_by_what_computing_took_beside_it():
+    """The machine was twice as fast when the second one ran."""
+    rows = [a_run("ddp", 0, 10.0) | {"alone": [0.3, 0.2, 0.2]}, a_run("Gossip()", 0, 2.5) | {"alone": [0.1]}]
+    lines = table([*rows, a_run("compute", 0, 4.0)], {0: 0.45})
+    assert "ms without communication, beside" in lines[0]
+    for line, begin, end in zip(
+        lines[2:4],
+        ("| `ddp` | 1 of 1 | 1000 | 200 |", "| `Gossip()` | 1 of 1 | 250 | 100 |"),
+        ("| 0.20 |", "| 0.40 |"),
+        strict=True,
+    ):
+        assert line.startswith(begin)
+        assert line.endswith(end)
+
+
 def test_a_longer_run_takes_the_place_of_a_shorter_one(tmp_path):
     runs = Runs(tmp_path / "deep" / "quality.jsonl")
     key = {"workload": "w", "network": "n", "hosts": 2, "side": "ddp", "seed": 0, "eval_every": 5}
@@ -116,6 +131,8 @@ def test_a_study_is_trained_told_and_not_trained_again(tmp_path, workload, capsy
     assert rows[1]["evaluations"][-1][1] >= 1.5, "it is timed, whatever quality it has"
     for row in rows[:1]:
         assert seconds_to(row, 0.2) is not None
+        assert len(row["alone"]) == len(row["evaluations"]) // time_to_quality.ALONE_EVERY >= 1
+        assert all(0 < seconds < 1 for seconds in row["alone"])
         assert row["evaluations"][-1][2] < row["evaluations"][0][2]
     assert (tmp_path / "out" / "line-quality.png").stat().st_size > 5000
     assert "| `Gossip()` | 1 of 1 |" in capsys.readouterr().out

@@ -75,3 +75,10 @@ def test_what_cannot_be_emulated_is_one_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["threads", "--network", "nonsense"])
     with pytest.raises(SystemExit, match="threads: "):
         threads.main()
+
+
+def test_a_side_that_does_not_exist_is_told_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["threads", "--sides", "compute", "Gosip()"])
+    monkeypatch.setattr(threads, "lab_result", lambda *_: pytest.fail("it was measured"))
+    with pytest.raises(SystemExit, match=r"unknown side 'Gosip' .* did you mean Gossip"):
+        threads.main()

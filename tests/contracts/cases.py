@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import pkgutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -30,6 +30,7 @@ from gossamer.algorithms import (
     registry,
 )
 from gossamer.algorithms.base import Context, Subject
+from gossamer.algorithms.difference import Difference
 from gossamer.buckets import Bucket, make_layout
 from gossamer.codecs import Codec
 from gossamer.codecs.quantize import Quantize
@@ -145,9 +146,12 @@ def own_runner() -> LoopbackRunner:
 # -- one exchange, without a training loop ---------------------------------------------------------------------------
 
 
-def bucket_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str = "cpu") -> Bucket:
-    """A bucket with one segment per shape."""
-    return Bucket(0, make_layout({f"p{i}": torch.empty(s, dtype=dtype, device=device) for i, s in enumerate(shapes)}))
+def bucket_of(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str = "cpu", algorithm: Algorithm | None = None
+) -> Bucket:
+    """A bucket with one segment per shape; as a replica has it with ``algorithm``, if that is given."""
+    tensors = {f"p{i}": torch.empty(s, dtype=dtype, device=device) for i, s in enumerate(shapes)}
+    return Bucket(0, make_layout(tensors, message=None if algorithm is None else algorithm.message_dtype(dtype)))
 
 
 def noise(world: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -172,7 +176,7 @@ def exchange(algorithm: Algorithm, inputs: Sequence[Sequence[Tensor]], abort_aft
 
     def body(rank: int) -> Outcome:
         runner, mine = own_runner(), inputs[0][rank]
-        bucket = bucket_of([tuple(mine.shape)], mine.dtype, mine.device.type)
+        bucket = bucket_of([tuple(mine.shape)], mine.dtype, mine.device.type, algorithm)
         outcome = Outcome([], State(bucket.flat))
         for step, tensors in enumerate(inputs):
             bucket.renew()
@@ -204,7 +208,7 @@ def gossip(algorithm: Algorithm, tensors: Sequence[Tensor], steps: int) -> list[
     """What weights become, rank by rank, when nothing but ``algorithm`` moves them."""
 
     def body(rank: int) -> Tensor:
-        runner, bucket = own_runner(), bucket_of([tuple(tensors[rank].shape)], tensors[rank].dtype)
+        runner, bucket = own_runner(), bucket_of([tuple(tensors[rank].shape)], tensors[rank].dtype, algorithm=algorithm)
         state, weights = State(bucket.flat), tensors[rank].clone()
         for step in range(steps):
             bucket.flat.copy_(weights)
@@ -217,7 +221,8 @@ def gossip(algorithm: Algorithm, tensors: Sequence[Tensor], steps: int) -> list[
 
 def flow_of(algorithm: Algorithm, bucket: Bucket, state: State, runner: LoopbackRunner, step: int) -> Flow[Tensor]:
     """The flow of one bucket at ``step``."""
-    return algorithm.exchange(bucket, state, Context(step, runner.rank, runner.members))
+    result = yield from algorithm.flow(bucket)(bucket, state, Context(step, runner.rank, runner.members))
+    return result.computed(bucket.layout.dtype) if isinstance(result, Difference) else result
 
 
 class Aborted(Exception):
@@ -282,9 +287,18 @@ class Tapped(Algorithm, register=False):
     tape: dict[tuple[int, int], list[str]] = dataclasses.field(repr=False)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        return self._written_down(bucket, self.inner.exchange(bucket, state, ctx), ctx)
+
+    def swap(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Difference]:
+        return self._written_down(bucket, self.inner.swap(bucket, state, ctx), ctx)
+
+    def flow(self, bucket: Bucket) -> Callable[[Bucket, State, Context], Flow[Tensor | Difference]]:
+        return super().flow(bucket)
+
+    def _written_down(self, bucket: Bucket, flow: Flow[Any], ctx: Context) -> Flow[Any]:
         tape = self.tape.setdefault((ctx.step, bucket.index), [])
-        result = yield from tapped(self.inner.exchange(bucket, state, ctx), tape)
-        tape.append(f"returns {result.dtype}{list(result.shape)}")
+        result = yield from tapped(flow, tape)
+        tape.append(f"returns {type(result).__name__}{list(result.shape)}")
         return result
 
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:

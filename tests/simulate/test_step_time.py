@@ -165,7 +165,10 @@ def test_gossip_hides_behind_the_next_step() -> None:
     compute = Compute(forward=0.03, backward=0.07, optimizer=0.01)
     result = run(tensors(10**6), Gossip(wire="fp32"), 4, compute)
     assert (result.step_seconds, result.exposed_seconds) == (pytest.approx(0.11), 0)
-    assert (result.bytes_per_step, result.messages_per_step) == (BYTES, 4), "pieces of a mebibyte"
+    assert (result.bytes_per_step, result.messages_per_step) == (BYTES, 1)
+    # In fp16 one piece of a mebibyte is rounded while another one travels.
+    result = run(tensors(10**6), Gossip(wire="fp16"), 4, compute)
+    assert (result.bytes_per_step, result.messages_per_step) == (BYTES / 2, 2)
 
 
 def test_gossip_in_parts_sends_the_same_in_every_step() -> None:
@@ -179,7 +182,8 @@ def test_gossip_in_parts_sends_the_same_in_every_step() -> None:
 def test_of_algorithms_that_follow_each_other_the_last_one_is_priced() -> None:
     model = tensors(1000, 10**6)
     for before in (AllReduce(), Gossip(wire="fp32")):
-        found, alone = run(model, after(50, Gossip(), before=before), 4), run(model, Gossip(), 4)
+        then = Gossip(wire="fp16")
+        found, alone = run(model, after(50, then, before=before), 4), run(model, then, 4)
         assert (found.bytes_per_step, found.messages_per_step) == (alone.bytes_per_step, alone.messages_per_step)
         assert found.step_seconds == pytest.approx(alone.step_seconds)
 

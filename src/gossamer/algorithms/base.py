@@ -1,13 +1,15 @@
 """Algorithm: one relaxation of the exchange, written as a generator that never touches the network."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gossamer.algorithms.difference import Difference
 from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow, Group
@@ -97,6 +99,20 @@ class Algorithm(ABC):
         their next update. The returned tensor is given away: keep no reference to it.
         Writes to ``state`` take effect only when the whole step has succeeded.
         """
+
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """In which type weights of type ``dtype`` are laid into their bucket, where that is all that is made of them, so that
+        the bucket is the message; then :meth:`swap` takes the place of :meth:`exchange`. None: as they are."""
+        return None
+
+    def swap(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Difference]:
+        """Communicate one bucket whose ``flat`` is the message, which is only read. Returns what is to be added to the weights
+        before their next update."""
+        raise NotImplementedError
+
+    def flow(self, bucket: Bucket) -> Callable[[Bucket, State, Context], Flow[Tensor | Difference]]:
+        """What communicates such a bucket: :meth:`exchange` or :meth:`swap`."""
+        return self.exchange if bucket.layout.message is None else self.swap
 
     @property
     def finishes(self) -> bool:

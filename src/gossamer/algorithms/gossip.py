@@ -4,15 +4,17 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.difference import Difference
 from gossamer.algorithms.messages import pieces_of
 from gossamer.buckets import Bucket
 from gossamer.checks import is_whole
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.mixing import check_connected
-from gossamer.comm.ops import Flow, Permute, start
+from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Dissemination, Pattern, Topology
 from gossamer.errors import ConfigurationError
 from gossamer.state import State
@@ -109,7 +111,26 @@ class Gossip(Meeting):
         super().__post_init__()
         check_wire("wire", self.wire)
 
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        if type(self).exchange is not Gossip.exchange:
+            return None  # what is made of the weights there is not known here
+        narrow = wire_codec(self.wire).wire_dtype(dtype)
+        # What is too large for fp16 would be infinite, and a difference of two such no number at all.
+        return None if narrow == torch.float16 != dtype else narrow
+
+    def swap(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Difference]:
+        partners = self.topology.at(ctx.step // self.every, ctx.world).permutations
+        handles = []
+        for number, permutation in enumerate(partners):
+            place = bucket.scratch(f"received {number}", bucket.flat.dtype)
+            handles.append((yield start(Permute(bucket.flat, permutation, place))))
+        theirs = []
+        for handle in handles:
+            theirs.append((yield wait(handle)))
+        return Difference(bucket.flat, theirs, 1 / (len(theirs) + 1))
+
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        """As :meth:`swap`, of a bucket of the weights themselves: in fp16, and inside algorithms that go on with the result."""
         partners = self.topology.at(ctx.step // self.every, ctx.world).permutations
         delta, dtype = bucket.flat, wire_codec(self.wire).wire_dtype(bucket.flat.dtype)
         if not partners:

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.algorithms.combination import Combination, refuse_lag
+from gossamer.algorithms.difference import Difference
 from gossamer.algorithms.schedule import BySize, Switch
 from gossamer.buckets import Bucket
 from gossamer.checks import is_whole
@@ -96,6 +98,12 @@ class InParts(Combination, register=False):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         return (yield from self.algorithm.exchange(bucket, state, replace(ctx, step=ctx.step // self.count)))
+
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        return self.algorithm.message_dtype(dtype)
+
+    def swap(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Difference]:
+        return (yield from self.algorithm.swap(bucket, state, replace(ctx, step=ctx.step // self.count)))
 
     def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:
         return self.algorithm.counted(weights, state, replace(ctx, step=ctx.step // self.count))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.crossing import crossing
-from gossamer.bench.peers import PEERS, Joined
+from gossamer.bench.peers import BASELINE, PEERS, Joined
 from gossamer.bench.ranks import of_all
 from gossamer.bench.sides import join, parse_side
 from gossamer.bench.workload import Quality, Workload
@@ -41,6 +41,38 @@ class Goal:
     seconds: float
     until: float | None
     eval_every: int
+    alone_every: int = 0
+    """After so many evaluations steps without communication are timed; 0: never."""
+
+
+class Alone:
+    """Another model of the workload, which trains without communication while the clock stands still: what a step would take
+    if nothing were sent, on the machine as it is at the time."""
+
+    def __init__(self, workload: Workload, seed: int) -> None:
+        training_batches, _ = workload.training()
+        self._batches = iter(training_batches(dist.get_rank(), dist.get_world_size(), seed))
+        self._loss = workload.loss
+        with torch.random.fork_rng():
+            model = workload.build_model()
+            self._joined = join(BASELINE, model, workload.build_optimizer(model))
+
+    def seconds_per_step(self) -> float:
+        """Over ``_STEPS_ALONE`` of them from barrier to barrier, without the first ones. Collective."""
+        with torch.random.fork_rng():
+            self._take(2)
+            dist.barrier()
+            begin = time.perf_counter()
+            self._take(_STEPS_ALONE)
+            dist.barrier()
+            return (time.perf_counter() - begin) / _STEPS_ALONE
+
+    def _take(self, steps: int) -> None:
+        for inputs, targets in islice(self._batches, steps):
+            self._joined.step(inputs, targets, self._loss)
+
+
+_STEPS_ALONE = 25
 
 
 class Clock:
@@ -76,15 +108,23 @@ def train(workload: Workload, side: str, seed: int, goal: Goal) -> None:
     model = workload.build_model()
     made = join(parse_side(side), model, workload.build_optimizer(model))
     apart = side in PEERS and PEERS[side].period > 1
+    alone = Alone(workload, seed) if goal.alone_every else None
     _say({"side": side, "parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__})
     source = iter(training_batches(rank, world, seed))
     batches = chain([next(source)], source)  # the data are there when the clock begins
     with made.turn():
-        _train(workload, made, batches, goal, lambda: evaluate(quality, model, made.replica, apart))
+        _train(workload, made, batches, goal, lambda: evaluate(quality, model, made.replica, apart), alone)
     made.close()
 
 
-def _train(workload: Workload, made: Joined, batches: Batches, goal: Goal, quality: Callable[[], tuple[str, float]]) -> None:
+def _train(
+    workload: Workload,
+    made: Joined,
+    batches: Batches,
+    goal: Goal,
+    quality: Callable[[], tuple[str, float]],
+    alone: Alone | None,
+) -> None:
     """Take the steps, telling of them and of what ``quality`` says, until the goal is reached."""
     points: list[tuple[float, float]] = []
     clock, told = Clock(made.replica), 0.0
@@ -96,8 +136,10 @@ def _train(workload: Workload, made: Joined, batches: Batches, goal: Goal, quali
         if step % goal.eval_every == 0:
             with clock.pause() as seconds:
                 measure, value = quality()
-            points.append((seconds, value))
-            _say({"step": step, "seconds": seconds, "measure": measure, "quality": value})
+                points.append((seconds, value))
+                _say({"step": step, "seconds": seconds, "measure": measure, "quality": value})
+                if alone is not None and len(points) % goal.alone_every == 0:
+                    _say({"alone": alone.seconds_per_step()})
             if seconds >= goal.seconds or (goal.until is not None and crossing(points, goal.until, measure) is not None):
                 break
 
@@ -144,9 +186,12 @@ def main() -> None:
     parser.add_argument("--eval-every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--seconds", type=float, default=600.0, help="of training, after which the run ends")
     parser.add_argument("--until", type=float, help="the quality at which the run ends")
+    parser.add_argument(
+        "--alone-every", type=int, default=0, metavar="EVALUATIONS", help="after which steps without communication are timed"
+    )
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    goal = Goal(options.seconds, options.until, options.eval_every)
+    goal = Goal(options.seconds, options.until, options.eval_every, options.alone_every)
     train(find_workload(options.workload), options.side, options.seed, goal)
     dist.barrier()
     dist.destroy_process_group()

@@ -25,6 +25,7 @@ from gossamer.bench.in_lab import lab_result
 from gossamer.bench.network import parse_network
 from gossamer.bench.paired import warm_up
 from gossamer.bench.rows import markdown, merged, read_rows, write_rows
+from gossamer.bench.sides import parse_side
 from gossamer.bench.trained import make_side
 from gossamer.errors import GossamerError
 
@@ -146,6 +147,8 @@ def main() -> None:
         dist.destroy_process_group()
         return
     try:
+        for side in options.sides:
+            parse_side(side)
         spec = parse_network(options.network).spec(options.hosts, waits=False)
         for warning in busy_machine():
             console.log(warning)

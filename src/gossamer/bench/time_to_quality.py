@@ -4,9 +4,9 @@
     python -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25
 
 The clock stands still during evaluations. What counts is when the median of five evaluations first reaches the target.
-With ``compute`` among the sides, steps without communication are timed too: with as many steps as the first side takes, and
-the workload's own optimizer, nothing can be faster by more than the ratio of their step times. Every run is written
-down when it ends, and not done again: stop and go on as you like.
+While it stands still, steps of the workload without communication are timed too, now and then in every run: with as many steps
+as the first side takes, nothing can be faster than these. (``compute`` among the sides times them in a run of their own, for
+runs that have none.) Every run is written down when it ends, and not done again: stop and go on as you like.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import compress
 from pathlib import Path
 
 from rich.console import Console
@@ -33,12 +34,15 @@ from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabError
 
+ALONE_EVERY = 4
+"""Evaluations of a run after which steps without communication are timed. They are timed beside each side, because a virtual
+machine computes by a tenth faster or slower from one hour to the next."""
+
 COMPUTE_SECONDS = 30.0
 """For how long the side that does not communicate is timed: it shows what is possible, and reaches nothing together."""
 
 SIDES = (
     "ddp",
-    BASELINE,
     "ddp-fp16",
     "ddp-powersgd",
     "post-localsgd",
@@ -91,45 +95,53 @@ def target_after(run: Record, seconds: float) -> float:
 def train(key: Record, seconds: float, until: float | None, told: Callable[[Record], None]) -> Record:
     """A run in the lab, as a row. Raises GossamerError if it fails."""
     command = ["-m", "gossamer.bench.quality_run", "--workload", key["workload"], "--side", key["side"]]
-    numbers = {"--seed": key["seed"], "--eval-every": key["eval_every"], "--seconds": seconds}
+    numbers = {"--seed": key["seed"], "--eval-every": key["eval_every"], "--seconds": seconds, "--alone-every": ALONE_EVERY}
     command += [str(part) for pair in numbers.items() for part in pair]
     command += [] if until is None else ["--until", repr(until)]
     spec, load_before = Case(key["workload"], key["network"], key["hosts"]).spec(), load()
     _, *found = lab_json(spec, command, told)
     evaluations = [(each["step"], each["seconds"], each["quality"]) for each in found if "quality" in each]
+    alone = [each["alone"] for each in found if "alone" in each]
     measure = next(each["measure"] for each in found if "quality" in each)
     shared = {"measure": measure, "evaluations": evaluations, "when": round(time.time()), "digest": digest(key["workload"])}
+    if alone:
+        shared["alone"] = alone
     return key | shared | conditions([key["side"]], load_before, {"model and batches": key["seed"]})
 
 
 def table(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
     """Markdown: every side beside the first one, over all seeds that have a target."""
     head = (
-        "side", "seeds", "ms per step", "steps to the target", "seconds to the target", "speed-up over the first",
-        "share of the speed-up that is possible without communication",
+        "side", "seeds", "ms per step", "ms without communication, beside", "steps to the target", "seconds to the target",
+        "speed-up over the first", "share of the speed-up that is possible without communication",
     )  # fmt: skip
     lines = []
     sides = list(dict.fromkeys(row["side"] for row in rows))
     times = {side: _times([row for row in rows if row["side"] == side], targets) for side in sides}
     paces = {side: {row["seed"]: _pace(row) for row in rows if row["side"] == side} for side in sides}
     first = sides[0]
-    possible = {seed: paces[first][seed] / pace for seed, pace in paces.get(BASELINE, {}).items() if seed in paces[first]}
     for side in sides:
         own, reached = paces[side], times[side]
         faster = {seed: times[first][seed] / taken for seed, taken in reached.items() if seed in times[first]}
+        alone = paces.get(BASELINE, {}) | {
+            row["seed"]: statistics.median(row["alone"]) for row in rows if row["side"] == side and "alone" in row
+        }
+        possible = {seed: paces[first][seed] / pace for seed, pace in alone.items() if seed in paces[first]}
         cells = [
             f"`{side}`",
             f"{len(reached)} of {len(own)}",
             f"{1e3 * statistics.median(own.values()):.0f}",
+            _spread([1e3 * pace for seed, pace in alone.items() if seed in own], "{:.0f}"),
             _spread([seconds / own[seed] for seed, seconds in reached.items()], "{:.0f}"),
             _spread(list(reached.values()), "{:.1f}") or "not reached",
             _spread(list(faster.values()), "{:.2f}"),
             _spread([each / possible[seed] for seed, each in faster.items() if seed in possible], "{:.2f}"),
         ]
-        most = ["", cells[2], "", "", f"at most {_spread(list(possible.values()), '{:.2f}')}", "1"]
+        most = ["", cells[2], "", "", "", f"at most {_spread(list(possible.values()), '{:.2f}')}", "1"]
         lines.append([cells[0], *(most if side == BASELINE else cells[1:])])
-    shown = len(head) if BASELINE in sides else len(head) - 1
-    return markdown(head[:shown], [line[:shown] for line in lines])
+    beside, share = any("alone" in row for row in rows), any(line[-1] for line in lines)
+    kept = [True] * 3 + [beside] + [True] * 3 + [share]
+    return markdown(list(compress(head, kept)), [list(compress(line, kept)) for line in lines])
 
 
 def _pace(row: Record) -> float:

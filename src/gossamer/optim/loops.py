@@ -4,27 +4,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
-from gossamer.compiling import compiled
+from gossamer.compiling import compiled, memory
 
 Array = npt.NDArray[Any]
-
-
-def _turned_to_memory(context: Any, address: Any) -> Any:
-    """For the compiler: an address as a pointer."""
-
-    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), made
-
-
-_memory: Any = intrinsic(_turned_to_memory)
-"""The memory at an address."""
 
 
 # A test for a divisor of 0, which Python's errors need, would keep a loop from being vectorised.
@@ -44,13 +28,13 @@ def adamw(
 
     ``addresses``: ``int64[tensors, 4]``, where weight, gradient, mean and square lie, without gaps and of the dtype of
     ``factors``: ``[tensors, 4]``, first, second, share and rest. ``sizes``: ``int64[tensors]``, their elements. The numbers
-    are of that dtype too. To hand over arrays would take longer than the update of a small tensor.
+    are of that dtype too.
     """
     for k in range(sizes.size):
-        weight = carray(_memory(addresses[k, 0]), sizes[k], factors.dtype)
-        gradient = carray(_memory(addresses[k, 1]), sizes[k], factors.dtype)
-        mean = carray(_memory(addresses[k, 2]), sizes[k], factors.dtype)
-        square = carray(_memory(addresses[k, 3]), sizes[k], factors.dtype)
+        weight = carray(memory(addresses[k, 0]), sizes[k], factors.dtype)
+        gradient = carray(memory(addresses[k, 1]), sizes[k], factors.dtype)
+        mean = carray(memory(addresses[k, 2]), sizes[k], factors.dtype)
+        square = carray(memory(addresses[k, 3]), sizes[k], factors.dtype)
         first, second, share, rest = factors[k]
         for i in range(sizes[k]):
             mean[i] += lag * (gradient[i] - mean[i])

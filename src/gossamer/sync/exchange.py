@@ -6,11 +6,13 @@ What gradients, weights and optimizers have in common. Threads and ownership: se
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, left_alone, wrong_shape
+from gossamer.algorithms.difference import Difference
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM
 from gossamer.buckets import Bucket, Plan, Routing, Segment
 from gossamer.comm.ops import Flow
@@ -57,7 +59,7 @@ class Exchange:
         """In which order buckets are launched, by their index in the plan."""
         self._step = 0
         """Of the last exchange that was launched."""
-        self._tickets: dict[int, Ticket[Tensor]] = {}
+        self._tickets: dict[int, Ticket[Any]] = {}
         """One for each bucket that was launched."""
         self._finishers: dict[str, list[int]] = {}
         """By label, the buckets of an algorithm that does something once per step."""
@@ -130,23 +132,28 @@ class Exchange:
     def launch(self, step: int, when: str) -> None:
         """Start the flow of the bucket that is next; ``when`` describes the step. One that is not due stays as it is."""
         index = self.order[len(self._tickets)]
-        self._submit(index, self.handlers[index].exchange if self.due(index, step) else left_alone, step, when)
+        self._submit(index, self._flow(index) if self.due(index, step) else left_alone, step, when)
 
     def launch_due(self, index: int, step: int, when: str) -> None:
         """Start the flow of one of :meth:`due_at`; the others have none."""
-        self._submit(index, self.handlers[index].exchange, step, when)
+        self._submit(index, self._flow(index), step, when)
 
-    def _submit(self, index: int, exchange: Callable[..., Flow[Tensor]], step: int, when: str) -> None:
+    def _flow(self, index: int) -> Callable[..., Flow[Any]]:
+        return self.handlers[index].flow(self.buckets[index])
+
+    def _submit(self, index: int, exchange: Callable[..., Flow[Any]], step: int, when: str) -> None:
         bucket, self._step = self.buckets[index], step
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
         make_flow = partial(self._checked, exchange, bucket, self.states[index], self.context(step))
         lane = 0 if self.algorithm.serial else self._lanes[index]
         self._tickets[index] = self.runner.submit(make_flow, label, lane, prompt=self._prompt)
-        self.exchanged_bytes += bucket.flat.nbytes
+        self.exchanged_bytes += bucket.layout.nbytes
 
-    def _checked(self, exchange: Callable[..., Flow[Tensor]], bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+    def _checked(self, exchange: Callable[..., Flow[Any]], bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
         """The exchange; beside backward, where that does not make the host wait, the search for what is not finite."""
         result = yield from exchange(bucket, state, ctx)
+        if isinstance(result, Difference):  # of messages, which are kept nowhere
+            return result
         if result.device.type == "cpu" and (drafts := state.drafts()):
             self._seen |= set(map(id, (result, *drafts)))
             spoken_for = {id(tensor) for _, tensors in state.vouched for tensor in tensors}
@@ -160,8 +167,8 @@ class Exchange:
         """Wait for everything that was launched; the results in the plan's order, without what stays as it is."""
         return list(self.collect_due().values())
 
-    def collect_due(self) -> dict[int, Tensor]:
-        """The same, by bucket."""
+    def collect_due(self) -> dict[int, Any]:
+        """The same, by bucket: tensors, and for buckets that are the message themselves, a :class:`Difference`."""
         under_way = sorted(self._tickets.items())
         came = {index: self.runner.wait(ticket) for index, ticket in under_way}
         results = {index: self._check(index, result) for index, result in came.items()}
@@ -169,13 +176,14 @@ class Exchange:
         return results
 
     def result(self, index: int) -> Tensor:
-        """Wait for one bucket."""
-        return self._check(index, self.runner.wait(self._tickets[index]))
+        """Wait for one bucket of gradients."""
+        result: Tensor = self._check(index, self.runner.wait(self._tickets[index]))
+        return result
 
-    def _check(self, index: int, result: Tensor) -> Tensor:
+    def _check(self, index: int, result: Any) -> Any:
         if result.shape != self.buckets[index].flat.shape:
             raise wrong_shape(self.handlers[index], self.buckets[index], result)
-        return result.contiguous()  # parameters are views of it
+        return result if isinstance(result, Difference) else result.contiguous()  # parameters are views of it
 
     def finish(self, step: int) -> None:
         """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`."""

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.difference import Difference
 from gossamer.buckets import make_plan
 from gossamer.comm.runner import Runner
 from gossamer.memory import wide
 from gossamer.pieces import cut, part_of
+from gossamer.sync import landing
 from gossamer.sync.agreement import agree
 from gossamer.sync.exchange import Exchange, Kept
 from gossamer.sync.history import halve_at_most, keep_squares_valid, variances, weight_of
@@ -51,7 +53,7 @@ class WeightSync:
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
         self._lay_out()
         self._step = 0
-        self._deltas: dict[int, Tensor] = {}
+        self._deltas: dict[int, Tensor | Difference] = {}
         """What is not added yet, by bucket."""
         self._lag, self._late = algorithm.may_lag, 0
         self._changes = algorithm.changes  # worked out through all parts, so not in every step
@@ -180,8 +182,9 @@ class WeightSync:
         before = [tensor.clone() for tensor in self._variances]
         for index, delta in self._deltas.items():
             bucket = self.exchange.buckets[index]
-            torch._foreach_add_(self._members[index], bucket.split(delta))
-            bucket.recycle(delta)
+            landing.add(self._members[index], delta, bucket)
+            if isinstance(delta, Tensor):
+                bucket.recycle(delta)
         if before:
             halve_at_most(self._variances, before)
         if self._extended:
@@ -204,7 +207,7 @@ class WeightSync:
             if flat is None:
                 continue
             if index in self._deltas:
-                flat += self._deltas[index]
+                flat += self._brought(index)
             counted = self.exchange.handlers[index].counted(
                 wide(flat), self.exchange.states[index], self.exchange.context(self.steps)
             )
@@ -212,13 +215,18 @@ class WeightSync:
                 if segment.name in copies:
                     copies[segment.name].copy_(segment.view(counted))
 
+    def _brought(self, index: int) -> Tensor:
+        """What is not yet added to the weights of a bucket."""
+        delta = self._deltas[index]
+        return delta.computed(self.exchange.buckets[index].layout.dtype) if isinstance(delta, Difference) else delta
+
     def state_by_name(self) -> Kept:
         """The algorithm's state and the delta not yet added, ``{key: {parameter name: tensor}}``."""
         self.arrive()
         kept = self.exchange.state_by_name()
-        for index, delta in self._deltas.items():
+        for index in self._deltas:
             bucket = self.exchange.buckets[index]
-            kept.setdefault(PENDING, {}).update(zip(bucket.layout.names, bucket.split(delta), strict=True))
+            kept.setdefault(PENDING, {}).update(zip(bucket.layout.names, bucket.split(self._brought(index)), strict=True))
         if self._lag:
             kept[EXCHANGES] = {next(iter(self._tensors)): torch.tensor(self.exchanges)}
         return kept
