@@ -154,7 +154,7 @@ class OneSize:
         """Itself."""
         return self
 
-    def message_dtype(self, dtype: torch.dtype) -> None:
+    def message_dtype(self, dtype: torch.dtype, device: torch.device) -> None:
         """Messages are made of the bucket, whatever they are."""
 
 
@@ -196,8 +196,8 @@ def make_plan(tensors: Mapping[str, Tensor], routing: Routing | int, at_once: bo
 
 
 def _laid_out(tensors: Mapping[str, Tensor], label: str, routing: Routing) -> Layout:
-    dtype = next(iter(tensors.values())).dtype
-    return make_layout(tensors, label, routing.of(label).message_dtype(dtype))
+    first = next(iter(tensors.values()))
+    return make_layout(tensors, label, routing.of(label).message_dtype(first.dtype, first.device))
 
 
 def plan_from_names(names: Iterable[Sequence[str]], tensors: Mapping[str, Tensor], routing: Routing) -> Plan:

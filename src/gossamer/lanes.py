@@ -7,7 +7,8 @@ Note, who owns what, until when (cited by the modules that depend on it):
    (The backward pass of a model on a GPU is run by a thread of autograd's, for which the one of the script waits without an
    ear for Ctrl-C: an exchange that is waited for there, over Gloo, ends by itself or with its timeout.)
 2. From submission until its ticket is done, the bucket's flat tensor belongs to the flow: the main thread neither
-   reads nor writes it. Parameters always belong to the main thread; flows never touch them.
+   reads nor writes it. Parameters always belong to the main thread; flows never touch them. A result may be made of the
+   bucket's messages (``Difference``): those stay as they are until it is added, before the bucket is filled again.
 3. Each host lane is one thread with process groups of its own, so operations of two lanes can pass each other on the
    wire while those of one lane meet their counterparts in order.
 4. Flows that are *prompt* (``Algorithm.prompt``) are an exception to 1: the main thread starts their operations when it

@@ -151,7 +151,8 @@ def bucket_of(
 ) -> Bucket:
     """A bucket with one segment per shape; as a replica has it with ``algorithm``, if that is given."""
     tensors = {f"p{i}": torch.empty(s, dtype=dtype, device=device) for i, s in enumerate(shapes)}
-    return Bucket(0, make_layout(tensors, message=None if algorithm is None else algorithm.message_dtype(dtype)))
+    message = None if algorithm is None else algorithm.message_dtype(dtype, torch.device(device))
+    return Bucket(0, make_layout(tensors, message=message))
 
 
 def noise(world: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:

@@ -1,6 +1,8 @@
 """What exchanges bring is added to the weights, in one pass where that can be."""
 
+import sys
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -8,13 +10,15 @@ from torch import Tensor, nn
 
 import gossamer
 from gossamer import loopback
-from gossamer.algorithms import Algorithm, Gossip, GossipPGA, in_parts
+from gossamer.algorithms import Algorithm, Gossip, GossipGraD, in_parts
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.difference import Difference
-from gossamer.buckets import Bucket, make_layout
+from gossamer.buckets import Bucket, make_layout, make_plan
+from gossamer.codecs.cast import Wire
 from gossamer.comm.loopback import current_runner
 from gossamer.comm.ops import Flow
-from gossamer.comm.topology import Complete, Ring
+from gossamer.comm.topology import Hypercube, Ring
+from gossamer.simulate import Compute, Link
 from gossamer.state import State
 from gossamer.sync import landing
 
@@ -57,30 +61,68 @@ def test_autograd_notices_that_weights_have_changed() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("topology", [None, Ring(), Complete()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_ways_to_exchange_weights_bring_the_same(dtype: torch.dtype, topology: Ring | Complete | None) -> None:
-    algorithm = Gossip() if topology is None else Gossip(topology=topology)
+def test_a_weight_that_lies_otherwise_than_its_place_was_made_for_gets_what_is_its_own() -> None:
+    """Channels-last when the bucket was laid out, and not any more."""
+    weight = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    bucket = Bucket(0, make_layout({"weight": weight}, message=torch.bfloat16))
+    theirs = torch.randn(bucket.flat.numel()).bfloat16()
+    difference = Difference(bucket.flat, [theirs], 0.5)
+    wanted = weight + bucket.split(difference.computed(torch.float32))[0]
+    moved = weight.contiguous()
+    landing.add([moved], difference, bucket)
+    torch.testing.assert_close(moved, wanted, rtol=0, atol=0)
+    for smaller in (torch.randn(3, 4), torch.randn(1)):
+        with pytest.raises(RuntimeError):
+            landing.add([smaller], difference, bucket)
 
-    def body(rank: int) -> tuple[Tensor, Tensor]:
+
+def test_large_weights_are_left_to_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landing, "MANY", 10)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    weights, seen = [torch.zeros(9), torch.zeros(10)], []
+    monkeypatch.setattr(landing, "_add_at_once", lambda loops, places, *_: seen.extend(place[2] for place in places))
+    bucket = Bucket(0, make_layout({"small": weights[0], "large": weights[1]}, message=torch.float32))
+    landing.add(weights, Difference(bucket.flat, [torch.ones(19)], 0.5), bucket)
+    assert seen == [9]
+    assert torch.equal(weights[1], torch.full((10,), 0.5))
+
+
+def test_without_a_compiler_weights_are_averaged_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    landing.compiled_loops.cache_clear()
+    monkeypatch.setitem(sys.modules, "gossamer.sync.loops", None)
+    monkeypatch.delattr(gossamer.sync, "loops", raising=False)
+    try:
+        weight = torch.zeros(5)
+        bucket = Bucket(0, make_layout({"weight": weight}, message=torch.bfloat16))
+        with pytest.warns(UserWarning, match="numba cannot be used"):
+            landing.add([weight], Difference(bucket.flat, [torch.ones(5).bfloat16()], 0.5), bucket)
+        assert torch.equal(weight, torch.full((5,), 0.5))
+    finally:
+        landing.compiled_loops.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("wire", ["bf16", "fp32"])
+def test_both_ways_to_exchange_weights_bring_the_same(dtype: torch.dtype, wire: Wire) -> None:
+    algorithm = Gossip(wire=wire)
+
+    def body(rank: int) -> list[Tensor]:
         runner, found = current_runner(), []
         assert runner is not None
-        for message in (None, algorithm.message_dtype(dtype)):
+        for message in (None, algorithm.message_dtype(dtype, torch.device("cpu"))):
             torch.manual_seed(rank)
             weight = torch.randn(5000).to(dtype)
             bucket = Bucket(0, make_layout({"weight": weight}, message=message))
             bucket.flat.copy_(weight)
-            flow = algorithm.flow(bucket)
-            delta = runner.run(
-                lambda flow=flow, bucket=bucket: flow(bucket, State(bucket.flat), Context(1, rank, (0, 1, 2, 3))), ""
-            )
-            landing.add([weight], delta, bucket)
+            flow = partial(algorithm.flow(bucket), bucket, State(bucket.flat), Context(1, rank, (0, 1, 2, 3)))
+            landing.add([weight], runner.run(flow, "one exchange"), bucket)
             found.append(weight)
-        return found[0], found[1]
+        return found
 
-    for exchanged, swapped in loopback(body, 4):
-        assert not torch.equal(exchanged, torch.zeros_like(exchanged))
-        torch.testing.assert_close(swapped, exchanged, rtol=0, atol=8 * torch.finfo(dtype).eps)
+    for rank, (exchanged, swapped) in enumerate(loopback(body, 4)):
+        torch.manual_seed(rank)
+        assert not torch.equal(exchanged, torch.randn(5000).to(dtype)), "something was exchanged"
+        assert torch.equal(swapped, exchanged)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +130,13 @@ def test_both_ways_to_exchange_weights_bring_the_same(dtype: torch.dtype, topolo
     [
         (Gossip(), torch.bfloat16),
         (Gossip(wire="fp32"), torch.float32),
+        (Gossip(topology=Hypercube()), torch.bfloat16),
+        (GossipGraD(), torch.bfloat16),
         (in_parts(2, Gossip()), torch.bfloat16),
         (Gossip(wire="fp16"), None),  # what is beyond its range would be infinite
-        (GossipPGA(), None),  # an average over all needs the weights themselves
+        (Gossip(topology=Ring()), None),  # two partners
+        (gossamer.DecentralizedSGD(), None),
+        (gossamer.GossipPGA(), None),  # an average over all needs the weights themselves
         (gossamer.after(3, Gossip()), None),
         (gossamer.AllReduce(), None),
     ],
@@ -99,8 +145,24 @@ def test_both_ways_to_exchange_weights_bring_the_same(dtype: torch.dtype, topolo
 def test_weights_lie_in_their_bucket_as_they_travel_where_that_is_enough(
     algorithm: Algorithm, message: torch.dtype | None
 ) -> None:
-    assert algorithm.message_dtype(torch.float32) == message
-    assert algorithm.message_dtype(torch.bfloat16) != torch.float32, "never wider"
+    host = torch.device("cpu")
+    assert algorithm.message_dtype(torch.float32, host) == message
+    assert algorithm.message_dtype(torch.bfloat16, host) is None
+    assert algorithm.message_dtype(torch.float32, torch.device("cuda")) is None
+
+
+def test_a_plan_for_other_messages_is_refused() -> None:
+    tensors = {"weight": torch.empty(1000)}
+    for plan, algorithm in ((Gossip(), gossamer.QuantizedGossip()), (Gossip(), Gossip(wire="fp32")), (Ring, Gossip())):
+        made_for = Gossip(topology=Ring()) if plan is Ring else plan
+        with pytest.raises(gossamer.ConfigurationError, match="was not made for"):
+            gossamer.simulate.step_time(
+                make_plan(tensors, made_for, at_once=True),
+                algorithm,
+                world=4,
+                link=Link(bandwidth=1e9),
+                compute=Compute(forward=1, backward=1),
+            )
 
 
 def test_an_exchange_that_somebody_has_written_is_the_one_that_runs() -> None:
@@ -110,7 +172,7 @@ def test_an_exchange_that_somebody_has_written_is_the_one_that_runs() -> None:
             yield from ()
             return torch.full_like(bucket.flat, 7.0)
 
-    assert Towards().message_dtype(torch.float32) is None
+    assert Towards().message_dtype(torch.float32, torch.device("cpu")) is None
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     replica = gossamer.replicate(model, optimizer, Towards())

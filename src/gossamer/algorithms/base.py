@@ -100,7 +100,7 @@ class Algorithm(ABC):
         Writes to ``state`` take effect only when the whole step has succeeded.
         """
 
-    def message_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+    def message_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
         """In which type weights of type ``dtype`` are laid into their bucket, where that is all that is made of them, so that
         the bucket is the message; then :meth:`swap` takes the place of :meth:`exchange`. None: as they are."""
         return None
@@ -108,7 +108,7 @@ class Algorithm(ABC):
     def swap(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Difference]:
         """Communicate one bucket whose ``flat`` is the message, which is only read. Returns what is to be added to the weights
         before their next update."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} names no message_dtype(), and has no swap()")
 
     def flow(self, bucket: Bucket) -> Callable[[Bucket, State, Context], Flow[Tensor | Difference]]:
         """What communicates such a bucket: :meth:`exchange` or :meth:`swap`."""

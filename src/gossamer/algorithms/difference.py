@@ -6,12 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+IN_ONE_PASS = {(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.float32, torch.bfloat16)}
+"""Of which types weights and messages are that a difference is added to in one pass over the host's memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """``share``·Σ(theirs − mine), which is computed where it is added: of one partner's message in one pass over the weights.
 
-    ``mine`` and each of ``theirs``: flat messages of one type, laid out as the bucket.
+    ``mine`` and each of ``theirs``: flat messages of one type, laid out as the bucket. They are only read, and stay as they
+    are until the next exchange of the bucket begins.
     """
 
     mine: Tensor
@@ -27,8 +31,8 @@ class Difference:
         """A new flat tensor of it."""
         if not self.theirs:
             return torch.zeros_like(self.mine, dtype=dtype)
-        mine = self.mine.to(dtype)
-        first, *others = (message.to(dtype) - mine for message in self.theirs)
-        for other in others:
-            first += other
-        return first.mul_(self.share)
+        first, *others = self.theirs
+        total = (first.to(dtype) - self.mine.to(dtype)).mul_(self.share)
+        for message in others:
+            total += (message.to(dtype) - self.mine.to(dtype)).mul_(self.share)
+        return total

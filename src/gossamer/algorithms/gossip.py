@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.difference import Difference
+from gossamer.algorithms.difference import IN_ONE_PASS, Difference
 from gossamer.algorithms.messages import pieces_of
 from gossamer.buckets import Bucket
 from gossamer.checks import is_whole
@@ -87,8 +87,8 @@ class Gossip(Meeting):
     sent, which keeps the mean of the workers however late it is added.
 
     Per exchange one message of the weights' size per partner (half with a 16-bit ``wire``), whatever the number of workers.
-    Memory: one copy of the weights, in which messages of half the width and their answers are kept; in full width, and for
-    each further partner, one message more.
+    Memory: the message and its answer, which in half the width are as large as the weights, and twice that in full width; for
+    each further partner one message more.
 
     ``wire="fp16"`` is eight times as precise as ``"bf16"``; a value beyond ±65504 (a running variance) is sent as that, so
     that it stays each worker's own: take ``"bf16"`` where there are such.
@@ -111,12 +111,17 @@ class Gossip(Meeting):
         super().__post_init__()
         check_wire("wire", self.wire)
 
-    def message_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        if type(self).exchange is not Gossip.exchange:
-            return None  # what is made of the weights there is not known here
-        narrow = wire_codec(self.wire).wire_dtype(dtype)
-        # What is too large for fp16 would be infinite, and a difference of two such no number at all.
-        return None if narrow == torch.float16 != dtype else narrow
+    def message_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+        """Where the difference to one partner can be added in one pass, and nobody has written another exchange. Not in fp16:
+        what is too large for it would be infinite, and a difference of two such no number at all."""
+        message = wire_codec(self.wire).wire_dtype(dtype)
+        at_once = device.type in ("cpu", "meta") and (dtype, message) in IN_ONE_PASS
+        return message if at_once and type(self).exchange is Gossip.exchange and self._one_partner else None
+
+    @property
+    def _one_partner(self) -> bool:
+        """Whether the topology has no more in any world: sixteen workers have as many as others in all that there are."""
+        return len(self.topology.at(0, 16).permutations) == 1
 
     def swap(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Difference]:
         partners = self.topology.at(ctx.step // self.every, ctx.world).permutations
@@ -130,7 +135,8 @@ class Gossip(Meeting):
         return Difference(bucket.flat, theirs, 1 / (len(theirs) + 1))
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        """As :meth:`swap`, of a bucket of the weights themselves: in fp16, and inside algorithms that go on with the result."""
+        """As :meth:`swap`, of a bucket of the weights themselves: with several partners, in fp16, on devices, and inside
+        algorithms that go on with the result."""
         partners = self.topology.at(ctx.step // self.every, ctx.world).permutations
         delta, dtype = bucket.flat, wire_codec(self.wire).wire_dtype(bucket.flat.dtype)
         if not partners:

@@ -99,8 +99,8 @@ class InParts(Combination, register=False):
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         return (yield from self.algorithm.exchange(bucket, state, replace(ctx, step=ctx.step // self.count)))
 
-    def message_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        return self.algorithm.message_dtype(dtype)
+    def message_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+        return self.algorithm.message_dtype(dtype, device)
 
     def swap(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Difference]:
         return (yield from self.algorithm.swap(bucket, state, replace(ctx, step=ctx.step // self.count)))

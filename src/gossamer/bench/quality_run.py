@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from gossamer.bench.peers import BASELINE, PEERS, Joined
 from gossamer.bench.ranks import of_all
 from gossamer.bench.sides import join, parse_side
 from gossamer.bench.workload import Quality, Workload
+from gossamer.errors import ConfigurationError
 from gossamer.replica import Replica
 from gossamer.sync.module_buffers import floating, named_buffers
 
@@ -47,7 +48,7 @@ class Goal:
 
 class Alone:
     """Another model of the workload, which trains without communication while the clock stands still: what a step would take
-    if nothing were sent, on the machine as it is at the time."""
+    if nothing were sent, on the machine as it is at the time (beside a peer's threads, where it has such between steps)."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
         training_batches, _ = workload.training()
@@ -56,11 +57,12 @@ class Alone:
         with torch.random.fork_rng():
             model = workload.build_model()
             self._joined = join(BASELINE, model, workload.build_optimizer(model))
+            self._take(2)  # the first ones make what the optimizer remembers
 
     def seconds_per_step(self) -> float:
-        """Over ``_STEPS_ALONE`` of them from barrier to barrier, without the first ones. Collective."""
+        """Over ``_STEPS_ALONE`` of them from barrier to barrier, with caches as they are after a pause: a run's steps find them
+        so, too. Collective."""
         with torch.random.fork_rng():
-            self._take(2)
             dist.barrier()
             begin = time.perf_counter()
             self._take(_STEPS_ALONE)
@@ -68,8 +70,13 @@ class Alone:
             return (time.perf_counter() - begin) / _STEPS_ALONE
 
     def _take(self, steps: int) -> None:
-        for inputs, targets in islice(self._batches, steps):
-            self._joined.step(inputs, targets, self._loss)
+        for _ in range(steps):
+            batch = next(self._batches, None)
+            if batch is None:
+                raise ConfigurationError(
+                    "training_batches() has ended, but steps without communication go on: let it be endless"
+                )
+            self._joined.step(*batch, self._loss)
 
 
 _STEPS_ALONE = 25

@@ -95,7 +95,8 @@ def target_after(run: Record, seconds: float) -> float:
 def train(key: Record, seconds: float, until: float | None, told: Callable[[Record], None]) -> Record:
     """A run in the lab, as a row. Raises GossamerError if it fails."""
     command = ["-m", "gossamer.bench.quality_run", "--workload", key["workload"], "--side", key["side"]]
-    numbers = {"--seed": key["seed"], "--eval-every": key["eval_every"], "--seconds": seconds, "--alone-every": ALONE_EVERY}
+    numbers = {"--seed": key["seed"], "--eval-every": key["eval_every"], "--seconds": seconds}
+    numbers["--alone-every"] = 0 if key["side"] == BASELINE else ALONE_EVERY
     command += [str(part) for pair in numbers.items() for part in pair]
     command += [] if until is None else ["--until", repr(until)]
     spec, load_before = Case(key["workload"], key["network"], key["hosts"]).spec(), load()

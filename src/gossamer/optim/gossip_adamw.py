@@ -71,6 +71,9 @@ class GossipAdamW(Wide):
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, AVERAGED_OVER: averaged_over}
         super().__init__(params, options)
+        own = [parameter for group in self.param_groups for parameter in group["params"] if parameter.is_cpu]
+        for kind in {np.float64 if parameter.dtype == torch.float64 else np.float32 for parameter in own}:
+            _compile(kind)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own. Raises ConfigurationError for options out of range."""
@@ -109,6 +112,13 @@ def _alike_and_whole(weight: Tensor, gradient: Tensor, mean: Tensor, square: Ten
         and gradient.dtype == dtype == mean.dtype == square.dtype
         and gradient.shape == shape == mean.shape == square.shape
     )
+
+
+def _compile(kind: type[np.floating[Any]]) -> None:
+    """Compile the loop, or load it where it is compiled already: now, and not amid the first step, for which others wait."""
+    from gossamer.optim.loops import adamw
+
+    adamw(np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), kind), *[kind(0)] * 5)
 
 
 def _in_one_pass(group: Mapping[str, Any], rows: Sequence[Row]) -> None:

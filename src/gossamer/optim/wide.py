@@ -33,9 +33,13 @@ class Wide(Optimizer):
         return loss
 
     def _step(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
-        self._states = [self.state[parameter] for parameter in parameters]
         exact = [_exact(parameter) for parameter in parameters]
-        self.change(group, exact, [self._gradient(p, e.dtype) for p, e in zip(parameters, exact, strict=True)])
+        gradients = [self._gradient(p, e.dtype) for p, e in zip(parameters, exact, strict=True)]
+        self._states = [self.state[parameter] for parameter in parameters]
+        try:
+            self.change(group, exact, gradients)
+        finally:
+            self._states = []
         rounded = [(p, e) for p, e in zip(parameters, exact, strict=True) if p is not e]
         if rounded:
             torch._foreach_copy_([p for p, _ in rounded], [e for _, e in rounded])

@@ -69,7 +69,7 @@ def step_time(
 
     Args:
         model_or_plan: the model (its tensors may be on the ``meta`` device), or a plan of buckets.
-        algorithm: any algorithm; its own ``exchange`` and ``finish`` are executed.
+        algorithm: any algorithm; its own ``exchange`` (or ``swap``) and ``finish`` are executed.
         world: number of ranks.
         link: bandwidth and latency of each rank, or of each machine where several ranks share one.
         compute: what one step computes, and when each gradient is there.

@@ -1,15 +1,23 @@
 """Landing: what exchanges bring is added to the weights."""
 
+import warnings
 from collections.abc import Sequence
-from itertools import compress
+from functools import cache
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from gossamer.algorithms.difference import Difference
-from gossamer.buckets import Bucket
+from gossamer.algorithms.difference import IN_ONE_PASS, Difference
+from gossamer.buckets import Bucket, Segment
+
+MANY = 2**20
+"""Elements of a weight from which on several threads add faster, together, than a loop of one."""
+
+FEW_THREADS = 4
+"""As many of torch's threads as do not."""
 
 
 def add(members: Sequence[Tensor], delta: Tensor | Difference, bucket: Bucket) -> None:
@@ -17,33 +25,50 @@ def add(members: Sequence[Tensor], delta: Tensor | Difference, bucket: Bucket) -
     if not isinstance(delta, Difference):
         torch._foreach_add_(list(members), bucket.split(delta))
         return
-    known = len(delta.theirs) == 1 and bucket.flat.is_cpu and (bucket.layout.dtype, bucket.flat.dtype) in _IN_ONE_PASS
-    whole = [known and member.dtype == bucket.layout.dtype and member.is_contiguous() for member in members]
-    if any(whole):
-        _in_one_pass(members, delta, bucket, whole)
-    if not all(whole):
-        rest = [not done for done in whole]
-        parts = bucket.split(delta.computed(bucket.layout.dtype))
-        torch._foreach_add_(list(compress(members, rest)), list(compress(parts, rest)))
+    layout, alone = bucket.layout, torch.get_num_threads() <= FEW_THREADS
+    known = len(delta.theirs) == 1 and delta.mine.is_cpu and (layout.dtype, delta.mine.dtype) in IN_ONE_PASS
+    loops = compiled_loops() if known else None
+    chosen: list[Tensor] = []
+    places: list[tuple[int, int, int]] = []
+    for member, segment in zip(members, bucket.segments, strict=True):
+        # A weight may lie elsewhere, and otherwise, than when its place was made.
+        fits = member.is_cpu and member.dtype == layout.dtype and member.stride() == segment.stride
+        if loops is not None and fits and member.shape == segment.shape and (alone or segment.numel < MANY):
+            chosen.append(member)
+            places.append((member.data_ptr(), segment.offset, segment.numel))
+        else:
+            _add_one(member, delta, segment, layout.dtype)
+    if loops is not None and chosen:
+        _add_at_once(loops, places, delta, layout.dtype)
+        increment_version(chosen)  # autograd does not see what is written to an address
 
 
-_IN_ONE_PASS = {
-    (torch.float32, torch.float32): (np.float32, torch.float32),
-    (torch.float64, torch.float64): (np.float64, torch.float64),
-    (torch.float32, torch.bfloat16): (np.float32, torch.int16),
-}
-"""For types of weights and messages: that of the weights for numpy, and the one in which messages are shown to it."""
+def _add_one(member: Tensor, delta: Difference, segment: Segment, dtype: torch.dtype) -> None:
+    part = Difference(segment.view(delta.mine), [segment.view(message) for message in delta.theirs], delta.share)
+    member.add_(part.computed(dtype))
 
 
-def _in_one_pass(members: Sequence[Tensor], delta: Difference, bucket: Bucket, which: Sequence[bool]) -> None:
-    """Members without gaps in the host's memory, and what one partner sent."""
-    from gossamer.sync.loops import add_bf16_difference, add_difference
-
-    kind, shown = _IN_ONE_PASS[bucket.layout.dtype, bucket.flat.dtype]
-    add_to = add_bf16_difference if shown == torch.int16 else add_difference
-    chosen, segments = list(compress(members, which)), compress(bucket.segments, which)
-    addresses = np.array([member.data_ptr() for member in chosen], np.int64)
-    offsets, sizes = np.array([(segment.offset, segment.numel) for segment in segments], np.int64).T.copy()
+def _add_at_once(loops: ModuleType, places: list[tuple[int, int, int]], delta: Difference, dtype: torch.dtype) -> None:
+    """To weights that lie in the host's memory as the messages do; ``places``: their addresses, offsets and elements."""
+    addresses, offsets, sizes = np.array(places, np.int64).T.copy()
+    narrow = delta.mine.dtype == torch.bfloat16
+    shown, add_to = (torch.int16, loops.add_bf16_difference) if narrow else (dtype, loops.add_difference)
     theirs, mine = (message.view(shown).numpy() for message in (delta.theirs[0], delta.mine))
-    add_to(addresses, offsets, sizes, theirs, mine, kind(delta.share))
-    increment_version(chosen)  # autograd does not see what is written to an address
+    add_to(addresses, offsets, sizes, theirs, mine, (np.float64 if dtype == torch.float64 else np.float32)(delta.share))
+
+
+@cache
+def compiled_loops() -> ModuleType | None:
+    """The loops, compiled; None where they cannot be, which is told once."""
+    try:
+        from gossamer.sync import loops
+
+        nothing = [np.zeros(0, np.int64)] * 3
+        loops.add_bf16_difference(*nothing, np.zeros(0, np.int16), np.zeros(0, np.int16), np.float32(0))
+        loops.add_difference(*nothing, np.zeros(0, np.float32), np.zeros(0, np.float32), np.float32(0))
+    except Exception as reason:  # compilers raise what they like
+        warnings.warn(
+            f"averages of weights are added in plain torch, more slowly: numba cannot be used ({reason})", stacklevel=2
+        )
+        return None
+    return loops
