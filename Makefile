@@ -161,7 +161,7 @@ bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, besi
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/02_convnet.py --target 0.905 --save-to benchmarks/results \
 	  --sides ddp compute 'in_parts(8, Gossip())' ddp-powersgd
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
-	  --save-to benchmarks/results --sides ddp "with_optimizer(in_parts(2, Gossip(wire='fp16')), GossipAdamW())" \
+	  --save-to benchmarks/results --sides ddp compute "with_optimizer(in_parts(2, Gossip(wire='fp16')), GossipAdamW())" \
 	  'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' ddp-fp16 ddp-powersgd
 	$(RUN) -m gossamer.bench.readme
 

@@ -25,6 +25,8 @@ def add(members: Sequence[Tensor], delta: Tensor | Difference, bucket: Bucket) -
     if not isinstance(delta, Difference):
         torch._foreach_add_(list(members), bucket.split(delta))
         return
+    if not delta.theirs:  # nobody was met
+        return
     layout, alone = bucket.layout, torch.get_num_threads() <= FEW_THREADS
     known = len(delta.theirs) == 1 and delta.mine.is_cpu and (layout.dtype, delta.mine.dtype) in IN_ONE_PASS
     loops = compiled_loops() if known else None
