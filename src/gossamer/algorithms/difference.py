@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossamer.algorithms.messages import add_difference
+
 IN_ONE_PASS = {(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.float32, torch.bfloat16)}
 """Of which types weights and messages are that a difference is added to in one pass over the host's memory."""
 
@@ -29,10 +31,7 @@ class Difference:
 
     def computed(self, dtype: torch.dtype) -> Tensor:
         """A new flat tensor of it."""
-        if not self.theirs:
-            return torch.zeros_like(self.mine, dtype=dtype)
-        first, *others = self.theirs
-        total = (first.to(dtype) - self.mine.to(dtype)).mul_(self.share)
-        for message in others:
-            total += (message.to(dtype) - self.mine.to(dtype)).mul_(self.share)
+        total = torch.zeros_like(self.mine, dtype=dtype)
+        for number, message in enumerate(self.theirs):
+            add_difference(message, self.mine, self.share, total, fresh=number == 0)
         return total

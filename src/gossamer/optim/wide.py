@@ -45,10 +45,9 @@ class Wide(Optimizer):
             torch._foreach_copy_([p for p, _ in rounded], [e for _, e in rounded])
 
     def _gradient(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        check_dense(self, parameter)
         gradient = parameter.grad
         assert gradient is not None
-        if gradient.is_sparse:
-            raise _sparse(self)
         return gradient if gradient.dtype == dtype else gradient.to(dtype)
 
     def remembered(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
@@ -93,13 +92,9 @@ def fill_in(optimizer: Optimizer) -> None:
 def check_dense(optimizer: Optimizer, parameter: Tensor) -> None:
     """Raise :class:`UsageError` if the parameter has a sparse gradient."""
     if parameter.grad is not None and parameter.grad.is_sparse:
-        raise _sparse(optimizer)
-
-
-def _sparse(optimizer: Optimizer) -> UsageError:
-    return UsageError(
-        f"a gradient is sparse, but {type(optimizer).__name__} needs all of it: use nn.Embedding(…, sparse=False)"
-    )
+        raise UsageError(
+            f"a gradient is sparse, but {type(optimizer).__name__} needs all of it: use nn.Embedding(…, sparse=False)"
+        )
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:

@@ -21,9 +21,10 @@ FEW_THREADS = 4
 
 
 def add(members: Sequence[Tensor], delta: Tensor | Difference, bucket: Bucket) -> None:
-    """Add a bucket's ``delta`` to ``members``, the tensors that it was made of."""
+    """Add a bucket's ``delta`` to ``members``, the tensors that it was made of, and offer the bucket its memory."""
     if not isinstance(delta, Difference):
         torch._foreach_add_(list(members), bucket.split(delta))
+        bucket.recycle(delta)
         return
     if not delta.theirs:  # nobody was met
         return

@@ -183,10 +183,7 @@ class WeightSync:
         self._follow_moved()
         before = [tensor.clone() for tensor in self._variances]
         for index, delta in self._deltas.items():
-            bucket = self.exchange.buckets[index]
-            landing.add(self._members[index], delta, bucket)
-            if isinstance(delta, Tensor):
-                bucket.recycle(delta)
+            landing.add(self._members[index], delta, self.exchange.buckets[index])
         if before:
             halve_at_most(self._variances, before)
         if self._extended:
