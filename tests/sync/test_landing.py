@@ -15,7 +15,7 @@ from gossamer.algorithms.base import Context
 from gossamer.algorithms.difference import Difference
 from gossamer.buckets import Bucket, make_layout, make_plan
 from gossamer.codecs.cast import Wire
-from gossamer.comm.loopback import current_runner
+from gossamer.comm.loopback import LoopbackRunner, current_runner
 from gossamer.comm.ops import Flow
 from gossamer.comm.topology import Hypercube, Ring
 from gossamer.simulate import Compute, Link
@@ -182,3 +182,24 @@ def test_an_exchange_that_somebody_has_written_is_the_one_that_runs() -> None:
         optimizer.step()
     replica.close()
     assert model.weight.item() == pytest.approx(before + 14)
+
+
+@pytest.mark.parametrize(("algorithm", "compiles"), [(in_parts(2, Gossip()), True), (Gossip(wire="fp16"), False)], ids=repr)
+def test_loops_are_compiled_before_the_ranks_meet(
+    algorithm: Algorithm, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that none of them leaves ``replicate()`` before the others."""
+    events: list[str] = []
+    monkeypatch.setattr(landing, "compiled_loops", lambda: events.append("compiled"))
+    opening = LoopbackRunner.agree_on_opening
+    monkeypatch.setattr(LoopbackRunner, "agree_on_opening", lambda *a, **k: (events.append("met"), opening(*a, **k))[1])
+
+    def body(rank: int) -> None:
+        model = nn.Linear(3, 3)
+        gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm).close()
+
+    loopback(body, 2)
+    assert events.count("met") == 2
+    assert events.count("compiled") == 2 * compiles
+    assert not compiles or events[0] == "compiled"
+    assert events[-1] == "met"

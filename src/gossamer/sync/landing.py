@@ -1,7 +1,7 @@
 """Landing: what exchanges bring is added to the weights."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import ModuleType
 
@@ -10,14 +10,27 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.difference import IN_ONE_PASS, Difference
 from gossamer.buckets import Bucket, Segment
+from gossamer.memory import widened
 
 MANY = 2**20
 """Elements of a weight from which on several threads add faster, together, than a loop of one."""
 
 FEW_THREADS = 4
 """As many of torch's threads as do not."""
+
+
+def prepare(algorithm: Algorithm, tensors: Mapping[str, Tensor]) -> None:
+    """Compile the loops by which what ``algorithm`` brings to ``tensors`` is added, if it needs them. That takes every rank
+    another time: for before they meet, not for afterwards or amid a step."""
+    part = algorithm.part("weights")
+    if part is not None and any(
+        part.of(part.route(name, tensor)).message_dtype(widened(tensor.dtype), tensor.device)
+        for name, tensor in tensors.items()
+    ):
+        compiled_loops()
 
 
 def add(members: Sequence[Tensor], delta: Tensor | Difference, bucket: Bucket) -> None:

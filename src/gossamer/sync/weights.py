@@ -72,8 +72,6 @@ class WeightSync:
 
     def _lay_out(self) -> None:
         self.exchange.adopt(make_plan(self._pieces(), self._algorithm, at_once=True))
-        if any(layout.message is not None for layout in self.exchange.plan.layouts):
-            landing.compiled_loops()  # now, and not amid a step
         self._gather_members()
 
     def _pieces(self) -> dict[str, Tensor]:
