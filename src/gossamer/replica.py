@@ -356,6 +356,7 @@ class Replica:
                 self._tell_how_many(optimizer)
                 if self._weights and not self.algorithm.lands_late:
                     self._weights.land(index)
+                    self._weights.foresee(index, self.step)
 
         return before_step
 

@@ -23,6 +23,7 @@ WORLD, STEPS, RATE, MOMENTUM = 4, 100, 1e-5, 0.9
 
 WIRES = [
     Gossip(wire="fp16", every=3),
+    Gossip(ahead=1.0),
     Gossip(wire="bf16", topology=rotated(Dissemination())),
     DecentralizedSGD(topology=RandomMatching()),
     GossipPGA(period=3),

@@ -96,6 +96,8 @@ def mixed() -> list[Algorithm]:
         by_size(100, small=GossipGraD(), large=Gossip()),
         Hierarchical(after(4, Gossip(), before=ScatterReduce()), inner=ByteGrad(), ranks_per_node=2),
         in_parts(3, Gossip()),
+        in_parts(2, Gossip(ahead=1.0)),
+        after(2, GossipGraD(ahead=0.5)),
         in_parts(2, GossipGraD()),
         in_parts(2, QuantizedGossip()),
         Hierarchical(in_parts(2, Gossip()), ranks_per_node=2),

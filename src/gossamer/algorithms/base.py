@@ -183,6 +183,10 @@ class Algorithm(ABC):
         """Whether what an exchange of weights brings is added after the next update, and not before it."""
         return False
 
+    def ahead_at(self, step: int) -> float:
+        """How many updates like the last one a message of weights is ahead of them, where it leaves at ``step``."""
+        return 0.0
+
     @property
     def may_lag(self) -> int:
         """How many steps longer than one an exchange of weights may take before it is waited for: then ranks need not

@@ -69,6 +69,9 @@ class Combination(Algorithm, register=False):
     def lands_late(self) -> bool:
         return any(part.lands_late for part in self.parts)
 
+    def ahead_at(self, step: int) -> float:
+        return max(part.ahead_at(step) for part in self.parts)
+
     def detach(self, optimizers: Sequence[Optimizer]) -> None:
         for part in self.parts:
             part.detach(optimizers)

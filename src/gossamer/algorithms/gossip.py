@@ -11,13 +11,17 @@ from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.difference import IN_ONE_PASS, Difference
 from gossamer.algorithms.messages import pieces_of
 from gossamer.buckets import Bucket
-from gossamer.checks import is_whole
+from gossamer.checks import is_number, is_whole
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.mixing import check_connected
 from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Dissemination, Pattern, Topology
 from gossamer.errors import ConfigurationError
 from gossamer.state import State
+
+MOST_AHEAD = 2
+"""Updates that a message may be ahead. A GPT with half of its weights per step, four workers: 1 brings replicas closer, 2 is
+worse than 0, and with 4 the loss stays 0.6 nats behind: both partners correct what has not happened yet, and then again."""
 
 
 class Meeting(Algorithm, register=False):
@@ -90,6 +94,12 @@ class Gossip(Meeting):
     Memory: the message and its answer, which in half the width are as large as the weights, and twice that in full width; for
     each further partner one message more.
 
+    ``ahead``: a message is averaged one update after it was made. With momentum that update is much like the one before, so
+    it can be foreseen: what is sent is ``w + ahead·(w − w before the last update)``. Replicas stay closer, as if they were
+    averaged just *after* each update and everyone had waited for that; the mean over the workers moves as before. 1 suits
+    Adam and SGD with a momentum of 0.9; without momentum updates are mostly noise: leave it at 0. Costs a copy of the weights,
+    and no byte on the wire. At most 2: what is too far ahead swings. Not with ``lag``.
+
     ``wire="fp16"`` is eight times as precise as ``"bf16"``; a value beyond ±65504 (a running variance) is sent as that, so
     that it stays each worker's own: take ``"bf16"`` where there are such.
 
@@ -99,17 +109,28 @@ class Gossip(Meeting):
     (a small GPT with 16 workers, after 400 steps: 0.34 nats behind all-reduce, 0.11 with ours, and nothing where
     :class:`Hierarchical` averages four workers' gradients first; with SGD nothing is lost).
 
-    Source: Daily et al. 2018 (arXiv 1803.05880); the mean-preserving form is ours.
+    Source: Daily et al. 2018 (arXiv 1803.05880); the mean-preserving form is ours. Weights predicted from the last update:
+    Chen et al. 2018 (arXiv 1809.02839), SpecTrain, against staleness in pipelines.
     """
 
     wire: Wire = "bf16"
     topology: Topology = field(default_factory=Dissemination)
     every: int = 1
     lag: int = 0
+    ahead: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire("wire", self.wire)
+        if not is_number(self.ahead) or not 0 <= self.ahead <= MOST_AHEAD:
+            raise ConfigurationError(f"ahead must be a number of updates from 0 to {MOST_AHEAD}; got {self.ahead!r}")
+        if self.ahead and self.lag:
+            raise ConfigurationError(
+                "ahead does not go with lag: it foresees one update, and nobody knows how many an exchange that lags will take"
+            )
+
+    def ahead_at(self, step: int) -> float:
+        return self.ahead
 
     def message_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
         """Where the difference to one partner can be added in one pass, and nobody has written another exchange. Not in fp16:

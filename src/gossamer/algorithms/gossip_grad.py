@@ -39,6 +39,8 @@ class GossipGraD(Gossip):
         for name in ("history", "late"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name} must be True or False; got {getattr(self, name)!r}")
+        if self.ahead and self.late:
+            raise ConfigurationError("ahead does not go with late=True, where an average is added after the update it foresees")
 
     @property
     def exchanges_history(self) -> bool:

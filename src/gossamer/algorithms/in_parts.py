@@ -87,6 +87,9 @@ class InParts(Combination, register=False):
         mine = self.part_number is None or step % self.count == self.part_number
         return mine and self.algorithm.due(step // self.count)
 
+    def ahead_at(self, step: int) -> float:
+        return self.algorithm.ahead_at(step // self.count)
+
     def route(self, name: str, tensor: Tensor) -> str:
         whole, part = part_of(name)
         return f"{'' if part is None else part}:{self.algorithm.route(whole, tensor)}"

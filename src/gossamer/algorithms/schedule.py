@@ -86,6 +86,10 @@ class Switch(Combination, register=False):
         part = self.at(ctx.step)
         return 1 if part is None else part.gradients_apart(ctx)
 
+    def ahead_at(self, step: int) -> float:
+        part = self.at(step)
+        return 0.0 if part is None else part.ahead_at(step)
+
     def due(self, step: int) -> bool:
         part = self.at(step)
         if part is None:

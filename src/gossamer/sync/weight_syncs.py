@@ -72,6 +72,10 @@ class WeightSyncs:
         with changing(self._optimizers[index]):
             self._all[index].land()
 
+    def foresee(self, index: int, step: int) -> None:
+        """One optimizer is about to update its weights."""
+        self._all[index].foresee(step)
+
     def launch(self, index: int, step: int) -> None:
         """Send one optimizer's weights on their way."""
         with self._changing_late(index):

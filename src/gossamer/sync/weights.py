@@ -20,6 +20,7 @@ from gossamer.memory import wide
 from gossamer.pieces import cut, part_of
 from gossamer.sync import landing
 from gossamer.sync.agreement import agree
+from gossamer.sync.ahead import Ahead
 from gossamer.sync.exchange import Exchange, Kept
 from gossamer.sync.history import halve_at_most, keep_squares_valid, variances, weight_of
 from gossamer.sync.statistics import Statistics
@@ -50,13 +51,15 @@ class WeightSync:
         self._history, self._extended = history, False
         self._tensors = dict(tensors)
         self.exchange = Exchange(runner, algorithm)
+        self._ahead = Ahead()
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
         self._lay_out()
         self._step = 0
         self._deltas: dict[int, Tensor | Difference] = {}
         """What is not added yet, by bucket."""
         self._lag, self._late = algorithm.may_lag, 0
-        self._changes = algorithm.changes  # worked out through all parts, so not in every step
+        # Worked out through all parts, so not in every step.
+        self._changes, self._foresees = algorithm.changes, any(leaf.ahead_at(0) for leaf in algorithm.leaves)
         self.exchanges = 0
         """How many were begun; the same on all ranks, unless they may lag."""
         self.steps = 0
@@ -72,6 +75,7 @@ class WeightSync:
 
     def _lay_out(self) -> None:
         self.exchange.adopt(make_plan(self._pieces(), self._algorithm, at_once=True))
+        self._ahead.forget()
         self._gather_members()
 
     def _pieces(self) -> dict[str, Tensor]:
@@ -114,6 +118,18 @@ class WeightSync:
         self._lay_out()
 
     @torch.no_grad()
+    def foresee(self, step: int) -> None:
+        """An update is about to be made: remember what those weights were that are sent ahead after it. ``step``: as for
+        :meth:`launch`."""
+        if not self._foresees:
+            return
+        upcoming = self._following(step)
+        for index in self.exchange.due_at(upcoming):
+            if self.exchange.handlers[index].ahead_at(upcoming):
+                self._follow_moved()
+                self._ahead.remember(self.exchange.buckets[index], self._members[index])
+
+    @torch.no_grad()
     def launch(self, step: int) -> None:
         """Send the weights as they are now, if the algorithm wants to at this step, and nothing is under way.
 
@@ -151,7 +167,8 @@ class WeightSync:
         self._follow_moved()
         with self.exchange.transaction():
             for index in self.exchange.due_at(step):
-                torch._foreach_copy_(self.exchange.buckets[index].views, self._members[index])
+                ahead = self.exchange.handlers[index].ahead_at(step)
+                self._ahead.lay_out(self.exchange.buckets[index], self._members[index], ahead)
                 self.exchange.launch_due(index, step, f"after step {step}")
 
     def arrive(self) -> None:
