@@ -7,10 +7,13 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
+import gossamer.sync.ahead as ahead_module
 from gossamer import AllReduce, DecentralizedSGD, Gossip, GossipGraD, GossipPGA, Hierarchical, after, in_parts, loopback
 from gossamer.algorithms.base import Algorithm
+from gossamer.buckets import Bucket, make_layout
 from gossamer.comm.topology import Dissemination, Ring, mixing_matrix
 from gossamer.errors import ConfigurationError
+from gossamer.sync.ahead import Ahead
 
 WORLD, STEPS, SIZE = 4, 9, 30
 
@@ -121,6 +124,31 @@ def test_replicas_are_closer_where_momentum_makes_updates_alike() -> None:
         return (weights - weights.mean(0)).norm()
 
     assert apart(Gossip(ahead=1.0)) < 0.8 * apart(Gossip())
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_message_is_the_rounded_value_of_what_was_foreseen(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights as they may lie, to the bit, and of what is infinite or no number."""
+    if not compiled:
+        monkeypatch.setattr(ahead_module, "compiled_loops", lambda: None)
+    torch.manual_seed(0)
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    weights = [torch.randn(7, 5), image, torch.randn(0, 3), torch.randn(3000)[13:2080]]
+    weights[0].view(-1)[:5] = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38, -0.0])
+    before = [weight.clone(memory_format=torch.preserve_format) for weight in weights]
+    bucket = Bucket(0, make_layout({str(i): weight for i, weight in enumerate(weights)}, message=torch.bfloat16))
+    ahead = Ahead()
+    for _ in range(2):  # the second time in the same memory
+        ahead.remember(bucket, weights)
+        for weight in weights:
+            weight += 0.01 * torch.randn_like(weight)
+        ahead.lay_out(bucket, weights, 1.0)
+        for view, weight, was in zip(bucket.views, weights, before, strict=True):
+            torch.testing.assert_close(view, (weight + 1.0 * (weight - was)).bfloat16(), rtol=0, atol=0, equal_nan=True)
+            was.copy_(weight)
+    ahead.lay_out(bucket, weights, 1.0)  # no update was announced
+    for view, weight in zip(bucket.views, weights, strict=True):
+        torch.testing.assert_close(view, weight.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_an_optimizer_remembers_is_sent_as_it_is() -> None:

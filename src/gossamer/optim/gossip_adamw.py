@@ -1,7 +1,8 @@
 """GossipAdamW: AdamW for workers who average their weights, and not their gradients."""
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, compress
+from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
 
@@ -92,25 +93,31 @@ class GossipAdamW(Wide):
 
     def change(self, group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         counts = self.count()
-        kept = self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
-        rows = list(zip(parameters, gradients, *kept, counts, strict=True))
-        on_host = parameters[0].is_cpu
-        whole = [on_host and _alike_and_whole(*row[:4]) for row in rows]
-        _in_one_pass(group, list(compress(rows, whole)))
-        _together(group, [row for row, one_pass in zip(rows, whole, strict=True) if not one_pass])
+        columns = parameters, gradients, self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
+        if parameters[0].is_cpu and _alike_and_whole(columns):
+            _in_one_pass(group, columns, counts)
+            return
+        whole = [row[0].is_cpu and _alike_and_whole([[tensor] for tensor in row]) for row in zip(*columns, strict=True)]
+        for update, chosen in (_in_one_pass, whole), (_together, [not each for each in whole]):
+            if any(chosen):
+                update(group, [list(compress(column, chosen)) for column in columns], list(compress(counts, chosen)))
 
 
-Row = tuple[Tensor, Tensor, Tensor, Tensor, int]
-"""A weight, its gradient, the means of gradients and of squares, and the number of this update."""
+Columns = Sequence[list[Tensor]]
+"""Weights, their gradients, and the means of gradients and of squares."""
+
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 
-def _alike_and_whole(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> bool:
-    """Whether they are of one shape and dtype, without gaps in memory. A hot path: runs once per parameter and update."""
-    dtype, shape = weight.dtype, weight.shape
+def _alike_and_whole(columns: Columns) -> bool:
+    """Whether all are of one dtype and without gaps in memory, those of a weight in its shape. A hot path, without a line of
+    Python for each weight."""
+    everything = list(chain.from_iterable(columns))
+    first, *others = [list(map(_shape, column)) for column in columns]
     return (
-        (weight.is_contiguous() and gradient.is_contiguous() and mean.is_contiguous() and square.is_contiguous())
-        and gradient.dtype == dtype == mean.dtype == square.dtype
-        and gradient.shape == shape == mean.shape == square.shape
+        all(map(Tensor.is_contiguous, everything))
+        and len(set(map(_dtype, everything))) == 1
+        and all(shapes == first for shapes in others)
     )
 
 
@@ -118,40 +125,37 @@ def _compile(kind: type[np.floating[Any]]) -> None:
     """Compile the loop, or load it where it is compiled already: now, and not amid the first step, for which others wait."""
     from gossamer.optim.loops import adamw
 
-    adamw(np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), kind), *[kind(0)] * 5)
+    adamw(np.zeros((4, 0), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), kind), *[kind(0)] * 5)
 
 
-def _in_one_pass(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Tensors of one dtype without gaps in the host's memory, in one pass over it."""
-    if not rows:
-        return
+def _in_one_pass(group: Mapping[str, Any], columns: Columns, counts: Sequence[int]) -> None:
+    """Tensors of one dtype without gaps in the host's memory, in one pass over it. ``counts``: the numbers of these updates."""
     from gossamer.optim.loops import adamw
 
-    (first, second), lr = group["betas"], group["lr"]
-    kind = rows[0][0].detach().numpy().dtype.type
+    weights, (first, second), lr = columns[0], group["betas"], group["lr"]
+    kind = weights[0].detach().numpy().dtype.type
     numbers = 1 - first, second, 1 - lr * group["weight_decay"], lr, group["eps"]
-    addresses = np.array([[tensor.data_ptr() for tensor in row[:4]] for row in rows], np.int64)
-    counts = [row[4] for row in rows]
-    remembered = [1 - beta ** np.array(counts, np.float64) for beta in group["betas"]]
-    shares = (1 - second) * np.array(_shares(group, counts))
-    factors = [*(1 / part for part in remembered), shares, 1 - second - shares]
-    sizes = np.array([row[0].numel() for row in rows], np.int64)
-    adamw(addresses, sizes, np.stack(factors, axis=1).astype(kind), *map(kind, numbers))
-    increment_version([row[0] for row in rows])  # autograd does not see what is written to an address
+    addresses = np.array([list(map(Tensor.data_ptr, column)) for column in columns], np.int64)
+    factors = {}
+    for count, share in _shares(group, set(counts)).items():
+        part = (1 - second) * share
+        factors[count] = 1 / (1 - first**count), 1 / (1 - second**count), part, 1 - second - part
+    sizes = np.array(list(map(Tensor.numel, weights)), np.int64)
+    adamw(addresses, sizes, np.array([factors[count] for count in counts], kind), *map(kind, numbers))
+    increment_version(weights)  # autograd does not see what is written to an address
 
 
-def _together(group: Mapping[str, Any], rows: Sequence[Row]) -> None:
+def _together(group: Mapping[str, Any], columns: Columns, counts: Sequence[int]) -> None:
     """All tensors operation by operation."""
-    if not rows:
-        return
-    weights, gradients, means, squares, counts = map(list, zip(*rows, strict=True))
-    steps = adam_steps(group, means, squares, gradients, counts, shares=_shares(group, counts))
+    weights, gradients, means, squares = columns
+    shares = _shares(group, set(counts))
+    steps = adam_steps(group, means, squares, gradients, counts, shares=[shares[count] for count in counts])
     torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
     torch._foreach_add_(weights, steps, alpha=-group["lr"])
 
 
-def _shares(group: Mapping[str, Any], counts: Sequence[int]) -> list[float]:
-    """How much of v each gradient's square has, at updates of these numbers: a in the formula."""
+def _shares(group: Mapping[str, Any], counts: Iterable[int]) -> dict[int, float]:
+    """How much of v a gradient's square has, at updates of these numbers: a in the formula."""
     first, workers = group["betas"][0], group[AVERAGED_OVER]
 
     def share(count: int) -> float:
@@ -159,8 +163,7 @@ def _shares(group: Mapping[str, Any], counts: Sequence[int]) -> list[float]:
         # In the first update (and in all without momentum) m̂ is the gradient, and any share is the same.
         return 1.0 if count == 1 or left >= 1 else max(0.0, (1 / workers - left) / (1 - left))
 
-    shares = {count: share(count) for count in set(counts)}
-    return [shares[count] for count in counts]
+    return {count: share(count) for count in counts}
 
 
 AVERAGED_OVER = "averaged_over"

@@ -26,15 +26,15 @@ def adamw(
     """Of each tensor: mean ← mean + lag·(gradient − mean); step = mean·first; square ← forget·square + share·gradient² +
     rest·step²; weight ← keep·weight − rate·step/(√(square·second) + eps).
 
-    ``addresses``: ``int64[tensors, 4]``, where weight, gradient, mean and square lie, without gaps and of the dtype of
+    ``addresses``: ``int64[4, tensors]``, where weight, gradient, mean and square lie, without gaps and of the dtype of
     ``factors``: ``[tensors, 4]``, first, second, share and rest. ``sizes``: ``int64[tensors]``, their elements. The numbers
     are of that dtype too.
     """
     for k in range(sizes.size):
-        weight = carray(memory(addresses[k, 0]), sizes[k], factors.dtype)
-        gradient = carray(memory(addresses[k, 1]), sizes[k], factors.dtype)
-        mean = carray(memory(addresses[k, 2]), sizes[k], factors.dtype)
-        square = carray(memory(addresses[k, 3]), sizes[k], factors.dtype)
+        weight = carray(memory(addresses[0, k]), sizes[k], factors.dtype)
+        gradient = carray(memory(addresses[1, k]), sizes[k], factors.dtype)
+        mean = carray(memory(addresses[2, k]), sizes[k], factors.dtype)
+        square = carray(memory(addresses[3, k]), sizes[k], factors.dtype)
         first, second, share, rest = factors[k]
         for i in range(sizes[k]):
             mean[i] += lag * (gradient[i] - mean[i])

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,13 +29,16 @@ class Wide(Optimizer):
         """One update; ``closure`` recomputes the loss, which is returned."""
         loss = evaluated(closure)
         for group in self.param_groups:
-            for parameters in _alike(group["params"]):
-                self._step(group, parameters)
+            for parameters, given in _alike(group["params"]):
+                self._step(group, parameters, given)
         return loss
 
-    def _step(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
+    def _step(self, group: Mapping[str, Any], parameters: list[Tensor], given: list[Tensor]) -> None:
+        """Change ``parameters``, of which ``given`` are the gradients as they are."""
+        if any(map(_is_sparse, given)):
+            raise _needs_all(self)
         exact = [_exact(parameter) for parameter in parameters]
-        gradients = [self._gradient(p, e.dtype) for p, e in zip(parameters, exact, strict=True)]
+        gradients = [g if g.dtype == e.dtype else g.to(e.dtype) for g, e in zip(given, exact, strict=True)]
         self._states = [self.state[parameter] for parameter in parameters]
         try:
             self.change(group, exact, gradients)
@@ -43,12 +47,6 @@ class Wide(Optimizer):
         rounded = [(p, e) for p, e in zip(parameters, exact, strict=True) if p is not e]
         if rounded:
             torch._foreach_copy_([p for p, _ in rounded], [e for _, e in rounded])
-
-    def _gradient(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        check_dense(self, parameter)
-        gradient = parameter.grad
-        assert gradient is not None
-        return gradient if gradient.dtype == dtype else gradient.to(dtype)
 
     def remembered(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the state holds under ``name`` for the parameters of this update; zeros at first.
@@ -92,9 +90,16 @@ def fill_in(optimizer: Optimizer) -> None:
 def check_dense(optimizer: Optimizer, parameter: Tensor) -> None:
     """Raise :class:`UsageError` if the parameter has a sparse gradient."""
     if parameter.grad is not None and parameter.grad.is_sparse:
-        raise UsageError(
-            f"a gradient is sparse, but {type(optimizer).__name__} needs all of it: use nn.Embedding(…, sparse=False)"
-        )
+        raise _needs_all(optimizer)
+
+
+_is_sparse = attrgetter("is_sparse")
+
+
+def _needs_all(optimizer: Optimizer) -> UsageError:
+    return UsageError(
+        f"a gradient is sparse, but {type(optimizer).__name__} needs all of it: use nn.Embedding(…, sparse=False)"
+    )
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
@@ -113,12 +118,18 @@ def check_number(name: str, value: Any, low: float = 0.0, below: float = float("
         raise ConfigurationError(f"{name} must be at least {low:g}{limit}; got {value!r}")
 
 
-def _alike(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters that have a gradient, by device and by the precision that they are computed in."""
-    found: dict[tuple[torch.device, bool], list[Tensor]] = {}
+def _alike(parameters: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Parameters that have a gradient, and their gradients, by device and by the precision that they are computed in."""
+    found: dict[tuple[torch.device, bool], tuple[list[Tensor], list[Tensor]]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            found.setdefault((parameter.device, parameter.dtype == torch.float64), []).append(parameter)
+        gradient = parameter.grad
+        if gradient is not None:
+            kind = parameter.device, parameter.dtype == torch.float64
+            if kind not in found:
+                found[kind] = [], []
+            held, gradients = found[kind]
+            held.append(parameter)
+            gradients.append(gradient)
     yield from found.values()
 
 

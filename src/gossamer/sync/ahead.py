@@ -1,13 +1,16 @@
 """Ahead: messages of weights in which the next update is foreseen, so that averages are as old as the weights they change."""
 
 from collections.abc import Sequence
+from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gossamer.buckets import Bucket
 from gossamer.pieces import part_of
 from gossamer.sync.history import weight_of
+from gossamer.sync.landing import Array, compiled_loops, in_columns, spots
 
 
 class Ahead:
@@ -28,7 +31,7 @@ class Ahead:
     def remember(self, bucket: Bucket, members: Sequence[Tensor]) -> None:
         """An update is about to be made of ``members``, the tensors that the bucket is made of."""
         if bucket.index not in self._places:
-            flat = bucket.scratch("before the update", bucket.layout.dtype)
+            flat = self._memory(bucket)
             self._places[bucket.index] = [
                 segment.view(flat) if _is_weight(segment.name) else None for segment in bucket.segments
             ]
@@ -37,14 +40,34 @@ class Ahead:
 
     def lay_out(self, bucket: Bucket, members: Sequence[Tensor], by: float) -> None:
         """Lay ``members`` into their bucket: w + by·(w − w before the update), if there was one."""
-        laid = list(members)
-        if bucket.index in self._remembered:
-            self._remembered.remove(bucket.index)
-            before, now = self._weights(bucket, members)
-            torch._foreach_lerp_(before, now, 1 + by)
-            places = self._places[bucket.index]
-            laid = [member if place is None else place for place, member in zip(places, members, strict=True)]
+        if bucket.index not in self._remembered:
+            torch._foreach_copy_(bucket.views, list(members))
+            return
+        self._remembered.remove(bucket.index)
+        if (spots := self._in_one_pass(bucket, members)) is not None:
+            loops, columns = spots
+            message = bucket.flat.view(torch.int16).numpy()
+            loops.lay_bf16_ahead(*columns, self._memory(bucket).numpy(), message, np.float32(by))
+            return
+        before, now = self._weights(bucket, members)
+        torch._foreach_lerp_(before, now, 1 + by)
+        places = self._places[bucket.index]
+        laid = [member if place is None else place for place, member in zip(places, members, strict=True)]
         torch._foreach_copy_(bucket.views, laid)
+
+    @staticmethod
+    def _memory(bucket: Bucket) -> Tensor:
+        return bucket.scratch("before the update", bucket.layout.dtype)
+
+    def _in_one_pass(self, bucket: Bucket, members: Sequence[Tensor]) -> tuple[ModuleType, Sequence[Array]] | None:
+        """The loops, for float32 weights and bfloat16 messages, and where the members lie; None if any does not fit."""
+        layout = bucket.layout
+        whole = all(place is not None for place in self._places[bucket.index])
+        if (layout.dtype, layout.message) != (torch.float32, torch.bfloat16) or not whole:
+            return None
+        loops, found = compiled_loops(), spots(members, bucket)
+        chosen = [spot for spot in found if spot is not None]
+        return (loops, in_columns(chosen)) if loops is not None and len(chosen) == len(found) else None
 
     def _weights(self, bucket: Bucket, members: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Where they are remembered, and they themselves."""

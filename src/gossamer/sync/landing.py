@@ -1,11 +1,14 @@
 """Landing: what exchanges bring is added to the weights."""
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -14,6 +17,8 @@ from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.difference import IN_ONE_PASS, Difference
 from gossamer.buckets import Bucket, Segment
 from gossamer.memory import widened
+
+Array = npt.NDArray[Any]
 
 MANY = 2**20
 """Elements of a weight from which on several threads add faster, together, than a loop of one."""
@@ -41,22 +46,45 @@ def add(members: Sequence[Tensor], delta: Tensor | Difference, bucket: Bucket) -
         return
     if not delta.theirs:  # nobody was met
         return
-    layout, alone = bucket.layout, torch.get_num_threads() <= FEW_THREADS
-    known = len(delta.theirs) == 1 and delta.mine.is_cpu and (layout.dtype, delta.mine.dtype) in IN_ONE_PASS
-    loops = compiled_loops() if known else None
-    chosen: list[Tensor] = []
-    places: list[tuple[int, int, int]] = []
-    for member, segment in zip(members, bucket.segments, strict=True):
-        # A weight may lie elsewhere, and otherwise, than when its place was made.
-        fits = member.is_cpu and member.dtype == layout.dtype and member.stride() == segment.stride
-        if loops is not None and fits and member.shape == segment.shape and (alone or segment.numel < MANY):
-            chosen.append(member)
-            places.append((member.data_ptr(), segment.offset, segment.numel))
-        else:
+    layout = bucket.layout
+    known = len(delta.theirs) == 1 and (layout.dtype, delta.mine.dtype) in IN_ONE_PASS
+    loops = compiled_loops() if known and delta.mine.is_cpu else None
+    found = spots(members, bucket) if loops is not None else [None] * len(members)
+    for member, segment, spot in zip(members, bucket.segments, found, strict=True):
+        if spot is None:
             _add_one(member, delta, segment, layout.dtype)
+    chosen = [spot for spot in found if spot is not None]
     if loops is not None and chosen:
-        _add_at_once(loops, places, delta, layout.dtype)
-        increment_version(chosen)  # autograd does not see what is written to an address
+        _add_at_once(loops, chosen, delta, layout.dtype)
+        # Autograd does not see what is written to an address.
+        increment_version([member for member, spot in zip(members, found, strict=True) if spot is not None])
+
+
+Spot = tuple[int, int, int]
+"""A member's address, where its place in the bucket begins, and its elements."""
+
+
+def spots(members: Sequence[Tensor], bucket: Bucket) -> list[Spot | None]:
+    """Of each of a bucket's ``members``, for a loop of one thread over memory; None where it had better be left to torch.
+
+    A weight may lie elsewhere, and otherwise, than when its place was made. A large one is for several threads.
+    """
+    dtype, most = bucket.layout.dtype, MANY if torch.get_num_threads() > FEW_THREADS else sys.maxsize
+    return [
+        (member.data_ptr(), segment.offset, segment.numel)
+        if segment.numel < most
+        and member.is_cpu
+        and member.dtype == dtype
+        and member.stride() == segment.stride
+        and member.shape == segment.shape
+        else None
+        for member, segment in zip(members, bucket.segments, strict=True)
+    ]
+
+
+def in_columns(chosen: Sequence[Spot]) -> Sequence[Array]:
+    """Addresses, offsets and sizes: ``int64[members]`` each."""
+    return list(np.array(chosen, np.int64).T.copy())
 
 
 def _add_one(member: Tensor, delta: Difference, segment: Segment, dtype: torch.dtype) -> None:
@@ -64,13 +92,12 @@ def _add_one(member: Tensor, delta: Difference, segment: Segment, dtype: torch.d
     member.add_(part.computed(dtype))
 
 
-def _add_at_once(loops: ModuleType, places: list[tuple[int, int, int]], delta: Difference, dtype: torch.dtype) -> None:
-    """To weights that lie in the host's memory as the messages do; ``places``: their addresses, offsets and elements."""
-    addresses, offsets, sizes = np.array(places, np.int64).T.copy()
+def _add_at_once(loops: ModuleType, chosen: Sequence[Spot], delta: Difference, dtype: torch.dtype) -> None:
+    """To weights that lie in the host's memory as the messages do."""
     narrow = delta.mine.dtype == torch.bfloat16
     shown, add_to = (torch.int16, loops.add_bf16_difference) if narrow else (dtype, loops.add_difference)
     theirs, mine = (message.view(shown).numpy() for message in (delta.theirs[0], delta.mine))
-    add_to(addresses, offsets, sizes, theirs, mine, (np.float64 if dtype == torch.float64 else np.float32)(delta.share))
+    add_to(*in_columns(chosen), theirs, mine, (np.float64 if dtype == torch.float64 else np.float32)(delta.share))
 
 
 @cache
@@ -82,6 +109,7 @@ def compiled_loops() -> ModuleType | None:
         nothing = [np.zeros(0, np.int64)] * 3
         loops.add_bf16_difference(*nothing, np.zeros(0, np.int16), np.zeros(0, np.int16), np.float32(0))
         loops.add_difference(*nothing, np.zeros(0, np.float32), np.zeros(0, np.float32), np.float32(0))
+        loops.lay_bf16_ahead(*nothing, np.zeros(0, np.float32), np.zeros(0, np.int16), np.float32(0))
     except Exception as reason:  # compilers raise what they like
         warnings.warn(
             f"averages of weights are added in plain torch, more slowly: numba cannot be used ({reason})", stacklevel=2

@@ -25,6 +25,18 @@ def _turned_to_float(context: Any, bits: Any) -> Any:
 _of_bits: Any = intrinsic(_turned_to_float)
 
 
+def _turned_to_bits(context: Any, number: Any) -> Any:
+    """For the compiler: the bits of this float32."""
+
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.int32))
+
+    return types.int32(types.float32), made
+
+
+_to_bits: Any = intrinsic(_turned_to_bits)
+
+
 @compiled()
 def add_difference(addresses: Array, offsets: Array, sizes: Array, theirs: Array, mine: Array, share: Any) -> None:
     """weight ← weight + share·(theirs − mine), all of one type.
@@ -48,3 +60,19 @@ def add_bf16_difference(addresses: Array, offsets: Array, sizes: Array, theirs: 
         there, here = theirs[offsets[k] : offsets[k] + sizes[k]], mine[offsets[k] : offsets[k] + sizes[k]]
         for i in range(sizes[k]):
             weight[i] += share * (_of_bits(np.int32(there[i]) << 16) - _of_bits(np.int32(here[i]) << 16))
+
+
+@compiled()
+def lay_bf16_ahead(addresses: Array, offsets: Array, sizes: Array, before: Array, message: Array, by: Any) -> None:
+    """message ← weight + by·(weight − before), rounded to the nearest bfloat16, half-way to the even one.
+
+    Weights and ``before``: float32. ``message``: ``int16``, the bits.
+    """
+    for k in range(sizes.size):
+        weight = carray(memory(addresses[k]), sizes[k], np.float32)
+        was, place = before[offsets[k] : offsets[k] + sizes[k]], message[offsets[k] : offsets[k] + sizes[k]]
+        for i in range(sizes[k]):
+            bits = _to_bits(weight[i] + by * (weight[i] - was[i]))
+            rounded = (bits + np.int32(0x7FFF) + ((bits >> 16) & np.int32(1))) >> 16
+            # Of what is no number the rounding would carry into the sign.
+            place[i] = np.int16(0x7FC0 if (bits & np.int32(0x7FFFFFFF)) > np.int32(0x7F800000) else rounded)

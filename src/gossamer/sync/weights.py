@@ -89,7 +89,7 @@ class WeightSync:
 
     def _where(self) -> list[int]:
         """Where the tensors lie, if pieces are views of their memory; whoever assigns to ``.data`` moves them."""
-        return [] if self._algorithm.weight_parts == 1 else [tensor.data_ptr() for tensor in self._tensors.values()]
+        return [] if self._algorithm.weight_parts == 1 else list(map(Tensor.data_ptr, self._tensors.values()))
 
     def _follow_moved(self) -> None:
         if self._where() != self._places:
