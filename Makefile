@@ -72,7 +72,7 @@ bench-convergence: $(READY) ## train every relaxation with 1 to 64 workers in on
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --family momenta
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --workers 16 --family weights
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --workers 16 --optimizer 'GossipAdamW()' \
-	  --sides 'Gossip()' 'Hierarchical(Gossip(), ranks_per_node=4)'
+	  --sides 'Gossip()' 'Gossip(ahead=1.0)' 'Hierarchical(Gossip(), ranks_per_node=4)'
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 16 --cut 2 --sides 'in_parts(8, Gossip())'
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 64 --cut 8 \
 	  --sides 'AllReduce()' 'Gossip()' 'GossipGraD()' 'GossipPGA(period=4)' 'QuantizedGossip()'
@@ -163,6 +163,10 @@ bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, besi
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
 	  --save-to benchmarks/results --sides ddp compute "with_optimizer(in_parts(2, Gossip(wire='fp16')), GossipAdamW())" \
 	  'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' ddp-fp16 ddp-powersgd
+	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
+	  --seeds 3 --save-to benchmarks/results/quality-beside --sides ddp 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' \
+	  'with_optimizer(in_parts(3, Gossip()), GossipAdamW())' 'with_optimizer(in_parts(2, Gossip(ahead=1.0)), GossipAdamW())' \
+	  'with_optimizer(in_parts(3, Gossip(ahead=1.0)), GossipAdamW())'
 	$(RUN) -m gossamer.bench.readme
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (on a processor ten seconds)
