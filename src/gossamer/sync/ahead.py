@@ -26,7 +26,12 @@ class Ahead:
 
     def forget(self) -> None:
         """Buckets are others now."""
-        self._places, self._remembered = {}, set()
+        self._places = {}
+        self.drop()
+
+    def drop(self) -> None:
+        """What is remembered is of an update that is over."""
+        self._remembered = set()
 
     def remember(self, bucket: Bucket, members: Sequence[Tensor]) -> None:
         """An update is about to be made of ``members``, the tensors that the bucket is made of."""
@@ -35,25 +40,25 @@ class Ahead:
             self._places[bucket.index] = [
                 segment.view(flat) if _is_weight(segment.name) else None for segment in bucket.segments
             ]
-        torch._foreach_copy_(*self._weights(bucket, members))
-        self._remembered.add(bucket.index)
+        places, weights = self._weights(bucket, members)
+        if places:  # all of a bucket may be what an optimizer remembers
+            torch._foreach_copy_(places, weights)
+            self._remembered.add(bucket.index)
 
     def lay_out(self, bucket: Bucket, members: Sequence[Tensor], by: float) -> None:
         """Lay ``members`` into their bucket: w + by·(w − w before the update), if there was one."""
         if bucket.index not in self._remembered:
             torch._foreach_copy_(bucket.views, list(members))
-            return
-        self._remembered.remove(bucket.index)
-        if (spots := self._in_one_pass(bucket, members)) is not None:
+        elif (spots := self._in_one_pass(bucket, members)) is not None:
             loops, columns = spots
             message = bucket.flat.view(torch.int16).numpy()
             loops.lay_bf16_ahead(*columns, self._memory(bucket).numpy(), message, np.float32(by))
-            return
-        before, now = self._weights(bucket, members)
-        torch._foreach_lerp_(before, now, 1 + by)
-        places = self._places[bucket.index]
-        laid = [member if place is None else place for place, member in zip(places, members, strict=True)]
-        torch._foreach_copy_(bucket.views, laid)
+        else:
+            before, now = self._weights(bucket, members)
+            torch._foreach_lerp_(before, now, 1 + by)
+            places = self._places[bucket.index]
+            laid = [member if place is None else place for place, member in zip(places, members, strict=True)]
+            torch._foreach_copy_(bucket.views, laid)
 
     @staticmethod
     def _memory(bucket: Bucket) -> Tensor:
@@ -72,8 +77,8 @@ class Ahead:
     def _weights(self, bucket: Bucket, members: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Where they are remembered, and they themselves."""
         pairs = zip(self._places[bucket.index], members, strict=True)
-        places, weights = zip(*((place, member) for place, member in pairs if place is not None), strict=True)
-        return list(places), list(weights)
+        chosen = [(place, member) for place, member in pairs if place is not None]
+        return [place for place, _ in chosen], [member for _, member in chosen]
 
 
 def _is_weight(name: str) -> bool:

@@ -141,6 +141,7 @@ class WeightSync:
             self._late += 1
         elif self._algorithm.due(self.steps):
             self._begin(self._algorithm.step_of(self.exchanges) if self._lag else self.steps)
+        self._ahead.drop()
 
     def _following(self, step: int) -> int:
         """The optimizer's next step: one more, but on the side of every change of parts on which the replica's ``step`` is."""
