@@ -1,6 +1,7 @@
 """Messages in which the next update is foreseen: averages as if everyone had waited for them."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor, nn
 import gossamer
 import gossamer.sync.ahead as ahead_module
 from gossamer import AllReduce, DecentralizedSGD, Gossip, GossipGraD, GossipPGA, Hierarchical, after, in_parts, loopback
-from gossamer.algorithms.base import Algorithm
-from gossamer.buckets import Bucket, make_layout
+from gossamer.algorithms.base import Algorithm, Context
+from gossamer.buckets import Bucket, buffer_name, make_layout
+from gossamer.comm.ops import Flow
 from gossamer.comm.topology import Dissemination, Ring, mixing_matrix
 from gossamer.errors import ConfigurationError
+from gossamer.state import State
 from gossamer.sync.ahead import Ahead
 
 WORLD, STEPS, SIZE = 4, 9, 30
@@ -153,56 +156,95 @@ def test_a_message_is_the_rounded_value_of_what_was_foreseen(compiled: bool, mon
         torch.testing.assert_close(view, weight.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
+class Watched(GossipGraD, register=False):
+    """Tells of every message of the first worker, by name."""
+
+    sent: ClassVar[list[dict[str, Tensor]]]
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        if ctx.rank == 0:
+            self.sent.append({segment.name: segment.view(bucket.flat).clone() for segment in bucket.segments})
+        return (yield from super().exchange(bucket, state, ctx))
+
+
 def test_what_an_optimizer_remembers_is_sent_as_it_is() -> None:
-    """It is averaged, too, but not foreseen: a second moment could become negative."""
-    sent: list[dict[str, Tensor]] = []
-
-    class Watched(GossipGraD, register=False):
-        def exchange(self, bucket, state, ctx):  # type: ignore[no-untyped-def]
-            if ctx.rank == 0:
-                sent.append({segment.name: segment.view(bucket.flat).clone() for segment in bucket.segments})
-            return (yield from super().exchange(bucket, state, ctx))
-
+    """Beside weights that are ahead: it is averaged, too, but a second moment that is foreseen could be negative."""
+    Watched.sent = []
     kept: list[dict[str, Tensor]] = []
 
     def body(rank: int) -> None:
         model = nn.Linear(3, 1, bias=False)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         replica = gossamer.replicate(model, optimizer, Watched(wire="fp32", ahead=1.0))
-        for step in range(3):
-            before = model.weight.detach().clone()
+        before: list[Tensor] = []
+        optimizer.register_step_pre_hook(lambda *_: before.append(model.weight.detach().clone()))  # after averages are added
+        for step in range(4):
             optimizer.zero_grad()
             (model.weight * (rank + step + 1)).sum().backward()
-            replica.wait_for_exchanges()
             optimizer.step()
             if rank == 0:
-                kept.append({key: value.clone() for key, value in optimizer.state[model.weight].items()} | {"was": before})
+                now = model.weight.detach().clone()
+                kept.append({"weight": now + (now - before[-1])})
+                remembered = optimizer.state[model.weight]
+                kept[-1] |= {f"{key} of weight": remembered[key].clone() for key in ("exp_avg", "exp_avg_sq")}
+        replica.close()
 
     loopback(body, 2)
-    for message, state in zip(sent[1:], kept[1:], strict=True):
-        assert torch.equal(message["exp_avg of weight"], state["exp_avg"])
-        assert torch.equal(message["exp_avg_sq of weight"], state["exp_avg_sq"])
+    for message, expected in zip(Watched.sent[1:], kept[1:], strict=True):  # its history is known after the first step
+        torch.testing.assert_close(message, expected, rtol=0, atol=1e-6)
 
 
 def test_a_step_that_nothing_was_foreseen_of_sends_the_weights() -> None:
-    """Between machines, inside ``join()`` a rank without batches: what it sends is what it has."""
+    """Inside ``join()`` a rank without batches answers with what it has, and not with an update of before."""
+    Watched.sent = []
+    weights: list[Tensor] = []
 
-    def body(rank: int) -> Tensor:
+    def body(rank: int) -> None:
         model = nn.Linear(2, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        replica = gossamer.replicate(model, optimizer, Gossip(wire="fp32", ahead=1.0))
-        with torch.no_grad():
-            model.weight.fill_(float(rank))
+
+        class Seen(Watched, register=False):
+            def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+                if ctx.rank == 0:
+                    weights.append(model.weight.detach().clone())
+                return (yield from super().exchange(bucket, state, ctx))
+
+        replica = gossamer.replicate(model, optimizer, Seen(wire="fp32", history=False, ahead=1.0))
         with replica.join():
-            for _ in range(2 + 2 * rank):
+            for _ in range(2 + 3 * rank):
                 optimizer.zero_grad()
-                (0 * model.weight).sum().backward()
+                (model.weight.sum() * (1 + rank)).backward()
                 optimizer.step()
         replica.close()
-        return model.weight.detach().clone()
 
-    for weights in loopback(body, 2):
-        assert torch.equal(weights, torch.full((1, 2), 0.5))
+    loopback(body, 2)
+    differ = [not torch.allclose(message["weight"], own) for message, own in zip(Watched.sent, weights, strict=True)]
+    assert differ == [True, True, False, False, False]
+
+
+def test_buffers_are_sent_as_they_are() -> None:
+    """No update changes them, but a forward pass in a closure may; a variance that is foreseen could be negative."""
+    weight, variance = torch.randn(5), torch.rand(5)
+    tensors = {"weight": weight, buffer_name("running_var"): variance}
+    bucket = Bucket(0, make_layout(tensors, message=torch.float32))
+    ahead = Ahead()
+    ahead.remember(bucket, [weight, variance])
+    was = weight.clone()
+    weight += 1
+    variance *= 0.1
+    ahead.lay_out(bucket, [weight, variance], 1.0)
+    torch.testing.assert_close(bucket.views[0], weight + (weight - was))
+    assert torch.equal(bucket.views[1], variance)
+
+
+def test_how_far_ahead_may_depend_on_the_step() -> None:
+    class Later(Gossip, register=False):
+        def ahead_at(self, step: int) -> float:
+            return 1.0 if step >= 4 else 0.0
+
+    plain, late = trained(Gossip(wire="fp32")), trained(Later(wire="fp32"))
+    assert torch.equal(late[:4], plain[:4])
+    assert not torch.allclose(late[5], plain[5], rtol=0, atol=1e-3)
 
 
 def test_between_machines() -> None:
@@ -222,6 +264,7 @@ def test_between_machines() -> None:
         (lambda: Gossip(ahead=True), "ahead must be a number of updates"),
         (lambda: Gossip(ahead=1.0, lag=2), "ahead does not go with lag"),
         (lambda: GossipGraD(ahead=1.0, late=True), "ahead does not go with late=True"),
+        (lambda: after(2, Gossip(ahead=1.0), before=GossipGraD(late=True)), "added after the update that ahead= foresees"),
     ],
 )
 def test_bad_values(make: Callable[[], object], message: str) -> None:

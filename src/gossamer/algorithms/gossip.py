@@ -20,8 +20,9 @@ from gossamer.errors import ConfigurationError
 from gossamer.state import State
 
 MOST_AHEAD = 2
-"""Updates that a message may be ahead. A GPT with half of its weights per step, four workers: 1 brings replicas closer, 2 is
-worse than 0, and with 4 the loss stays 0.6 nats behind: both partners correct what has not happened yet, and then again."""
+"""Updates that a message may be ahead. A GPT with four workers: 1 is best; 2 is better than 0 where a weight is averaged in
+every third step, and worse in every second one; with 4 the loss stays 0.4 to 0.6 nats behind, because both partners
+correct what has not happened yet, and correct it again."""
 
 
 class Meeting(Algorithm, register=False):
@@ -96,9 +97,11 @@ class Gossip(Meeting):
 
     ``ahead``: a message is averaged one update after it was made. With momentum that update is much like the one before, so
     it can be foreseen: what is sent is ``w + ahead·(w − w before the last update)``. Replicas stay closer, as if they were
-    averaged just *after* each update and everyone had waited for that; the mean over the workers moves as before. 1 suits
-    Adam and SGD with a momentum of 0.9; without momentum updates are mostly noise: leave it at 0. Costs a copy of the weights,
-    and no byte on the wire. At most 2: what is too far ahead swings. Not with ``lag``.
+    averaged just *after* each update and everyone had waited for that; the mean over the workers moves as before. Measured
+    with Adam: 1 saves 4 workers a few steps in a hundred, and 16 none. Without momentum, or with LBFGS, an update does not
+    tell of the next one: leave it at 0. After the last exchange of a run no update follows, and what was foreseen stays
+    between the replicas: end with ``close(average=True)``. Costs a copy of the weights, and no byte on the wire. At most 2:
+    what is too far ahead swings. Not with ``lag``.
 
     ``wire="fp16"`` is eight times as precise as ``"bf16"``; a value beyond ±65504 (a running variance) is sent as that, so
     that it stays each worker's own: take ``"bf16"`` where there are such.

@@ -17,10 +17,10 @@ from gossamer.state import State
 class GossipPGA(Gossip):
     """As :class:`Gossip`, but every ``period``-th exchange is the average over all workers, in full precision.
 
-    Replicas are equal after it, to the rounding of a sum (and, with ``ahead``, to what was foreseen wrongly), so that they
-    never drift further apart than ``period`` exchanges let them: for many workers, sparse topologies, or data that differ
-    between workers. What is summed are weights, p of them: between two averages their mean is to move by more than p·2⁻²⁴ of a
-    weight, or rounding swallows it.
+    Replicas are equal after it, to the rounding of a sum (with ``ahead``, after the next update, and as far as that was
+    foreseen), so that they never drift further apart than ``period`` exchanges let them: for many workers, sparse topologies,
+    or data that differ between workers. What is summed are weights, p of them: between two averages their mean is to move by
+    more than p·2⁻²⁴ of a weight, or rounding swallows it.
 
     Messages and bytes of gossip, and every ``period``-th time those of an all-reduce in full precision. Not the choice where
     a message through the whole ring of workers is what must be avoided.

@@ -54,6 +54,10 @@ class Switch(Combination, register=False):
             self.fuse_as(self.parts[-1])
         if len({part.weight_parts for part in self.parts} - {1}) > 1:
             raise ConfigurationError("after(): both are in_parts(), of different numbers; weights are cut once")
+        if self.lands_late and any(part.ahead_at(self.steps) for part in self.parts):
+            raise ConfigurationError(
+                "after(): one part has late=True, and then the averages of both are added after the update that ahead= foresees"
+            )
 
     @property
     def parts(self) -> tuple[Algorithm, ...]:

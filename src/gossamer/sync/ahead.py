@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.buckets import Bucket
+from gossamer.buckets import Bucket, is_buffer
 from gossamer.pieces import part_of
 from gossamer.sync.history import weight_of
 from gossamer.sync.landing import Array, compiled_loops, in_columns, spots
@@ -49,8 +49,8 @@ class Ahead:
         """Lay ``members`` into their bucket: w + by·(w − w before the update), if there was one."""
         if bucket.index not in self._remembered:
             torch._foreach_copy_(bucket.views, list(members))
-        elif (spots := self._in_one_pass(bucket, members)) is not None:
-            loops, columns = spots
+        elif (found := self._in_one_pass(bucket, members)) is not None:
+            loops, columns = found
             message = bucket.flat.view(torch.int16).numpy()
             loops.lay_bf16_ahead(*columns, self._memory(bucket).numpy(), message, np.float32(by))
         else:
@@ -82,6 +82,6 @@ class Ahead:
 
 
 def _is_weight(name: str) -> bool:
-    """And not what an optimizer remembers of one."""
+    """And not what an optimizer remembers of one, nor a buffer, which no update changes (a forward pass in a closure may)."""
     whole, _ = part_of(name)
-    return weight_of(whole) == whole
+    return weight_of(whole) == whole and not is_buffer(whole)

@@ -58,8 +58,7 @@ class WeightSync:
         self._deltas: dict[int, Tensor | Difference] = {}
         """What is not added yet, by bucket."""
         self._lag, self._late = algorithm.may_lag, 0
-        # Worked out through all parts, so not in every step.
-        self._changes, self._foresees = algorithm.changes, any(leaf.ahead_at(0) for leaf in algorithm.leaves)
+        self._changes = algorithm.changes  # worked out through all parts, so not in every step
         self.exchanges = 0
         """How many were begun; the same on all ranks, unless they may lag."""
         self.steps = 0
@@ -121,8 +120,6 @@ class WeightSync:
     def foresee(self, step: int) -> None:
         """An update is about to be made: remember what those weights were that are sent ahead after it. ``step``: as for
         :meth:`launch`."""
-        if not self._foresees:
-            return
         upcoming = self._following(step)
         for index in self.exchange.due_at(upcoming):
             if self.exchange.handlers[index].ahead_at(upcoming):
