@@ -1,21 +1,19 @@
 """Gossip: average the weights with one partner, or a few, per step."""
 
-import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.base import Context
 from gossamer.algorithms.difference import IN_ONE_PASS, Difference
+from gossamer.algorithms.meeting import Meeting
 from gossamer.algorithms.messages import pieces_of
 from gossamer.buckets import Bucket
-from gossamer.checks import is_number, is_whole
+from gossamer.checks import is_number
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
-from gossamer.comm.mixing import check_connected
 from gossamer.comm.ops import Flow, Permute, start, wait
-from gossamer.comm.topology import Dissemination, Pattern, Topology
+from gossamer.comm.topology import Dissemination, Topology
 from gossamer.errors import ConfigurationError
 from gossamer.state import State
 
@@ -23,56 +21,6 @@ MOST_AHEAD = 2
 """Updates that a message may be ahead. A GPT with four workers: 1 is best; 2 is better than 0 where a weight is averaged in
 every third step, and worse in every second one; with 4 the loss stays 0.4 to 0.6 nats behind, because both partners
 correct what has not happened yet, and correct it again."""
-
-
-class Meeting(Algorithm, register=False):
-    """What algorithms over weights whose workers meet as a ``topology`` says, ``every`` so many steps, have in common.
-
-    Not a dataclass: those below it declare the fields, each with its own defaults.
-    """
-
-    subject: ClassVar[Literal["gradients", "weights"]] = "weights"
-
-    topology: Any
-    every: int
-    lag: int
-
-    topologies: ClassVar[Any] = Topology
-    """What a topology may be."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.topology, self.topologies):
-            directed = self.topologies is not Topology
-            where = "gossamer.comm.topology or gossamer.comm.digraph" if directed else "gossamer.comm.topology"
-            hint = "; directed ones go with PushSum" if isinstance(self.topology, Pattern) else ""
-            raise ConfigurationError(f"topology must be one of {where}, such as Ring(); got {self.topology!r}{hint}")
-        check_steps("every", self.every)
-        check_steps("lag", self.lag, least=0)
-
-    def check(self, world: int) -> None:
-        try:
-            check_connected(self.topology, world)
-        except ValueError as error:
-            raise ConfigurationError(f"{type(self).__name__}: {error}") from error
-
-    def due(self, step: int) -> bool:
-        return step % self.every == 0
-
-    @property
-    def traffic_period(self) -> int:
-        return self.every
-
-    def traffic_cycle(self, world: int, machines: int) -> int:
-        cycle: int = self.topology.cycle(world)
-        return math.lcm(self.every * cycle, self.traffic_period)
-
-    @property
-    def may_lag(self) -> int:
-        return self.lag
-
-    def step_of(self, exchange: int) -> int:
-        return exchange * self.every
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,9 +121,3 @@ class Gossip(Meeting):
         for piece in pieces:
             yield from piece.average()
         return delta
-
-
-def check_steps(name: str, value: object, least: int = 1) -> None:
-    """Raise ConfigurationError unless ``value`` is a number of steps."""
-    if not is_whole(value, least):
-        raise ConfigurationError(f"{name} must be a number of steps, at least {least}; got {value!r}")

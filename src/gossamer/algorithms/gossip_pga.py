@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.gossip import Gossip, check_steps
+from gossamer.algorithms.gossip import Gossip
+from gossamer.algorithms.meeting import check_steps
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce, maximum
 from gossamer.memory import portions, wide

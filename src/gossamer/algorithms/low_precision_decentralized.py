@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.gossip import Meeting
 from gossamer.algorithms.lossy import check_codec, leave_out
+from gossamer.algorithms.meeting import Meeting
 from gossamer.algorithms.messages import add_difference
 from gossamer.buckets import Bucket
 from gossamer.checks import is_number

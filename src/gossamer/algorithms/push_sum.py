@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.gossip import Meeting
+from gossamer.algorithms.meeting import Meeting
 from gossamer.buckets import Bucket
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.digraph import digraph

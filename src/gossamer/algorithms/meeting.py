@@ -1,0 +1,66 @@
+"""Meeting: what algorithms over weights whose workers meet as a topology says have in common."""
+
+import math
+from typing import Any, ClassVar, Literal
+
+from gossamer.algorithms.base import Algorithm
+from gossamer.checks import is_whole
+from gossamer.comm.mixing import check_connected
+from gossamer.comm.topology import Pattern, Topology
+from gossamer.errors import ConfigurationError
+
+
+class Meeting(Algorithm, register=False):
+    """What algorithms over weights whose workers meet as a ``topology`` says, ``every`` so many steps, have in common.
+
+    Not a dataclass: those below it declare the fields, each with its own defaults.
+    """
+
+    subject: ClassVar[Literal["gradients", "weights"]] = "weights"
+
+    topology: Any
+    every: int
+    lag: int
+
+    topologies: ClassVar[Any] = Topology
+    """What a topology may be."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.topology, self.topologies):
+            directed = self.topologies is not Topology
+            where = "gossamer.comm.topology or gossamer.comm.digraph" if directed else "gossamer.comm.topology"
+            hint = "; directed ones go with PushSum" if isinstance(self.topology, Pattern) else ""
+            raise ConfigurationError(f"topology must be one of {where}, such as Ring(); got {self.topology!r}{hint}")
+        check_steps("every", self.every)
+        check_steps("lag", self.lag, least=0)
+
+    def check(self, world: int) -> None:
+        try:
+            check_connected(self.topology, world)
+        except ValueError as error:
+            raise ConfigurationError(f"{type(self).__name__}: {error}") from error
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    @property
+    def traffic_period(self) -> int:
+        return self.every
+
+    def traffic_cycle(self, world: int, machines: int) -> int:
+        cycle: int = self.topology.cycle(world)
+        return math.lcm(self.every * cycle, self.traffic_period)
+
+    @property
+    def may_lag(self) -> int:
+        return self.lag
+
+    def step_of(self, exchange: int) -> int:
+        return exchange * self.every
+
+
+def check_steps(name: str, value: object, least: int = 1) -> None:
+    """Raise ConfigurationError unless ``value`` is a number of steps."""
+    if not is_whole(value, least):
+        raise ConfigurationError(f"{name} must be a number of steps, at least {least}; got {value!r}")
