@@ -29,6 +29,8 @@ PUBLIC = {
     "DisagreementError",
     "GossamerError",
     "DecentralizedSGD",
+    "DiLoCo",
+    "LocalSGD",
     "Gossip",
     "GossipGraD",
     "GossipPGA",

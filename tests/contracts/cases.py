@@ -17,9 +17,11 @@ from gossamer.algorithms import (
     AllReduce,
     ByteGrad,
     ChunkSparse,
+    DiLoCo,
     Gossip,
     GossipGraD,
     Hierarchical,
+    LocalSGD,
     LowPrecisionDecentralized,
     PowerSGD,
     QuantizedGossip,
@@ -82,6 +84,7 @@ def combined() -> list[Algorithm]:
         by_size(100, small=AllReduce(wire="bf16"), large=four_bits),
         LowPrecisionDecentralized(codec=Quantize(bits=4)),
         LowPrecisionDecentralized(codec=Quantize(bits=2, rounding="stochastic"), rate=0.5),
+        DiLoCo(averaging=four_bits, momentum=0.5),
         Hierarchical(AllReduce(), ranks_per_node=2),
         Hierarchical(ChunkSparse(chunk=16, bucket_bytes=200), ranks_per_node=3),
     ]
@@ -103,6 +106,9 @@ def mixed() -> list[Algorithm]:
         Hierarchical(in_parts(2, Gossip()), ranks_per_node=2),
         Hierarchical(Gossip(), ranks_per_node=2),
         Hierarchical(Gossip(), inner=ByteGrad(), ranks_per_node=3),
+        in_parts(2, DiLoCo(every=1)),
+        Hierarchical(DiLoCo(every=2, averaging=ScatterReduce()), ranks_per_node=2),
+        after(2, LocalSGD(every=2)),
     ]
 
 
@@ -116,9 +122,11 @@ def algorithms(subject: str | None = None, exact: bool = False, **fields: Any) -
 
 
 def with_fields(algorithm: Algorithm, **fields: Any) -> Algorithm:
-    """A copy with some fields replaced; chunks become small enough for the buckets."""
+    """A copy with some fields replaced; chunks become small enough for the buckets, and times alone for a few steps."""
     if isinstance(algorithm, ChunkSparse) and "bucket_bytes" in fields:
         fields["chunk"] = min(algorithm.chunk, fields["bucket_bytes"] // 8)
+    if isinstance(algorithm, LocalSGD):
+        fields["every"] = 2
     return dataclasses.replace(algorithm, **fields)
 
 

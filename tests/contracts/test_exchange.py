@@ -13,6 +13,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 everyone = pytest.mark.parametrize("algorithm", algorithms(), ids=repr)
 of_gradients = pytest.mark.parametrize("algorithm", algorithms("gradients"), ids=repr)
 of_weights = pytest.mark.parametrize("algorithm", algorithms("weights"), ids=repr)
+keep_the_mean = pytest.mark.parametrize("algorithm", [a for a in algorithms("weights") if not a.moves_mean], ids=repr)
 worlds = pytest.mark.parametrize("world", WORLDS)
 
 
@@ -81,7 +82,7 @@ def test_among_one_nothing_is_kept_back(algorithm: Algorithm, dtype: torch.dtype
     laws.among_one_nothing_is_kept_back(algorithm, dtype)
 
 
-@of_weights
+@keep_the_mean
 @pytest.mark.parametrize("world", range(2, 25))
 def test_the_mean_of_the_weights_is_kept(algorithm: Algorithm, world: int) -> None:
     laws.the_mean_of_the_weights_is_kept(algorithm, world)

@@ -21,6 +21,10 @@ worlds_and_dtypes = pytest.mark.parametrize(
 exact = [cls(bucket_bytes=200) for cls in registry().values() if cls.exact]
 of_weights = pytest.mark.parametrize("algorithm", algorithms("weights", bucket_bytes=200), ids=repr)
 
+keep_the_mean = pytest.mark.parametrize(
+    "algorithm", [a for a in algorithms("weights", bucket_bytes=200) if not a.moves_mean], ids=repr
+)
+
 
 def train(
     algorithm: Algorithm | None, rank: int, steps: int, lr: float = 0.05, data_of: int | None = None, **options
@@ -72,7 +76,7 @@ def test_a_world_of_one_trains_as_alone(algorithm: Algorithm) -> None:
     assert same_bits(loopback(lambda rank: train(algorithm, rank, 5), 1)[0], alone)
 
 
-@of_weights
+@keep_the_mean
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_equal_data_make_gossip_the_identity(algorithm: Algorithm, world: int) -> None:
     replicas = loopback(lambda rank: train(algorithm, rank, 5, data_of=0), world)

@@ -287,7 +287,7 @@ def test_with_momentum_correction_vectors_travel_as_with_an_optimizer_that_lends
 @pytest.mark.parametrize("algorithm", [a for a in plain() if a.subject == "weights" and hasattr(a, "every")], ids=repr)
 def test_what_first_exchanges_cost_is_not_priced(algorithm: Algorithm) -> None:
     """Some are in full precision. Every fourth step, or a fourth in every step, sends a fourth, and the line shows no more."""
-    model = tensors(4096, 4096)
+    model = tensors(2**16, 2**16)  # of which a fourth is no small bucket
     always = run(model, replace(algorithm, every=1), 8)
     others = [replace(algorithm, every=4)]
     others += [] if isinstance(algorithm, GossipPGA) else [in_parts(4, replace(algorithm, every=1))]

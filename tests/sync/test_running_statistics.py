@@ -9,10 +9,12 @@ from torch import Tensor, nn
 import gossamer
 from gossamer import (
     DecentralizedSGD,
+    DiLoCo,
     Gossip,
     GossipGraD,
     GossipPGA,
     Hierarchical,
+    LocalSGD,
     LowPrecisionDecentralized,
     QuantizedGossip,
     in_parts,
@@ -30,6 +32,8 @@ MOVERS = [
     DecentralizedSGD(topology=Complete()),
     QuantizedGossip(bits=8),
     LowPrecisionDecentralized(),
+    LocalSGD(every=2),
+    DiLoCo(every=2),
     in_parts(2, Gossip()),
     Hierarchical(Gossip(), ranks_per_node=2),
     Hierarchical(in_parts(2, GossipPGA(period=1)), ranks_per_node=2),

@@ -13,11 +13,13 @@ from gossamer.algorithms.byte_grad import ByteGrad  # noqa: E402
 from gossamer.algorithms.chunk_sparse import ChunkSparse  # noqa: E402
 from gossamer.algorithms.ddp_hook import DDPHook  # noqa: E402
 from gossamer.algorithms.decentralized_sgd import DecentralizedSGD  # noqa: E402
+from gossamer.algorithms.diloco import DiLoCo  # noqa: E402
 from gossamer.algorithms.gossip import Gossip  # noqa: E402
 from gossamer.algorithms.gossip_grad import GossipGraD  # noqa: E402
 from gossamer.algorithms.gossip_pga import GossipPGA  # noqa: E402
 from gossamer.algorithms.hierarchical import Hierarchical  # noqa: E402
 from gossamer.algorithms.in_parts import in_parts  # noqa: E402
+from gossamer.algorithms.local_sgd import LocalSGD  # noqa: E402
 from gossamer.algorithms.low_precision_decentralized import LowPrecisionDecentralized  # noqa: E402
 from gossamer.algorithms.power_sgd import PowerSGD  # noqa: E402
 from gossamer.algorithms.push_sum import PushSum  # noqa: E402
@@ -34,10 +36,12 @@ __all__ = [
     "ChunkSparse",
     "DDPHook",
     "DecentralizedSGD",
+    "DiLoCo",
     "Gossip",
     "GossipGraD",
     "GossipPGA",
     "Hierarchical",
+    "LocalSGD",
     "LowPrecisionDecentralized",
     "PowerSGD",
     "PushSum",

@@ -78,6 +78,8 @@ class Algorithm(ABC):
     """Whether it talks to all ranks of the process group by itself, and so cannot run among some of them."""
     weighs: ClassVar[bool] = False
     """Whether replicas do not all count alike in the mean that is kept: see :meth:`counted`."""
+    moves_mean: ClassVar[bool] = False
+    """Whether exchanges of weights move the mean of the workers, as an outer optimizer does. All others keep it."""
 
     bucket_bytes: int = 2 * 2**20
 

@@ -55,6 +55,11 @@ class Combination(Algorithm, register=False):
         return any(part.weighs for part in self.parts)
 
     @property
+    def moves_mean(self) -> bool:  # type: ignore[override]
+        """As soon as one part does."""
+        return any(part.moves_mean for part in self.parts)
+
+    @property
     def finishes(self) -> bool:
         return any(part.finishes for part in self.parts)
 

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Gossip
+from gossamer.algorithms.local_sgd import mean_of
 from gossamer.algorithms.meeting import check_steps
 from gossamer.buckets import Bucket
-from gossamer.comm.ops import Flow, all_reduce, maximum
-from gossamer.memory import portions, wide
+from gossamer.comm.ops import Flow
+from gossamer.memory import wide
 from gossamer.state import State
 
 
@@ -42,20 +42,6 @@ class GossipPGA(Gossip):
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.step // self.every % self.period:
             return (yield from super().exchange(bucket, state, ctx))
-        weights = wide(bucket.flat)  # in 16 bits the rounding of a sum would be as large as what workers differ by
-        share = torch.div(weights, ctx.world, out=bucket.fresh() if weights is bucket.flat else None)
-        delta = (yield from all_reduce(share)).sub_(weights)
-        # What may be the rounding of a sum is no difference: workers that agree stay where they are, to the bit. But they all
-        # do, or none: a difference that only some of them left out would be lost from the mean.
-        differs = yield from maximum(beyond_rounding(delta, weights, ctx.world), ctx.world)
-        return delta.mul_(differs).to(bucket.flat.dtype)
-
-
-def beyond_rounding(delta: Tensor, weights: Tensor, world: int) -> Tensor:
-    """``float32[1]``: 1 if any element of ``delta`` is more than a sum of ``world`` equal weights may be rounded by; else 0."""
-    rounding = world * torch.finfo(weights.dtype).eps
-    within = [
-        (change.abs() <= own.abs().mul_(rounding)).all()  # what is not finite is not
-        for change, own in portions(delta, weights)
-    ]
-    return (~torch.stack(within).all()).float().reshape(1)
+        weights = wide(bucket.flat)
+        mean = yield from mean_of(bucket, weights, ctx)
+        return mean.sub_(weights).to(bucket.flat.dtype)

@@ -1,0 +1,122 @@
+"""DiLoCo: every worker trains alone for many steps, and an outer optimizer takes what all have learned as its gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gossamer.algorithms.all_reduce import AllReduce
+from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.combination import Combination
+from gossamer.algorithms.local_sgd import LocalSGD, mean_of
+from gossamer.algorithms.lossy import leave_out
+from gossamer.buckets import Bucket, is_buffer
+from gossamer.checks import is_number
+from gossamer.comm.ops import Flow
+from gossamer.errors import ConfigurationError
+from gossamer.memory import wide
+from gossamer.pieces import part_of
+from gossamer.state import State
+
+START, VELOCITY, AVERAGING = "start", "velocity", "averaging "
+_BUFFERS = "buffers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(LocalSGD):
+    """All workers begin at the same weights x, and train alone for ``every`` steps. How far each has come, Δ = x − w, the outer
+    delta, is averaged over them, and is the gradient of one step of SGD, from x to where all begin again:
+    ``v ← momentum·v + Δ``, ``x ← x − rate·(Δ + momentum·v)``, or ``x ← x − rate·v`` without ``nesterov``.
+
+    ``rate`` 1 and ``momentum`` 0 are :class:`LocalSGD`; ``DiLoCo(rate=1.0, momentum=0.5, nesterov=False)`` is SlowMo. The first
+    exchange is an average, and the mean is the first x. As everywhere, the new weights are there just before the update after
+    the next backward pass, which hides the exchange. Inner optimizers keep what they remember.
+
+    ``averaging``: any algorithm over gradients that needs no step of its own. ``ScatterReduce(codec=Quantize(bits=4))`` sends
+    an eighth of the bytes, and what it loses one exchange later. Biases, scales and whatever else it averages exactly it
+    averages exactly here. Buffers (``buffers="average"``) become their mean.
+
+    Per exchange the messages and bytes of ``averaging``; per step 1/``every`` of that. Memory: x and v, each as before an
+    exchange and as after it, in full precision, and what ``averaging`` remembers.
+
+    Unlike every other exchange of weights this one moves their mean. Not the choice for a few steps alone, over which a
+    momentum of 0.9 adds up to the inner optimizer's own: there take :class:`LocalSGD`, or a smaller ``momentum``.
+
+    Source: Douillard et al. 2023 (arXiv 2311.08105); Wang et al. 2019 (arXiv 1910.00643), SlowMo.
+    """
+
+    moves_mean: ClassVar[bool] = True
+
+    every: int = 32
+    rate: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    averaging: Algorithm = field(default_factory=AllReduce)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_number(self.rate) or not self.rate > 0:
+            raise ConfigurationError(f"rate, of the outer optimizer, must be a number above 0; got {self.rate!r}")
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise ConfigurationError(f"momentum, of the outer optimizer, must be from 0 to below 1; got {self.momentum!r}")
+        _check(self.averaging)
+
+    def check(self, world: int) -> None:
+        self.averaging.check(world)
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
+        return replace(self, averaging=self.averaging.attach(optimizers))
+
+    @property
+    def serial(self) -> bool:  # type: ignore[override]
+        """As the algorithm that averages."""
+        return self.averaging.serial
+
+    def route(self, name: str, tensor: Tensor) -> str:
+        return _BUFFERS if is_buffer(part_of(name)[0]) else f":{self.averaging.route(name, tensor)}"
+
+    def of(self, label: str) -> Algorithm:
+        if label == _BUFFERS:
+            return LocalSGD(every=self.every, bucket_bytes=self.bucket_bytes)
+        return replace(self, averaging=self.averaging.of(label.removeprefix(":")))
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        if ctx.world == 1:
+            return bucket.flat.zero_()
+        weights, start = wide(bucket.flat), state.get(START)
+        if start is None:
+            return (yield from self._begin(bucket, weights, state, ctx))
+        learned = bucket.holding(torch.sub(start, weights))
+        gradient = yield from self.averaging.exchange(learned, state.scoped(AVERAGING), ctx)
+        before, after = state[VELOCITY], state.fresh(START, start)
+        velocity = torch.add(gradient, before, alpha=self.momentum, out=state.fresh(VELOCITY, start))
+        torch.sub(start, velocity, alpha=self.rate * (self.momentum if self.nesterov else 1), out=after)
+        if self.nesterov:
+            after.sub_(gradient, alpha=self.rate)
+        delta = torch.sub(after, weights)
+        # What is not finite is in the result; in the outer optimizer it would stay for ever.
+        leave_out(torch.linalg.vector_norm(delta), [(after, start), (velocity, before)])
+        state[START], state[VELOCITY] = after, velocity
+        return delta.to(bucket.flat.dtype)
+
+    def _begin(self, bucket: Bucket, weights: Tensor, state: State, ctx: Context) -> Flow[Tensor]:
+        """The first exchange: the mean of all, which is where the outer optimizer begins, unless it is not finite."""
+        mean = yield from mean_of(bucket, weights, ctx)
+        if mean.device.type == "meta" or mean.isfinite().all():  # the same on all workers
+            state[START], state[VELOCITY] = mean.clone(), torch.zeros_like(mean)
+        return mean.sub_(weights).to(bucket.flat.dtype)
+
+
+def _check(averaging: object) -> None:
+    """Raise ConfigurationError unless it averages one tensor over all workers, by itself, whenever it is asked to."""
+    if not isinstance(averaging, Algorithm):
+        raise ConfigurationError(f"averaging must be an instance of a gossamer algorithm; got {averaging!r}")
+    if averaging.subject != "gradients":
+        raise ConfigurationError(f"averaging takes an algorithm over gradients; {averaging!r} moves weights")
+    if isinstance(averaging, Combination) or averaging.finishes or averaging.takes_momentum or averaging.needs_everyone:
+        raise ConfigurationError(
+            f"averaging takes an algorithm that averages one bucket by itself, such as ScatterReduce(); {averaging!r} does not"
+        )

@@ -1,0 +1,80 @@
+"""LocalSGD: every worker trains alone for some steps, and then all go on from their mean."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.meeting import check_steps
+from gossamer.buckets import Bucket
+from gossamer.comm.ops import Flow, all_reduce, maximum
+from gossamer.memory import portions, wide
+from gossamer.state import State
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(Algorithm):
+    """Every ``every``-th step each worker's weights become the mean over all workers; in between, nothing is exchanged.
+
+    The weights travel while the next forward and backward pass go on, and the mean is there just before the update that
+    follows: its gradient is the only one that was computed on weights of before. What each optimizer remembers stays its own.
+
+    Per exchange the messages of an all-reduce, and its bytes in full precision, whatever the weights are kept in: per step
+    1/``every`` of those of an exact all-reduce of gradients. They come all at once: ``in_parts(8, LocalSGD(every=1))`` averages
+    as often as ``every=8`` does, an eighth of the weights in each step. What is summed are weights, p of them: between two
+    averages their mean is to move by more than p·2⁻²⁴ of a weight, or rounding swallows it.
+
+    From the start of a run, ``after(steps, LocalSGD())`` averages gradients first (post-local SGD): then, where weights still
+    move fast, workers would run apart. Not the choice where data differ much between workers, or where a message through the
+    whole ring of workers is what must be avoided: there take :class:`Gossip`. For hundreds of steps alone take :class:`DiLoCo`.
+
+    Source: Stich 2018 (arXiv 1805.09767); Lin et al. 2018 (arXiv 1808.07217), post-local SGD.
+    """
+
+    subject: ClassVar[Literal["gradients", "weights"]] = "weights"
+
+    every: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_steps("every", self.every)
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    @property
+    def traffic_period(self) -> int:
+        return self.every
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        if ctx.world == 1:
+            return bucket.flat.zero_()
+        weights = wide(bucket.flat)
+        mean = yield from mean_of(bucket, weights, ctx)
+        return mean.sub_(weights).to(bucket.flat.dtype)
+
+
+def mean_of(bucket: Bucket, weights: Tensor, ctx: Context) -> Flow[Tensor]:
+    """The mean over all workers of ``weights``, :func:`wide` of the bucket's: in 16 bits the rounding of a sum would be as
+    large as what workers differ by.
+
+    What may be the rounding of a sum is no difference: workers that agree stay where they are, to the bit. But they all do, or
+    none: a difference that only some of them left out would be lost from the mean.
+    """
+    share = torch.div(weights, ctx.world, out=bucket.fresh() if weights is bucket.flat else None)
+    mean = yield from all_reduce(share)
+    differs = yield from maximum(beyond_rounding(mean, weights, ctx.world), ctx.world)
+    return torch.where(differs > 0, mean, weights, out=mean)
+
+
+def beyond_rounding(mean: Tensor, weights: Tensor, world: int) -> Tensor:
+    """``float32[1]``: 1 if any element of ``mean`` is further from its own weight than a sum of ``world`` equal ones may be
+    rounded by; else 0."""
+    rounding = world * torch.finfo(weights.dtype).eps
+    within = [
+        (there.sub(own).abs_() <= own.abs().mul_(rounding)).all()  # what is not finite is not
+        for there, own in portions(mean, weights)
+    ]
+    return (~torch.stack(within).all()).float().reshape(1)

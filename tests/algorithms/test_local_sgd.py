@@ -1,0 +1,197 @@
+"""LocalSGD and DiLoCo: what each worker does alone, and what all make of it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gossamer
+from gossamer import (
+    AllReduce,
+    ChunkSparse,
+    DiLoCo,
+    Gossip,
+    Hierarchical,
+    LocalSGD,
+    PowerSGD,
+    ScatterReduce,
+    after,
+    in_parts,
+    loopback,
+)
+from gossamer.algorithms import Algorithm
+from gossamer.algorithms.diloco import START, VELOCITY
+from gossamer.buckets import buffer_name
+from gossamer.codecs import Quantize
+from gossamer.errors import ConfigurationError
+
+from ..contracts.cases import exchange, noise, stacked
+
+WORLD, STEPS, SIZE = 4, 13, 6
+
+
+class Pull(nn.Module):
+    """Each worker's loss pulls the weights to a place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
+
+    def forward(self, rank: int) -> Tensor:
+        return ((self.weight - torch.arange(SIZE) * (1.0 + rank)) ** 2).sum()
+
+
+def inner(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
+
+
+def trained(algorithm: Algorithm, steps: int = STEPS, world: int = WORLD) -> list[Tensor]:
+    """The weights after each step, rank by rank: ``(steps, size)``."""
+
+    def body(rank: int) -> Tensor:
+        model = Pull()
+        optimizer = inner(model)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        seen = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(rank).backward()
+            optimizer.step()
+            seen.append(model.weight.detach().clone())
+        replica.close(average=False)
+        return torch.stack(seen)
+
+    return loopback(body, world)
+
+
+def reference(every: int, outer: Callable[[nn.Parameter], torch.optim.Optimizer] | None) -> Tensor:
+    """The same in one loop, where nothing travels; the outer optimizer is one of torch's: ``(world, steps, size)``."""
+    models = [Pull() for _ in range(WORLD)]
+    optimizers, pending, start, seen = [inner(model) for model in models], None, None, []
+    for step in range(STEPS):
+        for rank, model in enumerate(models):
+            optimizers[rank].zero_grad()
+            model(rank).backward()  # on weights from before what is pending
+            if pending is not None:
+                model.weight.data.copy_(pending)
+            optimizers[rank].step()
+        pending = None
+        seen.append(torch.stack([model.weight.detach().clone() for model in models]))
+        if (step + 1) % every == 0:
+            pending = seen[-1].mean(0)
+            if start is None:
+                start = nn.Parameter(pending.clone())
+                optimizer = None if outer is None else outer(start)
+            elif optimizer is not None:
+                start.grad = start.detach() - pending
+                optimizer.step()
+                pending = start.detach().clone()
+    return torch.stack(seen, 1)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_local_sgd_is_the_loop_in_one_process(every: int) -> None:
+    expected = reference(every, None)
+    torch.testing.assert_close(torch.stack(trained(LocalSGD(every=every))), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("rate", "momentum"), [(0.7, 0.9), (1.0, 0.5), (0.4, 0.0)])
+def test_the_outer_optimizer_is_torchs_sgd(every: int, nesterov: bool, rate: float, momentum: float) -> None:
+    expected = reference(
+        every, lambda start: torch.optim.SGD([start], lr=rate, momentum=momentum, nesterov=nesterov and momentum > 0)
+    )
+    algorithm = DiLoCo(every=every, rate=rate, momentum=momentum, nesterov=nesterov)
+    torch.testing.assert_close(torch.stack(trained(algorithm)), expected, rtol=0, atol=1e-12)
+
+
+def test_without_an_outer_momentum_and_with_rate_1_it_is_local_sgd() -> None:
+    plain, outer = trained(LocalSGD(every=3)), trained(DiLoCo(every=3, rate=1.0, momentum=0.0))
+    torch.testing.assert_close(torch.stack(outer), torch.stack(plain), rtol=0, atol=1e-12)
+
+
+def test_averages_travel_in_parts_too() -> None:
+    """Each part in a step of its own."""
+    whole, parts = trained(LocalSGD(every=3)), trained(in_parts(3, LocalSGD(every=1)))
+    differences = [(a - b).abs().max(0).values > 1e-9 for a, b in zip(whole, parts, strict=True)]
+    assert not differences[0][:2].any(), "the first part is exchanged at the same steps"
+    assert differences[0][2:].all()
+
+
+def test_post_local_sgd() -> None:
+    """Gradients are averaged for a while, and all are equal then; afterwards each goes alone."""
+    first, second, *_ = trained(after(4, LocalSGD(every=8)))
+    assert torch.equal(first[3], second[3])
+    assert not torch.allclose(first[6], second[6], rtol=0, atol=1e-6)
+
+
+def test_a_machine_is_one_worker_to_others() -> None:
+    """Sites of two workers, which average their gradients in each step and hold the same weights."""
+    ranks = trained(Hierarchical(DiLoCo(every=2), ranks_per_node=2))
+    assert torch.equal(ranks[0], ranks[1])
+    assert torch.equal(ranks[2], ranks[3])
+    assert not torch.allclose(ranks[0], ranks[2], rtol=0, atol=1e-6)
+    # As if there were two workers, of whom each pulls to the middle of what its machine's do.
+    assert torch.allclose(torch.stack(ranks).mean(0)[0], torch.stack(trained(AllReduce())).mean(0)[0])
+
+
+FOUR_BITS = ScatterReduce(codec=Quantize(bits=4), gather_below=0)
+
+
+def test_what_a_codec_loses_of_an_outer_delta_comes_later() -> None:
+    """What was averaged, and what is owed, is all that workers have learned."""
+    steps = [noise(WORLD, 50, torch.float64, seed=step) for step in range(6)]
+    outcomes = exchange(DiLoCo(rate=1.0, momentum=0.0, averaging=FOUR_BITS), steps)
+    starts = [torch.stack(mine) + stacked(outcomes, step) for step, mine in enumerate(steps)]
+    for start in starts:  # all begin again at the same weights, however coarse the wire
+        assert (start - start[0]).abs().max() < 1e-14
+    learned = sum((start[0] - torch.stack(mine)).sum(0) for start, mine in zip(starts[:-1], steps[1:], strict=True))
+    owed = sum(outcome.state["averaging residual"] for outcome in outcomes)
+    assert owed.abs().max() > 1e-3
+    torch.testing.assert_close(WORLD * (starts[0][0] - starts[-1][0]) + owed, learned, rtol=0, atol=1e-12)
+
+
+def test_what_its_averaging_leaves_exact_is_exact() -> None:
+    algorithm = DiLoCo(averaging=FOUR_BITS)
+    matrix, vector = torch.zeros(3, 3), torch.zeros(3)
+    assert algorithm.of(algorithm.route("a", matrix)).averaging == FOUR_BITS
+    assert isinstance(algorithm.of(algorithm.route("a", vector)).averaging, AllReduce)
+
+
+def test_buffers_become_their_mean() -> None:
+    """A running variance that an outer momentum carries on could be negative."""
+    handler = DiLoCo(every=5).of(DiLoCo().route(buffer_name("running_var"), torch.zeros(3)))
+    assert type(handler) is LocalSGD
+
+
+def test_what_is_not_finite_is_seen_by_all_and_remembered_by_none() -> None:
+    good, bad = noise(WORLD, 7, seed=1), noise(WORLD, 7, seed=2)
+    bad[1][3] = float("nan")
+    for inputs in ([good, bad, good], [bad, good, good]):
+        for outcome in exchange(DiLoCo(), inputs):
+            broken = [not result.isfinite().all() for result in outcome.results]
+            assert broken == [mine is bad for mine in inputs]
+            assert outcome.state[START].isfinite().all()
+            assert outcome.state[VELOCITY].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LocalSGD(every=0), "every must be a number of steps, at least 1"),
+        (lambda: DiLoCo(every=1.5), "every must be a number of steps"),
+        (lambda: DiLoCo(rate=0), "rate, of the outer optimizer, must be a number above 0"),
+        (lambda: DiLoCo(rate="0.7"), "rate, of the outer optimizer, must be a number above 0"),
+        (lambda: DiLoCo(momentum=1.0), "must be from 0 to below 1"),
+        (lambda: DiLoCo(momentum=-0.1), "must be from 0 to below 1"),
+        (lambda: DiLoCo(averaging=ScatterReduce), "must be an instance of a gossamer algorithm"),
+        (lambda: DiLoCo(averaging=Gossip()), "moves weights"),
+        (lambda: DiLoCo(averaging=ChunkSparse()), "averages one bucket by itself"),
+        (lambda: DiLoCo(averaging=after(3, PowerSGD())), "averages one bucket by itself"),
+    ],
+)
+def test_bad_values(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
