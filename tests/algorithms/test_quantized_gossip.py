@@ -10,7 +10,7 @@ import gossamer
 from gossamer import QuantizedGossip, loopback, memory
 from gossamer.algorithms.quantized_gossip import SEEN, least
 from gossamer.codecs import Quantize
-from gossamer.codecs.modulo import BLOCK, ModuloGrid
+from gossamer.codecs.modulo import BLOCK, ModuloGrid, reach
 from gossamer.comm.topology import Complete, Dissemination, Hypercube, RandomMatching, Ring, Topology, rotated
 from gossamer.errors import ConfigurationError
 
@@ -113,7 +113,7 @@ def test_weights_in_half_the_width(dtype: torch.dtype, size: float) -> None:
 
 def test_places_that_no_integer_can_hold_are_not_understood() -> None:
     weights = torch.cat([torch.ones(BLOCK), torch.full((BLOCK,), 100.0)])
-    steps = least(weights, ModuloGrid(4, torch.full((2,), 2.0**-26)))
+    steps = least(reach(weights), ModuloGrid(4, torch.full((2,), 2.0**-26)))
     assert steps.tolist() == [2.0**-20, float("inf")]
 
 

@@ -163,6 +163,30 @@ def chance_moves_no_zero(kernels: Kernels, count: int, device: str = "cpu") -> N
             assert torch.count_nonzero(flat.view_as(x)[:, 1:]) == 0
 
 
+def places_agree(kernels: Kernels, count: int, device: str = "cpu") -> None:
+    """To the bit: workers that compute otherwise would not understand each other."""
+    factors = torch.randint(-(2**31), 2**31, (512,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)) | 1
+    for index, draw, x, _ in cases(count, seed=6):
+        bits, own = draw.choice([8, 4]), x.nan_to_num(1.0, 2.0, -2.0).clamp(-1e30, 1e30)
+        blocks = -(-own.numel() // 512)
+        steps = (torch.rand(blocks, generator=torch.Generator().manual_seed(index)) + 0.5) * (own.abs().amax() if blocks else 1)
+        steps = (steps * draw.choice([1e-1, 1e-3, 1e-6])).clamp_(min=2.0**-40)
+        theirs = own + steps.repeat_interleave(512)[: own.numel()] * torch.linspace(-9, 9, own.numel())
+        heard = []
+        for chosen, place in ((reference, "cpu"), (kernels, device)):
+            codes = torch.empty(blocks, 64 * bits, dtype=torch.uint8, device=place)
+            sums = torch.empty(blocks, dtype=torch.int32, device=place)
+            grid = steps.to(place), bits, factors.to(place)
+            sizes = chosen.modulo_pack(theirs.to(place), *grid, codes, sums)
+            written, added = torch.empty_like(own, device=place), theirs.to(place, copy=True)
+            true, furthest = chosen.modulo_difference(codes, sums, own.to(place), *grid, 0.5, written, False)
+            chosen.modulo_difference(codes, sums, own.to(place), *grid, 0.3, added, True)
+            heard.append([codes, sums, sizes, true, furthest, written, added])
+        for ours, expected in zip(heard[1], heard[0], strict=True):
+            assert torch.equal(ours.cpu(), expected)
+        assert bits == 4 or heard[0][3].all()
+
+
 LAWS = [
     (quantisation_agrees, 300),
     (chance_moves_no_zero, 84),
@@ -171,6 +195,7 @@ LAWS = [
     (signs_agree, 200),
     (norms_agree, 100),
     (accumulating_agrees, 100),
+    (places_agree, 100),
 ]
 """And on how many cases they are tried; where kernels are compiled anew for many of them, a seventh will do."""
 

@@ -1,12 +1,15 @@
 """The last bits of a value's place: what they tell a worker that holds nearly the same, and when they tell nothing."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.codecs.modulo import BLOCK, ModuloGrid, pack, pieces, scale_blocks, unpack
+from gossamer.codecs.kernels.reference import pack, unpack
+from gossamer.codecs.modulo import BLOCK, ModuloGrid, reach, scale_all_blocks, scale_blocks
 
 
 def grid(bits: int, numel: int, step: float = 1.0) -> ModuloGrid:
@@ -20,11 +23,13 @@ def told(bits: int, theirs: Tensor, own: Tensor) -> tuple[Tensor, list[bool]]:
 
 
 def read(grid: ModuloGrid, theirs: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """All of a message, piece by piece."""
-    message = grid.pack(theirs)
-    parts = [grid.difference(message, own[elements], rows) for elements, rows in pieces(own)]
-    differences, true = zip(*parts, strict=True)
-    return torch.cat(differences), torch.cat(true)
+    """All of a message."""
+    message, sizes = grid.pack(theirs)
+    assert torch.equal(sizes, reach(theirs))
+    difference = torch.empty_like(own)
+    true, furthest = grid.difference(message, own, 1.0, difference, add=False)
+    assert torch.equal(furthest, reach(difference))
+    return difference, true
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -39,7 +44,8 @@ def test_packing_keeps_the_last_bits(bits: int, places: list[int]) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("numel", [1, 511, 512, 513, 2**16 + 1])
 def test_a_message_has_the_bits_and_a_checksum_per_block(bits: int, numel: int) -> None:
-    assert grid(bits, numel).pack(torch.zeros(numel)).numel() == -(-numel // BLOCK) * (BLOCK * bits // 8 + 4)
+    message, _ = grid(bits, numel).pack(torch.zeros(numel, dtype=torch.float64))
+    assert message.numel() == -(-numel // BLOCK) * (BLOCK * bits // 8 + 4)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -64,11 +70,27 @@ def test_differences_are_whole_steps_of_each_blocks_grid(bits: int, numel: int) 
     assert torch.allclose(difference, step * ((theirs / step).round() - (own / step).round()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("numel", [1, 513, 2**16 + 700])
+def test_differences_are_shared_added_and_put_in_the_place_of_values(dtype: torch.dtype, numel: int) -> None:
+    one = ModuloGrid(4, torch.linspace(0.5, 2, -(-numel // BLOCK), dtype=dtype))
+    generator = torch.Generator().manual_seed(numel)
+    own, theirs, total = (torch.rand(numel, generator=generator, dtype=dtype) * 3 for _ in range(3))
+    message, _ = one.pack(theirs)
+    difference, added, place = torch.empty_like(own), total.clone(), own.clone()
+    one.difference(message, own, 1.0, difference, add=False)
+    one.difference(message, own, 0.5, added, add=True)
+    one.difference(message, place, 0.5, place, add=False)
+    assert torch.equal(place, difference / 2)
+    assert torch.equal(added, total + difference / 2)
+
+
+@pytest.mark.parametrize("scale", [scale_blocks, scale_all_blocks])
 @pytest.mark.parametrize("numel", [0, 1, 512, 2**16, 2**17 + 700])
-def test_blocks_are_scaled_each_by_its_factor(numel: int) -> None:
+def test_blocks_are_scaled_each_by_its_factor(scale: Callable[[Tensor, Tensor], None], numel: int) -> None:
     factors = (torch.arange(-(-numel // BLOCK)) % 7).bfloat16()
     tensor = torch.ones(numel)
-    scale_blocks(tensor, factors)
+    scale(tensor, factors)
     assert tensor.tolist() == [number // BLOCK % 7 for number in range(numel)]
 
 

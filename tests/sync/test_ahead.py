@@ -9,7 +9,18 @@ from torch import Tensor, nn
 
 import gossamer
 import gossamer.sync.ahead as ahead_module
-from gossamer import AllReduce, DecentralizedSGD, Gossip, GossipGraD, GossipPGA, Hierarchical, after, in_parts, loopback
+from gossamer import (
+    AllReduce,
+    DecentralizedSGD,
+    Gossip,
+    GossipGraD,
+    GossipPGA,
+    Hierarchical,
+    QuantizedGossip,
+    after,
+    in_parts,
+    loopback,
+)
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket, buffer_name, make_layout
 from gossamer.comm.ops import Flow
@@ -83,6 +94,12 @@ def test_on_a_narrow_wire_up_to_its_rounding(wire: str, dtype: torch.dtype) -> N
     assert torch.allclose(found, averaged_at_once(Dissemination()), rtol=0, atol=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_in_a_few_bits_up_to_their_rounding(dtype: torch.dtype) -> None:
+    found = trained(QuantizedGossip(bits=8, ahead=1.0), dtype=dtype)
+    assert torch.allclose(found, averaged_at_once(Dissemination()), rtol=0, atol=0.05)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -94,6 +111,8 @@ def test_on_a_narrow_wire_up_to_its_rounding(wire: str, dtype: torch.dtype) -> N
         GossipGraD(ahead=1.0, bucket_bytes=1),  # what an optimizer remembers has buckets of its own
         GossipGraD(ahead=1.0, history=False),
         in_parts(3, Gossip(ahead=1.5)),
+        QuantizedGossip(ahead=1.0),
+        in_parts(2, QuantizedGossip(bits=8, ahead=1.0)),
         after(3, Gossip(ahead=1.0), before=DecentralizedSGD()),
     ],
     ids=repr,
@@ -131,7 +150,10 @@ def test_replicas_are_closer_where_momentum_makes_updates_alike() -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_message_is_the_rounded_value_of_what_was_foreseen(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32, torch.float16])
+def test_a_message_is_the_rounded_value_of_what_was_foreseen(
+    wire: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of weights as they may lie, to the bit, and of what is infinite or no number."""
     if not compiled:
         monkeypatch.setattr(ahead_module, "compiled_loops", lambda: None)
@@ -140,7 +162,7 @@ def test_a_message_is_the_rounded_value_of_what_was_foreseen(compiled: bool, mon
     weights = [torch.randn(7, 5), image, torch.randn(0, 3), torch.randn(3000)[13:2080]]
     weights[0].view(-1)[:5] = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38, -0.0])
     before = [weight.clone(memory_format=torch.preserve_format) for weight in weights]
-    bucket = Bucket(0, make_layout({str(i): weight for i, weight in enumerate(weights)}, message=torch.bfloat16))
+    bucket = Bucket(0, make_layout({str(i): weight for i, weight in enumerate(weights)}, message=wire))
     ahead = Ahead()
     for _ in range(2):  # the second time in the same memory
         ahead.remember(bucket, weights)
@@ -148,12 +170,12 @@ def test_a_message_is_the_rounded_value_of_what_was_foreseen(compiled: bool, mon
             weight += 0.01 * torch.randn_like(weight)
         ahead.lay_out(bucket, weights, 1.0)
         for view, weight, was in zip(bucket.views, weights, before, strict=True):
-            torch.testing.assert_close(view, (weight + 1.0 * (weight - was)).bfloat16(), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(view, (weight + 1.0 * (weight - was)).to(wire), rtol=0, atol=0, equal_nan=True)
             was.copy_(weight)
     ahead.drop()
     ahead.lay_out(bucket, weights, 1.0)  # no update was announced
     for view, weight in zip(bucket.views, weights, strict=True):
-        torch.testing.assert_close(view, weight.bfloat16(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(view, weight.to(wire), rtol=0, atol=0, equal_nan=True)
 
 
 class Watched(GossipGraD, register=False):
@@ -261,6 +283,8 @@ def test_between_machines() -> None:
         (lambda: Gossip(ahead=-0.1), "ahead must be a number of updates from 0 to 2; got -0.1"),
         (lambda: Gossip(ahead=2.1), "from 0 to 2"),
         (lambda: Gossip(ahead=float("nan")), "from 0 to 2"),
+        (lambda: QuantizedGossip(ahead=-1), "ahead must be a number of updates"),
+        (lambda: QuantizedGossip(ahead=1.0, lag=1), "ahead does not go with lag"),
         (lambda: Gossip(ahead=True), "ahead must be a number of updates"),
         (lambda: Gossip(ahead=1.0, lag=2), "ahead does not go with lag"),
         (lambda: GossipGraD(ahead=1.0, late=True), "ahead does not go with late=True"),

@@ -7,20 +7,13 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.difference import IN_ONE_PASS, Difference
-from gossamer.algorithms.meeting import Meeting
+from gossamer.algorithms.meeting import Meeting, check_ahead
 from gossamer.algorithms.messages import pieces_of
 from gossamer.buckets import Bucket
-from gossamer.checks import is_number
 from gossamer.codecs.cast import Wire, check_wire, wire_codec
 from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Dissemination, Topology
-from gossamer.errors import ConfigurationError
 from gossamer.state import State
-
-MOST_AHEAD = 2
-"""Updates that a message may be ahead. A GPT with four workers: 1 is best; 2 is better than 0 where a weight is averaged in
-every third step, and worse in every second one; with 4 the loss stays 0.4 to 0.6 nats behind, because both partners
-correct what has not happened yet, and correct it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +66,7 @@ class Gossip(Meeting):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire("wire", self.wire)
-        if not is_number(self.ahead) or not 0 <= self.ahead <= MOST_AHEAD:
-            raise ConfigurationError(f"ahead must be a number of updates from 0 to {MOST_AHEAD}; got {self.ahead!r}")
-        if self.ahead and self.lag:
-            raise ConfigurationError(
-                "ahead does not go with lag: it foresees one update, and nobody knows how many an exchange that lags will take"
-            )
+        check_ahead(self.ahead, self.lag)
 
     def ahead_at(self, step: int) -> float:
         return self.ahead

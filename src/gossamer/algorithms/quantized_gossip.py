@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.meeting import Meeting
+from gossamer.algorithms.meeting import Meeting, check_ahead
+from gossamer.algorithms.messages import add_difference
 from gossamer.buckets import Bucket
 from gossamer.codecs.cast import check_choice
-from gossamer.codecs.modulo import ModuloGrid, pieces, reach, scale_blocks
+from gossamer.codecs.modulo import ModuloGrid, reach, scale_blocks
 from gossamer.comm.ops import Flow, Permute, maximum, start, wait
 from gossamer.comm.topology import Dissemination, Topology
 from gossamer.memory import wide
@@ -36,6 +37,7 @@ class QuantizedGossip(Meeting):
 
     Per exchange one message of bits/8 bytes per element and partner (4 bits: an eighth of fp32), and per block 4 bytes, and
     2 for each of ⌈log2 p⌉ hops. Memory: one copy of the weights, and the messages; nothing is remembered per element.
+    ``ahead``: as in :class:`Gossip`; one more copy of the weights.
 
     Not the choice for workers that are far apart on purpose, say after many local steps with a large learning rate. Where all
     were equal and begin to differ (weights behind a gate that opens, a rate that rises from zero), it takes some ten exchanges
@@ -48,22 +50,26 @@ class QuantizedGossip(Meeting):
     topology: Topology = field(default_factory=Dissemination)
     every: int = 1
     lag: int = 0
+    ahead: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("bits", self.bits, Bits)
+        check_ahead(self.ahead, self.lag)
+
+    def ahead_at(self, step: int) -> float:
+        return self.ahead
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         weights, seen = wide(bucket.flat), state.extra(SEEN)
         seen = None if seen is None else seen.to(weights.device)  # a loaded one may lie elsewhere
         grid = None if seen is None else ModuloGrid(self.bits, seen.abs().amax(0).to(weights.dtype))
-        steps = least(weights, grid)
-        yield from self._meet(weights, grid, steps, ctx)
+        result, steps = yield from self._meet(weights, grid, bucket, ctx)
         steps = yield from maximum(steps.to(torch.bfloat16), ctx.world)
-        if seen is not None and grid is not None:
+        if seen is not None and grid is not None and not (steps.device.type == "cpu" and steps.isfinite().all()):
             # If one worker was too far away to be understood, nobody adds anything: what one adds another one gives.
             missed = steps.isinf()
-            scale_blocks(weights, torch.where(missed, 0.0, steps * 0 + 1))  # NaN stays NaN
+            scale_blocks(result, torch.where(missed, 0.0, steps * 0 + 1))  # NaN stays NaN
             # Once is enough in training that goes its way. Where workers were equal and begin to differ, the step is wrong by
             # orders of magnitude; yet the grid that follows must not be wider than what it is to tell apart.
             wider = torch.where(seen[0] < 0, 2 ** (self.bits - 2), 2) * grid.steps.to(steps.dtype)
@@ -74,30 +80,29 @@ class QuantizedGossip(Meeting):
         # Pairs that have just met are close, so it takes a whole cycle to see the distance between all of them.
         exchanges = torch.stack([steps, *(() if seen is None else seen)])
         state.set_extra(SEEN, exchanges[: self.topology.cycle(ctx.world)])
-        return bucket.flat.copy_(weights)  # nothing reads the weights' copy any more
+        return bucket.flat.copy_(result)  # itself, but for narrower weights and several partners
 
-    def _meet(self, weights: Tensor, grid: ModuloGrid | None, steps: Tensor, ctx: Context) -> Flow[None]:
-        """Exchange ``weights`` with the partners, and put in their place what they bring. ``steps`` (one for each block)
-        become the least that would have done: inf where this worker has not understood a block."""
-        message = weights if grid is None else grid.pack(weights)
-        handles = []
+    def _meet(self, weights: Tensor, grid: ModuloGrid | None, bucket: Bucket, ctx: Context) -> Flow[tuple[Tensor, Tensor]]:
+        """Exchange ``weights`` with the partners. Returns what these bring, in the memory of the weights where one partner is
+        all there is, and of each block the least step that would have done: inf where this worker has not understood it."""
+        message, sizes = (weights, reach(weights)) if grid is None else grid.pack(weights)
+        steps, handles = least(sizes, grid), []
         for permutation in self.topology.at(ctx.step // self.every, ctx.world).permutations:
             handles.append((yield start(Permute(message, permutation))))
-        delta = None
-        for handle in handles:
+        if not handles:
+            return weights.zero_(), steps
+        share, alone = 1 / (len(handles) + 1), len(handles) == 1 and grid is not None
+        result = weights if alone else bucket.scratch("difference", weights.dtype)
+        for number, handle in enumerate(handles):
             theirs = yield wait(handle)
-            if delta is None:  # not before: it is needed for those buckets only whose message has come
-                delta = torch.zeros_like(weights)
-            for elements, rows in pieces(weights):
-                own = weights[elements]
-                ahead, true = (theirs[elements] - own, None) if grid is None else grid.difference(theirs, own, rows)
-                delta[elements].add_(ahead, alpha=1 / (len(handles) + 1))
-                step = reach(ahead) * (_ROOM / 2 ** (self.bits - 1))
-                steps[rows] = torch.maximum(steps[rows], step if true is None else torch.where(true, step, torch.inf))
-        if delta is None:
-            weights.zero_()
-        else:
-            weights.copy_(delta)
+            if grid is None:
+                furthest = reach(theirs - weights)
+                add_difference(theirs, weights, share, result, fresh=number == 0)
+            else:
+                true, furthest = grid.difference(theirs, weights, share, result, add=number > 0)
+                furthest = torch.where(true, furthest, torch.inf)
+            steps = torch.maximum(steps, furthest * (_ROOM / 2 ** (self.bits - 1)))
+        return result, steps
 
 
 SEEN = "steps that would have done"
@@ -115,9 +120,8 @@ _SMALLEST = 2.0**-40
 """The step for weights that are zero."""
 
 
-def least(weights: Tensor, grid: ModuloGrid | None) -> Tensor:
-    """The least step that does for each block, in the type of the weights: ``[blocks]``; inf where ``grid`` is so fine that
-    places on it would be no integers, NaN where a weight is not finite."""
-    sizes = torch.cat([reach(weights[elements]) for elements, _ in pieces(weights)])
+def least(sizes: Tensor, grid: ModuloGrid | None) -> Tensor:
+    """The least step that does for blocks whose largest magnitudes are ``sizes``, in their type: ``[blocks]``; inf where
+    ``grid`` is so fine that places on it would be no integers, NaN where a weight is not finite."""
     steps = (sizes * _FINEST).clamp_(min=_SMALLEST)
     return (steps if grid is None else torch.where(sizes >= grid.most, torch.inf, steps)) + 0 * sizes

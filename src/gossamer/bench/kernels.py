@@ -19,6 +19,8 @@ from gossamer.bench.conditions import busy_machine, processor
 from gossamer.bench.rows import markdown, merged
 from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK
 from gossamer.codecs.kernels import chunk_norms, kernels_for
+from gossamer.codecs.modulo import BLOCK as MODULO_BLOCK
+from gossamer.codecs.modulo import ModuloGrid
 
 COPY = "memory copy"
 CODECS: Mapping[str, Codec] = {
@@ -90,12 +92,25 @@ def whole(codec: Codec, memory: Memory) -> dict[str, Callable[[], object]]:
     return {"encode with feedback, by bucket": encode, "decode and add, by bucket": add}
 
 
+def modulo(bits: int, memory: Memory) -> dict[str, Callable[[], object]]:
+    """What :class:`~gossamer.QuantizedGossip` sends, and what partners make of it, in a single call."""
+    steps = torch.full((-(-memory.x.numel() // MODULO_BLOCK),), 1e-3, device=memory.x.device)
+    grid = ModuloGrid(bits, steps)
+    message, _ = grid.pack(memory.x)
+    return {
+        "encode": lambda: grid.pack(memory.x),
+        "decode": lambda: grid.difference(message, memory.x, 0.5, memory.out, add=False),
+    }
+
+
 def works(memory: Memory, sparse: bool) -> dict[tuple[str, str], Callable[[], object]]:
     """Everything that is timed, by codec and kernel."""
     found: dict[tuple[str, str], Callable[[], object]] = {(COPY, "copy"): lambda: memory.out.copy_(memory.x)}
     found["chunk norms", "with feedback"] = lambda: chunk_norms(memory.x, memory.residual, CHUNK)
     for name, codec in CODECS.items():
         found |= {(name, kernel): work for kernel, work in (fused(codec, memory) | whole(codec, memory)).items()}
+    for bits in (8, 4):
+        found |= {(f"last {bits} bits of places", kernel): work for kernel, work in modulo(bits, memory).items()}
     for name, codec in SPARSE.items() if sparse else ():
         found |= {(name, kernel): work for kernel, work in whole(codec, memory).items()}
     return found

@@ -51,8 +51,9 @@ class Ahead:
             torch._foreach_copy_(bucket.views, list(members))
         elif (found := self._in_one_pass(bucket, members)) is not None:
             loops, columns = found
-            message = bucket.flat.view(torch.int16).numpy()
-            loops.lay_bf16_ahead(*columns, self._memory(bucket).numpy(), message, np.float32(by))
+            narrow = bucket.flat.dtype == torch.bfloat16
+            lay, shown = (loops.lay_bf16_ahead, torch.int16) if narrow else (loops.lay_ahead, torch.float32)
+            lay(*columns, self._memory(bucket).numpy(), bucket.flat.view(shown).numpy(), np.float32(by))
         else:
             before, now = self._weights(bucket, members)
             torch._foreach_lerp_(before, now, 1 + by)
@@ -65,10 +66,10 @@ class Ahead:
         return bucket.scratch("before the update", bucket.layout.dtype)
 
     def _in_one_pass(self, bucket: Bucket, members: Sequence[Tensor]) -> tuple[ModuleType, Sequence[Array]] | None:
-        """The loops, for float32 weights and bfloat16 messages, and where the members lie; None if any does not fit."""
-        layout = bucket.layout
+        """The loops, for float32 weights and messages of float32 or bfloat16, and where the members lie; None if any does not
+        fit."""
         whole = all(place is not None for place in self._places[bucket.index])
-        if (layout.dtype, layout.message) != (torch.float32, torch.bfloat16) or not whole:
+        if not whole or bucket.layout.dtype != torch.float32 or bucket.flat.dtype not in (torch.float32, torch.bfloat16):
             return None
         loops, found = compiled_loops(), spots(members, bucket)
         chosen = [spot for spot in found if spot is not None]

@@ -39,12 +39,14 @@ class Exchange:
         alone: bool = False,
         routing: Routing | None = None,
         revocable: bool = False,
+        settles: bool = True,
     ) -> None:
         """``alone``: nothing else of this runner uses its data lanes. ``routing``: by which the plan is made, if not the
-        algorithm's own. ``revocable``: results may turn out not to be used (:meth:`undo`), until :meth:`confirm` is called."""
+        algorithm's own. ``revocable``: results may turn out not to be used (:meth:`undo`), until :meth:`confirm` is called.
+        ``settles``: what is not finite is not kept (:meth:`settle`), and so has to be searched for."""
         self.runner, self.algorithm = runner, algorithm
         self._routing: Routing = routing or algorithm
-        self._revocable = revocable
+        self._revocable, self._settles = revocable, settles
         self._alone, self._prompt, self._overtakes = alone, False, False
         self.plan = Plan(())
         self.buckets: list[Bucket] = []
@@ -152,9 +154,7 @@ class Exchange:
     def _checked(self, exchange: Callable[..., Flow[Any]], bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
         """The exchange; beside backward, where that does not make the host wait, the search for what is not finite."""
         result = yield from exchange(bucket, state, ctx)
-        if isinstance(result, Difference):  # of messages, which are kept nowhere
-            return result
-        if result.device.type == "cpu" and (drafts := state.drafts()):
+        if self._settles and result.device.type == "cpu" and (drafts := state.drafts()):
             self._seen |= set(map(id, (result, *drafts)))
             spoken_for = {id(tensor) for _, tensors in state.vouched for tensor in tensors}
             others = [tensor for tensor in (result, *drafts) if id(tensor) not in spoken_for]

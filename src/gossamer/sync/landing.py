@@ -28,13 +28,13 @@ FEW_THREADS = 4
 
 
 def prepare(algorithm: Algorithm, tensors: Mapping[str, Tensor]) -> None:
-    """Compile the loops by which what ``algorithm`` brings to ``tensors`` is added, if it needs them. That takes every rank
-    another time: for before they meet, not for afterwards or amid a step."""
+    """Compile the loops by which what ``algorithm`` brings to ``tensors`` is added, or what it sends is foreseen, if it needs
+    them. That takes every rank another time: for before they meet, not for afterwards or amid a step."""
     part = algorithm.part("weights")
-    if part is not None and any(
-        part.of(part.route(name, tensor)).message_dtype(widened(tensor.dtype), tensor.device)
-        for name, tensor in tensors.items()
-    ):
+    if part is None:
+        return
+    handlers = [(part.of(part.route(name, tensor)), tensor) for name, tensor in tensors.items()]
+    if any(each.ahead_at(0) or each.message_dtype(widened(tensor.dtype), tensor.device) for each, tensor in handlers):
         compiled_loops()
 
 
@@ -109,6 +109,7 @@ def compiled_loops() -> ModuleType | None:
         nothing = [np.zeros(0, np.int64)] * 3
         loops.add_bf16_difference(*nothing, np.zeros(0, np.int16), np.zeros(0, np.int16), np.float32(0))
         loops.add_difference(*nothing, np.zeros(0, np.float32), np.zeros(0, np.float32), np.float32(0))
+        loops.lay_ahead(*nothing, np.zeros(0, np.float32), np.zeros(0, np.float32), np.float32(0))
         loops.lay_bf16_ahead(*nothing, np.zeros(0, np.float32), np.zeros(0, np.int16), np.float32(0))
     except Exception as reason:  # compilers raise what they like
         warnings.warn(

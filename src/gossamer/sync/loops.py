@@ -63,11 +63,19 @@ def add_bf16_difference(addresses: Array, offsets: Array, sizes: Array, theirs: 
 
 
 @compiled()
-def lay_bf16_ahead(addresses: Array, offsets: Array, sizes: Array, before: Array, message: Array, by: Any) -> None:
-    """message ← weight + by·(weight − before), rounded to the nearest bfloat16, half-way to the even one.
+def lay_ahead(addresses: Array, offsets: Array, sizes: Array, before: Array, message: Array, by: Any) -> None:
+    """message ← weight + by·(weight − before), all of one type."""
+    for k in range(sizes.size):
+        weight = carray(memory(addresses[k]), sizes[k], before.dtype)
+        was, place = before[offsets[k] : offsets[k] + sizes[k]], message[offsets[k] : offsets[k] + sizes[k]]
+        for i in range(sizes[k]):
+            place[i] = weight[i] + by * (weight[i] - was[i])
 
-    Weights and ``before``: float32. ``message``: ``int16``, the bits.
-    """
+
+@compiled()
+def lay_bf16_ahead(addresses: Array, offsets: Array, sizes: Array, before: Array, message: Array, by: Any) -> None:
+    """The same, rounded to the nearest bfloat16, half-way to the even one. Weights and ``before``: float32; ``message``:
+    ``int16``, the bits."""
     for k in range(sizes.size):
         weight = carray(memory(addresses[k]), sizes[k], np.float32)
         was, place = before[offsets[k] : offsets[k] + sizes[k]], message[offsets[k] : offsets[k] + sizes[k]]

@@ -50,7 +50,7 @@ class WeightSync:
         self._runner, self._algorithm, self._statistics = runner, algorithm, statistics
         self._history, self._extended = history, False
         self._tensors = dict(tensors)
-        self.exchange = Exchange(runner, algorithm)
+        self.exchange = Exchange(runner, algorithm, settles=False)
         self._ahead = Ahead()
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
         self._lay_out()

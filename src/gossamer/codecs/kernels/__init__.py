@@ -38,6 +38,13 @@ class Kernels(Protocol):
 
     def accumulate(self, x: Tensor, residual: Tensor, chunk: int) -> Tensor: ...
 
+    def modulo_pack(self, values: Tensor, steps: Tensor, bits: int, factors: Tensor, codes: Tensor, sums: Tensor) -> Tensor: ...
+
+    def modulo_difference(
+        self, codes: Tensor, sums: Tensor, own: Tensor, steps: Tensor, bits: int, factors: Tensor, share: float, out: Tensor,
+        add: bool,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
 
 COMPILERS = {"cpu": "numba", "cuda": "triton"}
 
@@ -95,6 +102,12 @@ def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
         return kernels_for(x.device).accumulate(x, single(residual), chunk)
     before = x.clone()
     return chunk_norms(x.add_(residual), before, chunk)
+
+
+def kernels_of(values: Tensor) -> Kernels:
+    """The fastest kernels that take a flat tensor as it is: the reference, if it is not contiguous fp32."""
+    single_precision = values.dtype == torch.float32 and values.is_contiguous()
+    return kernels_for(values.device) if single_precision else kernels_named("reference")
 
 
 def single(tensor: Tensor) -> Tensor:

@@ -74,3 +74,25 @@ def _norms(x: Tensor, residual: Tensor | None, chunk: int, adds: bool) -> Tensor
     both, parts = (x, x if residual is None else residual), {"has_residual": residual is not None, "adds": adds}
     launch(loops.norms_kernel, x, norms.numel(), *both, norms, x.numel(), chunk, tile=TILE, **parts)
     return norms
+
+
+def modulo_pack(values: Tensor, steps: Tensor, bits: int, factors: Tensor, codes: Tensor, sums: Tensor) -> Tensor:
+    sizes = torch.empty_like(steps)
+    given = (values, 1 / steps, factors, codes, sums, sizes.view(torch.int32), values.numel())
+    launch(loops.modulo_pack_kernel, values, steps.numel(), *given, **modulo_shape(bits, factors))
+    return sizes
+
+
+def modulo_difference(
+    codes: Tensor, sums: Tensor, own: Tensor, steps: Tensor, bits: int, factors: Tensor, share: float, out: Tensor, add: bool
+) -> tuple[Tensor, Tensor]:
+    true, furthest = torch.empty_like(steps, dtype=torch.bool), torch.empty_like(steps)
+    given = (codes, sums, own, 1 / steps, steps, factors, share, out, true.view(torch.uint8), furthest, own.numel())
+    launch(loops.modulo_difference_kernel, own, steps.numel(), *given, **modulo_shape(bits, factors), add=add)
+    return true, furthest
+
+
+def modulo_shape(bits: int, factors: Tensor) -> dict[str, int]:
+    """The constants of blocks as long as ``factors``, a power of two."""
+    block = factors.numel()
+    return {"block": block, "bits": bits, "planes": 8 // bits, "width": block * bits // 8}

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from gossamer.codecs.kernels.layout import Blocks, Grid
+from gossamer.codecs.kernels.reference import modulo_difference, modulo_pack  # noqa: F401  (as they are)
 
 
 def quantize(x: Tensor, residual: Tensor | None, grid: Grid, seed: int, payload: Tensor, rest: Tensor | None) -> None:

@@ -1,11 +1,14 @@
 """Reference kernels: what every kernel computes, in plain torch, on any device (``meta`` included)."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from gossamer.codecs.kernels.layout import HUGE, M1, M2, MASK, SHIFT1, SHIFT2, SHRINK, TINY, Blocks, Grid, Keys, keys
-from gossamer.codecs.rounding import finite_or
+from gossamer.codecs.rounding import finite_or, in_blocks
+from gossamer.memory import portion
 
 
 def rows(flat: Tensor, block: int) -> list[Tensor]:
@@ -183,3 +186,57 @@ def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
     """Add ``residual`` to ``x``, in place; ``float32[ceil(n/chunk)]``: the sum of |x after + x before| over each chunk."""
     before = x.clone()
     return chunk_norms(x.add_(residual), before, chunk)
+
+
+# -- the last bits of places ----------------------------------------------------------------------------------------------
+
+
+def modulo_pack(values: Tensor, steps: Tensor, bits: int, factors: Tensor, codes: Tensor, sums: Tensor) -> Tensor:
+    """Fill ``codes`` (``uint8[blocks, length·bits/8]``) with the last bits of each value's place, the nearest whole number of
+    its block's ``steps``; and ``sums`` (``int32[blocks]``) with :func:`checksum` of each block's places. ``factors``:
+    ``int32[length]``; the last block may be shorter, and is filled up with zeros. Returns ``[blocks]``: the largest magnitudes.
+    """
+    sizes = torch.empty_like(steps)
+    for elements, rows in pieces(values, len(factors)):
+        places = _places(values[elements], steps[rows], factors)
+        codes[rows] = pack(places & (2**bits - 1), bits)
+        sums[rows] = checksum(places, factors)
+        sizes[rows] = in_blocks(values[elements], len(factors)).abs().amax(dim=1)  # on a CPU 20 times as fast as the norm
+    return sizes
+
+
+def modulo_difference(
+    codes: Tensor, sums: Tensor, own: Tensor, steps: Tensor, bits: int, factors: Tensor, share: float, out: Tensor, add: bool
+) -> tuple[Tensor, Tensor]:
+    """How far the places that were packed are from those of ``own``, taking of all with these last bits the nearest; as whole
+    numbers times the step, times ``share``, it is written to ``out`` (which may be ``own``), or added. Returns which blocks'
+    places are the sender's, ``bool[blocks]``, and the longest way in each, without the share: ``[blocks]``."""
+    true, furthest, half = torch.empty_like(steps, dtype=torch.bool), torch.empty_like(steps), 2 ** (bits - 1)
+    for elements, rows in pieces(own, len(factors)):
+        places = _places(own[elements], steps[rows], factors)
+        ahead = ((unpack(codes[rows], bits, len(factors)) - places + half) & (2**bits - 1)) - half
+        true[rows] = checksum(places + ahead, factors) == sums[rows]
+        ways = ahead * steps[rows].unsqueeze(1)
+        furthest[rows] = ways.abs().amax(dim=1)
+        place, flat = out[elements], ways.view(-1)[: own[elements].numel()].mul_(share)
+        place.add_(flat) if add else place.copy_(flat)
+    return true, furthest
+
+
+def pieces(tensor: Tensor, block: int) -> Iterator[tuple[slice, slice]]:
+    """A flat tensor's elements, and their blocks, so many at a time that a CPU keeps them in its cache."""
+    size = portion(tensor) // block * block
+    for begin in range(0, max(1, tensor.numel()), size):
+        end = min(begin + size, tensor.numel())
+        yield slice(begin, end), slice(begin // block, -(-end // block))
+
+
+def checksum(places: Tensor, factors: Tensor) -> Tensor:
+    """A linear hash of each block: ``int32[blocks]``. Places that are wrong by whole turns, some up and some down, change it:
+    each counts with a random factor of its own. Sums and products wrap around."""
+    return (places * factors).sum(dim=1, dtype=torch.int32)
+
+
+def _places(values: Tensor, steps: Tensor, factors: Tensor) -> Tensor:
+    """``int32[blocks, length]``: a value is about place · step."""
+    return (in_blocks(values, len(factors)) * (1 / steps).unsqueeze(1)).round_().to(torch.int32)
