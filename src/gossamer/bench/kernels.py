@@ -31,6 +31,7 @@ CODECS: Mapping[str, Codec] = {
     "2 bits": Quantize(bits=2),
     "sign": Sign(),
 }
+PLACES: Mapping[str, int] = {f"last {bits} bits of places": bits for bits in (8, 4)}
 SPARSE: Mapping[str, Codec] = {"10 % of chunks": TopChunks(), "1 % random": RandomK(), "1 % largest": TopK()}
 CHUNK = 32 * 1024
 BUCKET = 2 * 2**20
@@ -109,8 +110,8 @@ def works(memory: Memory, sparse: bool) -> dict[tuple[str, str], Callable[[], ob
     found["chunk norms", "with feedback"] = lambda: chunk_norms(memory.x, memory.residual, CHUNK)
     for name, codec in CODECS.items():
         found |= {(name, kernel): work for kernel, work in (fused(codec, memory) | whole(codec, memory)).items()}
-    for bits in (8, 4):
-        found |= {(f"last {bits} bits of places", kernel): work for kernel, work in modulo(bits, memory).items()}
+    for name, bits in PLACES.items():
+        found |= {(name, kernel): work for kernel, work in modulo(bits, memory).items()}
     for name, codec in SPARSE.items() if sparse else ():
         found |= {(name, kernel): work for kernel, work in whole(codec, memory).items()}
     return found
