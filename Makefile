@@ -74,6 +74,7 @@ bench-convergence: $(READY) ## train every relaxation with 1 to 64 workers in on
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --workers 16 --optimizer 'GossipAdamW()' \
 	  --sides 'Gossip()' 'Gossip(ahead=1.0)' 'Hierarchical(Gossip(), ranks_per_node=4)'
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 16 --cut 2 --sides 'in_parts(8, Gossip())'
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 16 --cut 2 --sides 'LocalSGD()' 'DiLoCo(every=8)' 'DiLoCo()'
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 64 --cut 8 \
 	  --sides 'AllReduce()' 'Gossip()' 'GossipGraD()' 'GossipPGA(period=4)' 'QuantizedGossip()'
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 64 --cut 8 --lr 0.04 \
@@ -85,6 +86,10 @@ bench-convergence: $(READY) ## train every relaxation with 1 to 64 workers in on
 	  'ChunkSparse(momentum_correction=True, warmup=35, ramp=35)' 'after(117, ChunkSparse())' 'after(117, PowerSGD())' \
 	  'PowerSGD(rank=4)' 'PowerSGD(rank=8)'
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --seeds 1 --sides 'after(133, ChunkSparse())' 'after(133, PowerSGD())'
+	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --seeds 1 --optimizer 'GossipAdamW()' \
+	  --sides 'LocalSGD()' 'DiLoCo(every=8)' 'DiLoCo()' 'Gossip()'
+	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --seeds 1 --sides 'Hierarchical(LocalSGD(), ranks_per_node=4)' \
+	  'Hierarchical(DiLoCo(), ranks_per_node=4)' 'Hierarchical(DiLoCo(every=8), ranks_per_node=4)'
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 16 --cut 2 --seeds 2 --sides 'in_parts(16, Gossip())'
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 64 --cut 8 --seeds 1 --sides 'GossipPGA(every=8)'
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 64 --cut 8 --lr 0.04 --seeds 1 \
@@ -164,7 +169,7 @@ bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, besi
 	  --save-to benchmarks/results --sides ddp compute "with_optimizer(in_parts(2, Gossip(wire='fp16')), GossipAdamW())" \
 	  'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' ddp-fp16 ddp-powersgd
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
-	  --seeds 3 --save-to benchmarks/results/quality-beside --sides ddp 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' \
+	  --save-to benchmarks/results/quality-beside --sides ddp 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' \
 	  'with_optimizer(in_parts(3, Gossip()), GossipAdamW())' 'with_optimizer(in_parts(2, Gossip(ahead=1.0)), GossipAdamW())' \
 	  'with_optimizer(in_parts(3, Gossip(ahead=1.0)), GossipAdamW())'
 	$(RUN) -m gossamer.bench.readme

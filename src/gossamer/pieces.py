@@ -23,6 +23,7 @@ def part_of(name: str) -> tuple[str, int | None]:
 def cut(tensors: Mapping[str, Tensor], parts: int, weight_of: Callable[[str], str] = str) -> dict[str, Tensor]:
     """``tensors`` laid end to end and cut into ``parts`` of the same number of elements; by name and part, in order.
 
+    A piece has as many dimensions as its tensor, all but the last of size 1: biases and matrices can still be told apart.
     What is remembered of a weight (its name is ``weight_of(name)``) is cut where the weight is. A tensor that does not fill
     its memory densely is not cut and belongs to the part of its first element. With one part, they are what they were.
     """
@@ -50,7 +51,8 @@ def _pieces(name: str, tensor: Tensor, begin: int, ends: list[int]) -> dict[str,
         return {piece_name(name, first): tensor}
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     bounds = [0, *(ends[part] - begin for part in range(first, last)), tensor.numel()]
-    return {piece_name(name, first + i): flat[bounds[i] : bounds[i + 1]] for i in range(last - first + 1)}
+    shape = *(1,) * (tensor.ndim - 1), -1
+    return {piece_name(name, first + i): flat[bounds[i] : bounds[i + 1]].view(shape) for i in range(last - first + 1)}
 
 
 def _dense(tensor: Tensor) -> bool:

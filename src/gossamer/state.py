@@ -1,7 +1,7 @@
 """State: what an algorithm remembers about a bucket, written in transactions."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -33,10 +33,11 @@ class Ledger(Generic[K]):
         self.draft, self.before, self.spare = {}, {}, {}
         self.kept = {key: value for key, value in values.items() if value is not None}
 
-    def keep_where(self, broken: Tensor) -> None:
-        """Where ``broken`` (one boolean, on the tensors' device) holds, write again what is kept: zeros, if nothing fits."""
+    def keep_where(self, broken: Tensor, chosen: Callable[[K], bool] = lambda key: True) -> None:
+        """Where ``broken`` (one boolean, on the tensors' device) holds, write again what is kept: zeros, if nothing fits. Of
+        the ``chosen`` keys."""
         for key, draft in self.draft.items():
-            if draft is None:
+            if draft is None or not chosen(key):
                 continue
             kept = self.kept.get(key)
             if kept is None or (kept.shape, kept.dtype) != (draft.shape, draft.dtype):
@@ -225,8 +226,11 @@ class State:
 
     def keep_where(self, broken: Tensor) -> None:
         """Where ``broken`` holds, undo what was written since the last commit, without asking whether it holds."""
-        self.flats.keep_where(broken)
-        self.extras.keep_where(broken)
+        self._keep_where(broken, "")
+
+    def _keep_where(self, broken: Tensor, prefix: str) -> None:
+        self.flats.keep_where(broken, lambda name: name.startswith(prefix))
+        self.extras.keep_where(broken, lambda key: key[0].startswith(prefix))
 
     def commit(self, revocable: bool = False) -> None:
         """Make everything written since the last commit the state to keep; ``revocable``: :meth:`undo` may still forget it."""
@@ -278,6 +282,9 @@ class _Scoped(State):
 
     def _forget(self, prefix: str) -> None:
         super()._forget(self._prefix + prefix)
+
+    def _keep_where(self, broken: Tensor, prefix: str) -> None:
+        super()._keep_where(broken, self._prefix + prefix)
 
     def scoped(self, prefix: str) -> State:
         return super().scoped(self._prefix + prefix)

@@ -1,6 +1,6 @@
 """LocalSGD and DiLoCo: what each worker does alone, and what all make of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,11 +12,13 @@ from gossamer import (
     ChunkSparse,
     DiLoCo,
     Gossip,
+    GossipGraD,
     Hierarchical,
     LocalSGD,
     PowerSGD,
     ScatterReduce,
     after,
+    by_size,
     in_parts,
     loopback,
 )
@@ -25,8 +27,9 @@ from gossamer.algorithms.diloco import START, VELOCITY
 from gossamer.buckets import buffer_name
 from gossamer.codecs import Quantize
 from gossamer.errors import ConfigurationError
+from gossamer.pieces import cut
 
-from ..contracts.cases import exchange, noise, stacked
+from ..contracts.cases import exchange, noise, stacked, weights
 
 WORLD, STEPS, SIZE = 4, 13, 6
 
@@ -38,15 +41,15 @@ class Pull(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
 
-    def forward(self, rank: int) -> Tensor:
-        return ((self.weight - torch.arange(SIZE) * (1.0 + rank)) ** 2).sum()
+    def forward(self, pull: float) -> Tensor:
+        return ((self.weight - torch.arange(SIZE) * (1.0 + pull)) ** 2).sum()
 
 
 def inner(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
 
 
-def trained(algorithm: Algorithm, steps: int = STEPS, world: int = WORLD) -> list[Tensor]:
+def trained(algorithm: Algorithm, pulls: Sequence[float] = range(WORLD)) -> list[Tensor]:
     """The weights after each step, rank by rank: ``(steps, size)``."""
 
     def body(rank: int) -> Tensor:
@@ -54,15 +57,15 @@ def trained(algorithm: Algorithm, steps: int = STEPS, world: int = WORLD) -> lis
         optimizer = inner(model)
         replica = gossamer.replicate(model, optimizer, algorithm)
         seen = []
-        for _ in range(steps):
+        for _ in range(STEPS):
             optimizer.zero_grad()
-            model(rank).backward()
+            model(pulls[rank]).backward()
             optimizer.step()
             seen.append(model.weight.detach().clone())
         replica.close(average=False)
         return torch.stack(seen)
 
-    return loopback(body, world)
+    return loopback(body, len(pulls))
 
 
 def reference(every: int, outer: Callable[[nn.Parameter], torch.optim.Optimizer] | None) -> Tensor:
@@ -133,8 +136,8 @@ def test_a_machine_is_one_worker_to_others() -> None:
     assert torch.equal(ranks[0], ranks[1])
     assert torch.equal(ranks[2], ranks[3])
     assert not torch.allclose(ranks[0], ranks[2], rtol=0, atol=1e-6)
-    # As if there were two workers, of whom each pulls to the middle of what its machine's do.
-    assert torch.allclose(torch.stack(ranks).mean(0)[0], torch.stack(trained(AllReduce())).mean(0)[0])
+    alone = trained(DiLoCo(every=2), pulls=[0.5, 2.5])  # each to the middle of what its machine's workers do
+    torch.testing.assert_close(torch.stack(ranks[::2]), torch.stack(alone), rtol=0, atol=1e-12)
 
 
 FOUR_BITS = ScatterReduce(codec=Quantize(bits=4), gather_below=0)
@@ -160,19 +163,59 @@ def test_what_its_averaging_leaves_exact_is_exact() -> None:
     assert isinstance(algorithm.of(algorithm.route("a", vector)).averaging, AllReduce)
 
 
+def test_a_matrix_that_is_cut_into_parts_is_one() -> None:
+    algorithm = in_parts(4, DiLoCo(every=1, averaging=FOUR_BITS))
+    pieces = cut({"matrix": torch.zeros(10, 10), "vector": torch.zeros(30)}, 4)
+    handlers = {name: algorithm.of(algorithm.route(name, piece)) for name, piece in pieces.items()}
+    assert len(handlers) > 4
+    for name, handler in handlers.items():
+        assert (handler.algorithm.averaging == FOUR_BITS) == name.startswith("matrix")
+
+
+def test_weights_that_a_checkpoint_did_not_know_begin_where_all_are() -> None:
+    """They were frozen when it was saved: where all begin is no zero, to which an outer optimizer would take them."""
+
+    def body(rank: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        model[1].requires_grad_(False)
+        saved: dict = {}
+        for _ in range(2):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            replica = gossamer.replicate(model, optimizer, DiLoCo(every=2))
+            if saved:
+                replica.load_state_dict(saved)
+            for _ in range(9):
+                optimizer.zero_grad()
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+            saved = replica.state_dict()
+            replica.close()
+            model.requires_grad_(True)
+        torch.manual_seed(0)
+        fresh = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        return weights(model), weights(fresh)
+
+    for ended, begun in loopback(body, 2):
+        torch.testing.assert_close(ended, begun, rtol=0, atol=1e-6)
+
+
 def test_buffers_become_their_mean() -> None:
     """A running variance that an outer momentum carries on could be negative."""
     handler = DiLoCo(every=5).of(DiLoCo().route(buffer_name("running_var"), torch.zeros(3)))
     assert type(handler) is LocalSGD
 
 
-def test_what_is_not_finite_is_seen_by_all_and_remembered_by_none() -> None:
-    good, bad = noise(WORLD, 7, seed=1), noise(WORLD, 7, seed=2)
-    bad[1][3] = float("nan")
-    for inputs in ([good, bad, good], [bad, good, good]):
-        for outcome in exchange(DiLoCo(), inputs):
-            broken = [not result.isfinite().all() for result in outcome.results]
-            assert broken == [mine is bad for mine in inputs]
+@pytest.mark.parametrize("averaging", [AllReduce(), FOUR_BITS, PowerSGD(rank=1), PowerSGD(rank=1, residual="bf16")], ids=repr)
+@pytest.mark.parametrize("broken", ["nan", "inf"])
+def test_what_is_not_finite_is_seen_by_all_and_remembered_by_none(averaging: Algorithm, broken: str) -> None:
+    good, bad = ([tensor.view(9, 7) for tensor in noise(WORLD, 63, seed=seed)] for seed in (1, 2))
+    bad[1][3, 2] = float(broken)
+    for inputs in ([good, bad, good, good], [good, good, bad, good], [bad, good, good, good]):
+        for outcome in exchange(DiLoCo(averaging=averaging), inputs):
+            seen = [not result.isfinite().all() for result in outcome.results]
+            assert seen == [mine is bad for mine in inputs]
+            assert all(outcome.state[key].isfinite().all() for key in outcome.state)
             assert outcome.state[START].isfinite().all()
             assert outcome.state[VELOCITY].isfinite().all()
 
@@ -190,6 +233,8 @@ def test_what_is_not_finite_is_seen_by_all_and_remembered_by_none() -> None:
         (lambda: DiLoCo(averaging=Gossip()), "moves weights"),
         (lambda: DiLoCo(averaging=ChunkSparse()), "averages one bucket by itself"),
         (lambda: DiLoCo(averaging=after(3, PowerSGD())), "averages one bucket by itself"),
+        (lambda: after(4, DiLoCo(), before=GossipGraD()), "what an optimizer remembers must not be moved"),
+        (lambda: by_size(100, small=GossipGraD(), large=in_parts(1, DiLoCo())), "must not be moved|in_parts"),
     ],
 )
 def test_bad_values(make: Callable[[], object], message: str) -> None:

@@ -181,7 +181,11 @@ def places_agree(kernels: Kernels, count: int, device: str = "cpu") -> None:
             written, added = torch.empty_like(own, device=place), theirs.to(place, copy=True)
             true, furthest = chosen.modulo_difference(codes, sums, own.to(place), *grid, 0.5, written, False)
             chosen.modulo_difference(codes, sums, own.to(place), *grid, 0.3, added, True)
-            heard.append([codes, sums, sizes, true, furthest, written, added])
+            there = own.to(place, copy=True)
+            chosen.modulo_difference(codes, sums, there, *grid, 0.5, there, False)
+            assert torch.equal(there, written)
+            of_all = chosen.modulo_pack(x.to(place), *grid, torch.empty_like(codes), torch.empty_like(sums))
+            heard.append([codes, sums, sizes, true, furthest, written, added, of_all.nan_to_num(7.0)])
         for ours, expected in zip(heard[1], heard[0], strict=True):
             assert torch.equal(ours.cpu(), expected)
         assert bits == 4 or heard[0][3].all()

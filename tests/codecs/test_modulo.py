@@ -12,13 +12,18 @@ from gossamer.codecs.kernels.reference import pack, unpack
 from gossamer.codecs.modulo import BLOCK, ModuloGrid, reach, scale_all_blocks, scale_blocks
 
 
-def grid(bits: int, numel: int, step: float = 1.0) -> ModuloGrid:
-    return ModuloGrid(bits, torch.full((-(-numel // BLOCK),), step, dtype=torch.float64))
+def grid(bits: int, numel: int, dtype: torch.dtype = torch.float64) -> ModuloGrid:
+    return ModuloGrid(bits, torch.ones(-(-numel // BLOCK), dtype=dtype))
 
 
 def told(bits: int, theirs: Tensor, own: Tensor) -> tuple[Tensor, list[bool]]:
-    """What a worker with the places ``own`` makes of a message about ``theirs``."""
+    """What a worker with the places ``own`` makes of a message about ``theirs``: the same in both precisions, which kernels of
+    their own compute, where the places are numbers of both."""
     difference, true = read(grid(bits, own.numel()), theirs.double(), own.double())
+    if torch.equal(theirs.float().long(), theirs.long()):
+        again, known = read(grid(bits, own.numel(), torch.float32), theirs.float(), own.float())
+        assert torch.equal(again.double(), difference)
+        assert torch.equal(known, true)
     return difference, true.tolist()
 
 

@@ -192,10 +192,10 @@ def exchange(algorithm: Algorithm, inputs: Sequence[Sequence[Tensor]], abort_aft
         for step, tensors in enumerate(inputs):
             bucket.renew()
             if abort_after is not None:
-                bucket.flat.copy_(tensors[rank])
+                bucket.flat.copy_(tensors[rank].reshape(-1))
                 attempt(runner, algorithm, bucket, outcome.state, step, abort_after)
                 bucket.renew()
-            bucket.flat.copy_(tensors[rank])
+            bucket.flat.copy_(tensors[rank].reshape(-1))
             result = runner.run(lambda: flow_of(algorithm, bucket, outcome.state, runner, step), f"step {step}")
             outcome.results.append(result.clone())
             settle(algorithm, outcome.state, result)

@@ -158,6 +158,11 @@ def check_parts(*parts: Algorithm | None) -> None:
             raise ConfigurationError(
                 f"after() and by_size() combine instances of gossamer algorithms; got {part!r}{hint_at_class(part)}"
             )
+        if part is not None and part.moves_mean and any(other is not None and other.exchanges_history for other in parts):
+            raise ConfigurationError(
+                f"after() and by_size(): {part!r} moves the mean of what it exchanges, and what an optimizer remembers must "
+                "not be moved: give GossipGraD(history=False)"
+            )
         if part is not None:
             refuse_lag(part, "after() and by_size()")
             refuse_momentum(part, "after() and by_size()")

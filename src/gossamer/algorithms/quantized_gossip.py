@@ -92,7 +92,12 @@ class QuantizedGossip(Meeting):
         if not handles:
             return weights.zero_(), steps
         share, alone = 1 / (len(handles) + 1), len(handles) == 1 and grid is not None
-        result = weights if alone else bucket.scratch("difference", weights.dtype)
+        if alone:
+            result = weights
+        elif grid is None:  # once
+            result = torch.empty_like(weights)
+        else:
+            result = bucket.scratch("difference", weights.dtype)
         for number, handle in enumerate(handles):
             theirs = yield wait(handle)
             if grid is None:

@@ -67,11 +67,16 @@ def reach(tensor: Tensor) -> Tensor:
 
 def scale_blocks(tensor: Tensor, factors: Tensor) -> None:
     """Multiply each block of a flat tensor, in place, by its factor (``[blocks]``, of any type)."""
-    if tensor.device.type != "cpu":
+    rows = torch.nonzero(factors != 1).flatten().tolist() if tensor.device.type == "cpu" else None
+    if rows is None or len(rows) > FEW:  # elsewhere it would have to be waited for which
         scale_all_blocks(tensor, factors)
         return
-    for row in torch.nonzero(factors != 1).flatten().tolist():  # few, and here it may be asked which
+    for row in rows:
         tensor[row * BLOCK : (row + 1) * BLOCK] *= float(factors[row])
+
+
+FEW = 64
+"""Blocks that are scaled one by one."""
 
 
 def scale_all_blocks(tensor: Tensor, factors: Tensor) -> None:

@@ -69,7 +69,8 @@ class Ahead:
         """The loops, for float32 weights and messages of float32 or bfloat16, and where the members lie; None if any does not
         fit."""
         whole = all(place is not None for place in self._places[bucket.index])
-        if not whole or bucket.layout.dtype != torch.float32 or bucket.flat.dtype not in (torch.float32, torch.bfloat16):
+        types = bucket.layout.dtype == torch.float32 and bucket.flat.dtype in (torch.float32, torch.bfloat16)
+        if not whole or not types or not bucket.flat.is_cpu:
             return None
         loops, found = compiled_loops(), spots(members, bucket)
         chosen = [spot for spot in found if spot is not None]

@@ -33,8 +33,11 @@ def prepare(algorithm: Algorithm, tensors: Mapping[str, Tensor]) -> None:
     part = algorithm.part("weights")
     if part is None:
         return
-    handlers = [(part.of(part.route(name, tensor)), tensor) for name, tensor in tensors.items()]
-    if any(each.ahead_at(0) or each.message_dtype(widened(tensor.dtype), tensor.device) for each, tensor in handlers):
+    ahead = any(part.ahead_at(step) for step in (0, *part.changes)) and any(tensor.is_cpu for tensor in tensors.values())
+    if ahead or any(
+        part.of(part.route(name, tensor)).message_dtype(widened(tensor.dtype), tensor.device)
+        for name, tensor in tensors.items()
+    ):
         compiled_loops()
 
 
