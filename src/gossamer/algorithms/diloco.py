@@ -96,16 +96,18 @@ class DiLoCo(LocalSGD):
         weights, start = wide(bucket.flat), state.get(START)
         if start is None or any(state.extra(_BEGUN, segment.name) is None for segment in bucket.segments):
             return (yield from self._begin(bucket, weights, state, ctx))
-        learned = bucket.holding(torch.sub(start, weights))
-        gradient = yield from self.averaging.exchange(learned, state.scoped(AVERAGING), ctx)
+        learned = torch.sub(start, weights, out=state.fresh(VELOCITY, start))
+        gradient = yield from self.averaging.exchange(bucket.holding(learned), state.scoped(AVERAGING), ctx)
         # What is not finite is in the result, on all workers. Remembered here or there, it would stay for ever.
         state.scoped(AVERAGING).keep_where(~torch.linalg.vector_norm(gradient).isfinite())
         before, after = state[VELOCITY], state.fresh(START, start)
-        velocity = torch.add(gradient, before, alpha=self.momentum, out=state.fresh(VELOCITY, start))
-        torch.sub(start, velocity, alpha=self.rate * (self.momentum if self.nesterov else 1), out=after)
         if self.nesterov:
-            after.sub_(gradient, alpha=self.rate)
-        delta = torch.sub(after, weights, out=bucket.fresh() if weights is bucket.flat else None)
+            torch.sub(start, gradient, alpha=self.rate, out=after)
+        else:
+            after.copy_(start)
+        velocity = gradient.add_(before, alpha=self.momentum)  # in its place: it is ours
+        after.sub_(velocity, alpha=self.rate * (self.momentum if self.nesterov else 1))
+        delta = torch.sub(after, weights, out=weights)
         leave_out(torch.linalg.vector_norm(delta), [(after, start), (velocity, before)])
         state[START], state[VELOCITY] = after, velocity
         return delta.to(bucket.flat.dtype)
@@ -114,10 +116,10 @@ class DiLoCo(LocalSGD):
         """The first exchange: the mean of all, which is where the outer optimizer begins, unless it is not finite."""
         mean = yield from mean_of(bucket, weights, ctx)
         if mean.device.type == "meta" or mean.isfinite().all():  # the same on all workers
-            state[START], state[VELOCITY] = mean.clone(), torch.zeros_like(mean)
+            state[START], state[VELOCITY] = mean, torch.zeros_like(mean)
             for segment in bucket.segments:
                 state.set_extra(_BEGUN, torch.ones((), device=mean.device), segment.name)
-        return mean.sub_(weights).to(bucket.flat.dtype)
+        return torch.sub(mean, weights, out=weights).to(bucket.flat.dtype)
 
 
 def _check(averaging: object) -> None:
