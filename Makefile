@@ -118,7 +118,8 @@ bench-memory: $(READY) ## memory of the relaxations beside DDP's, ResNet-50 with
 	$(VENV)/bin/gossamer bench 'ResNet50(0.3)' --network 1gbit --hosts 2 --rounds 2 --steps 2 --warmup 3 \
 	  --side 'AllReduce()' --side 'ScatterReduce()' --side 'ChunkSparse()' --side "ScatterReduce(residual='bf16')" \
 	  --side "ChunkSparse(residual='bf16')" --side 'PowerSGD()' --side 'Gossip()' \
-	  --side 'QuantizedGossip()' --side 'in_parts(8, Gossip())' --save-to benchmarks/results/memory
+	  --side 'QuantizedGossip()' --side 'in_parts(8, Gossip())' --side 'Gossip(ahead=1.0)' --side 'LocalSGD(every=2)' \
+	  --side 'DiLoCo(every=2)' --save-to benchmarks/results/memory
 
 bench-peers: peers ## step time beside whatever else a user of PyTorch could take, 4 hosts at 200 Mbit/s and 1 Gbit/s (about 40 minutes)
 	$(VENV)/bin/gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --hosts 4 --no-memory --rounds 8 --steps 16 \
