@@ -12,7 +12,6 @@ from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.combination import Combination
 from gossamer.algorithms.local_sgd import LocalSGD, mean_of
-from gossamer.algorithms.lossy import leave_out
 from gossamer.buckets import Bucket, is_buffer
 from gossamer.checks import is_number
 from gossamer.comm.ops import Flow
@@ -98,8 +97,7 @@ class DiLoCo(LocalSGD):
             return (yield from self._begin(bucket, weights, state, ctx))
         learned = torch.sub(start, weights, out=state.fresh(VELOCITY, start))
         gradient = yield from self.averaging.exchange(bucket.holding(learned), state.scoped(AVERAGING), ctx)
-        # What is not finite is in the result, on all workers. Remembered here or there, it would stay for ever.
-        state.scoped(AVERAGING).keep_where(~torch.linalg.vector_norm(gradient).isfinite())
+        broken = ~torch.linalg.vector_norm(gradient).isfinite()  # on all workers, or on none
         before, after = state[VELOCITY], state.fresh(START, start)
         if self.nesterov:
             torch.sub(start, gradient, alpha=self.rate, out=after)
@@ -108,8 +106,8 @@ class DiLoCo(LocalSGD):
         velocity = gradient.add_(before, alpha=self.momentum)  # in its place: it is ours
         after.sub_(velocity, alpha=self.rate * (self.momentum if self.nesterov else 1))
         delta = torch.sub(after, weights, out=weights)
-        leave_out(torch.linalg.vector_norm(delta), [(after, start), (velocity, before)])
         state[START], state[VELOCITY] = after, velocity
+        state.keep_where(broken)  # it is in the result; remembered, here or by what averages, it would stay for ever
         return delta.to(bucket.flat.dtype)
 
     def _begin(self, bucket: Bucket, weights: Tensor, state: State, ctx: Context) -> Flow[Tensor]:

@@ -6,11 +6,10 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Gossip
-from gossamer.algorithms.local_sgd import mean_of
+from gossamer.algorithms.local_sgd import way_to_mean
 from gossamer.algorithms.meeting import check_steps
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow
-from gossamer.memory import wide
 from gossamer.state import State
 
 
@@ -42,6 +41,4 @@ class GossipPGA(Gossip):
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.step // self.every % self.period:
             return (yield from super().exchange(bucket, state, ctx))
-        weights = wide(bucket.flat)
-        mean = yield from mean_of(bucket, weights, ctx)
-        return mean.sub_(weights).to(bucket.flat.dtype)
+        return (yield from way_to_mean(bucket, ctx))

@@ -1,13 +1,12 @@
 """LocalSGD: every worker trains alone for some steps, and then all go on from their mean."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.meeting import check_steps
+from gossamer.algorithms.base import Context
+from gossamer.algorithms.meeting import Spaced
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce, maximum
 from gossamer.memory import portions, wide
@@ -15,7 +14,7 @@ from gossamer.state import State
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSGD(Algorithm):
+class LocalSGD(Spaced):
     """Every ``every``-th step each worker's weights become the mean over all workers; in between, nothing is exchanged.
 
     The weights travel while the next forward and backward pass go on, and the mean is there just before the update that
@@ -33,27 +32,19 @@ class LocalSGD(Algorithm):
     Source: Stich 2018 (arXiv 1805.09767); Lin et al. 2018 (arXiv 1808.07217), post-local SGD.
     """
 
-    subject: ClassVar[Literal["gradients", "weights"]] = "weights"
-
     every: int = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_steps("every", self.every)
-
-    def due(self, step: int) -> bool:
-        return step % self.every == 0
-
-    @property
-    def traffic_period(self) -> int:
-        return self.every
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:
             return bucket.flat.zero_()
-        weights = wide(bucket.flat)
-        mean = yield from mean_of(bucket, weights, ctx)
-        return mean.sub_(weights).to(bucket.flat.dtype)
+        return (yield from way_to_mean(bucket, ctx))
+
+
+def way_to_mean(bucket: Bucket, ctx: Context) -> Flow[Tensor]:
+    """What is to be added to the weights in the bucket so that they become their mean over all workers."""
+    weights = wide(bucket.flat)
+    mean = yield from mean_of(bucket, weights, ctx)
+    return mean.sub_(weights).to(bucket.flat.dtype)
 
 
 def mean_of(bucket: Bucket, weights: Tensor, ctx: Context) -> Flow[Tensor]:

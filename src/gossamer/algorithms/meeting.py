@@ -1,4 +1,4 @@
-"""Meeting: what algorithms over weights whose workers meet as a topology says have in common."""
+"""Meeting: what algorithms over weights have in common, and those of them whose workers meet as a topology says."""
 
 import math
 from typing import Any, ClassVar, Literal
@@ -10,16 +10,32 @@ from gossamer.comm.topology import Pattern, Topology
 from gossamer.errors import ConfigurationError
 
 
-class Meeting(Algorithm, register=False):
-    """What algorithms over weights whose workers meet as a ``topology`` says, ``every`` so many steps, have in common.
+class Spaced(Algorithm, register=False):
+    """What algorithms over weights that exchange them ``every`` so many steps have in common.
 
     Not a dataclass: those below it declare the fields, each with its own defaults.
     """
 
     subject: ClassVar[Literal["gradients", "weights"]] = "weights"
 
-    topology: Any
     every: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_steps("every", self.every)
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    @property
+    def traffic_period(self) -> int:
+        return self.every
+
+
+class Meeting(Spaced, register=False):
+    """The same, where workers meet as a ``topology`` says."""
+
+    topology: Any
     lag: int
 
     topologies: ClassVar[Any] = Topology
@@ -32,7 +48,6 @@ class Meeting(Algorithm, register=False):
             where = "gossamer.comm.topology or gossamer.comm.digraph" if directed else "gossamer.comm.topology"
             hint = "; directed ones go with PushSum" if isinstance(self.topology, Pattern) else ""
             raise ConfigurationError(f"topology must be one of {where}, such as Ring(); got {self.topology!r}{hint}")
-        check_steps("every", self.every)
         check_steps("lag", self.lag, least=0)
 
     def check(self, world: int) -> None:
@@ -40,13 +55,6 @@ class Meeting(Algorithm, register=False):
             check_connected(self.topology, world)
         except ValueError as error:
             raise ConfigurationError(f"{type(self).__name__}: {error}") from error
-
-    def due(self, step: int) -> bool:
-        return step % self.every == 0
-
-    @property
-    def traffic_period(self) -> int:
-        return self.every
 
     def traffic_cycle(self, world: int, machines: int) -> int:
         cycle: int = self.topology.cycle(world)
