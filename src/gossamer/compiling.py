@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -33,3 +34,44 @@ def _turned_to_memory(context: Any, address: Any) -> Any:
 memory: Any = intrinsic(_turned_to_memory)
 """Inside compiled functions: the memory at an address, for ``numba.carray``. To hand over many arrays would take longer than
 what is computed on small ones."""
+
+
+def _turned_to_float(context: Any, bits: Any) -> Any:
+    """For the compiler: the float32 of these bits."""
+
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
+
+    return types.float32(types.int32), made
+
+
+float_of_bits: Any = intrinsic(_turned_to_float)
+"""Inside compiled functions: the float32 number that these bits, an int32, are."""
+
+
+def _turned_to_bits(context: Any, number: Any) -> Any:
+    """For the compiler: the bits of this float32."""
+
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.int32))
+
+    return types.int32(types.float32), made
+
+
+bits_of_float: Any = intrinsic(_turned_to_bits)
+"""The reverse."""
+
+
+@compiled()
+def from_bf16(bits: Any) -> Any:
+    """Inside compiled functions: the float32 number of a bfloat16 number's bits, ``int16``: they are its upper half."""
+    return float_of_bits(np.int32(bits) << 16)
+
+
+@compiled()
+def to_bf16(number: Any) -> Any:
+    """Inside compiled functions: the bits of the bfloat16 number nearest to a float32 one, half-way the even one, ``int16``."""
+    bits = bits_of_float(number)
+    rounded = (bits + np.int32(0x7FFF) + ((bits >> 16) & np.int32(1))) >> 16
+    # Of what is no number the rounding would carry into the sign.
+    return np.int16(0x7FC0 if (bits & np.int32(0x7FFFFFFF)) > np.int32(0x7F800000) else rounded)

@@ -351,12 +351,12 @@ class Replica:
                 if self._at_average:
                     raise UsageError("optimizer.step() inside replica.consensus(): the model's own weights come back after it")
                 # A closure (LBFGS) runs backward inside the step. The first argument is the optimizer itself.
-                if len(args) == 1 and kwargs.get("closure") is None and not self._join.shadowing:
+                at_once = len(args) == 1 and kwargs.get("closure") is None
+                if at_once and not self._join.shadowing:
                     self._turns.require_backward(index, self.step)
                 self._tell_how_many(optimizer)
                 if self._weights and not self.algorithm.lands_late:
-                    self._weights.land(index)
-                    self._weights.foresee(index, self.step)
+                    self._weights.prepare(index, self.step, at_once)
 
         return before_step
 

@@ -16,11 +16,11 @@ from torch.optim.optimizer import ParamsT
 from gossamer.checks import is_whole
 from gossamer.errors import ConfigurationError
 from gossamer.optim.adam import adam_steps, check_adam
+from gossamer.optim.carrying import Cargo, Carrier, Legs
 from gossamer.optim.loan import give_back, save_as_given
-from gossamer.optim.wide import Wide
 
 
-class GossipAdamW(Wide):
+class GossipAdamW(Carrier):
     """AdamW which divides by the size that the *mean* gradient of all workers has, and not by that of a worker's own.
 
     An all-reduce averages the noise of p workers' gradients before Adam takes its root; where weights are averaged, every
@@ -52,7 +52,8 @@ class GossipAdamW(Wide):
 
     Not the choice for SGD's models (momentum is linear in the gradient, so it does not matter when it is averaged), nor where
     gradients are averaged: it is AdamW then. Nor with ``GossipGraD(history=True)``, which averages momenta themselves: they
-    have less noise than is assumed here. On the CPU it takes one pass over memory, elsewhere several.
+    have less noise than is assumed here. On the CPU it takes one pass over memory, in which averages that have come are added
+    and messages in bfloat16 are written, too; elsewhere several.
 
     Raises:
         ConfigurationError: an option out of its range.
@@ -95,16 +96,21 @@ class GossipAdamW(Wide):
         counts = self.count()
         columns = parameters, gradients, self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
         if parameters[0].is_cpu and _alike_and_whole(columns):
-            _in_one_pass(group, columns, counts)
+            _in_one_pass(group, columns, counts, self.cargo)
             return
         whole = [row[0].is_cpu and _alike_and_whole([[tensor] for tensor in row]) for row in zip(*columns, strict=True)]
-        for update, chosen in (_in_one_pass, whole), (_together, [not each for each in whole]):
-            if any(chosen):
-                update(group, [list(compress(column, chosen)) for column in columns], list(compress(counts, chosen)))
+        if any(whole):
+            _in_one_pass(group, _chosen(columns, whole), list(compress(counts, whole)), self.cargo)
+        if self.cargo is not None:
+            self.cargo.unload()
+        others = [not each for each in whole]
+        if any(others):
+            _together(group, _chosen(columns, others), list(compress(counts, others)))
 
 
 Columns = Sequence[list[Tensor]]
 """Weights, their gradients, and the means of gradients and of squares."""
+
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
@@ -121,14 +127,18 @@ def _alike_and_whole(columns: Columns) -> bool:
     )
 
 
+def _chosen(columns: Columns, which: Sequence[bool]) -> Columns:
+    return [list(compress(column, which)) for column in columns]
+
+
 def _compile(kind: type[np.floating[Any]]) -> None:
     """Compile the loop, or load it where it is compiled already: now, and not amid the first step, for which others wait."""
     from gossamer.optim.loops import adamw
 
-    adamw(np.zeros((4, 0), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), kind), *[kind(0)] * 5)
+    adamw(np.zeros((4, 0), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), kind), *[kind(0)] * 5, *Legs.none(0))
 
 
-def _in_one_pass(group: Mapping[str, Any], columns: Columns, counts: Sequence[int]) -> None:
+def _in_one_pass(group: Mapping[str, Any], columns: Columns, counts: Sequence[int], cargo: Cargo | None) -> None:
     """Tensors of one dtype without gaps in the host's memory, in one pass over it. ``counts``: the numbers of these updates."""
     from gossamer.optim.loops import adamw
 
@@ -141,7 +151,8 @@ def _in_one_pass(group: Mapping[str, Any], columns: Columns, counts: Sequence[in
         part = (1 - second) * share
         factors[count] = 1 / (1 - first**count), 1 / (1 - second**count), part, 1 - second - part
     sizes = np.array(list(map(Tensor.numel, weights)), np.int64)
-    adamw(addresses, sizes, np.array([factors[count] for count in counts], kind), *map(kind, numbers))
+    legs = Legs.none(len(weights)) if cargo is None else cargo.take(addresses[0])
+    adamw(addresses, sizes, np.array([factors[count] for count in counts], kind), *map(kind, numbers), *legs)
     increment_version(weights)  # autograd does not see what is written to an address
 
 

@@ -55,7 +55,7 @@ def add(members: Sequence[Tensor], delta: Tensor | Difference, bucket: Bucket) -
     found = spots(members, bucket) if loops is not None else [None] * len(members)
     for member, segment, spot in zip(members, bucket.segments, found, strict=True):
         if spot is None:
-            _add_one(member, delta, segment, layout.dtype)
+            add_one(member, delta, segment, layout.dtype)
     chosen = [spot for spot in found if spot is not None]
     if loops is not None and chosen:
         _add_at_once(loops, chosen, delta, layout.dtype)
@@ -90,7 +90,8 @@ def in_columns(chosen: Sequence[Spot]) -> Sequence[Array]:
     return list(np.array(chosen, np.int64).T.copy())
 
 
-def _add_one(member: Tensor, delta: Difference, segment: Segment, dtype: torch.dtype) -> None:
+def add_one(member: Tensor, delta: Difference, segment: Segment, dtype: torch.dtype) -> None:
+    """Add what ``delta`` brings to one member; ``dtype``: the bucket's."""
     part = Difference(segment.view(delta.mine), [segment.view(message) for message in delta.theirs], delta.share)
     member.add_(part.computed(dtype))
 

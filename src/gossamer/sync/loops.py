@@ -4,37 +4,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import types
-from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
-from gossamer.compiling import compiled, memory
+from gossamer.compiling import compiled, from_bf16, memory, to_bf16
 
 Array = npt.NDArray[Any]
-
-
-def _turned_to_float(context: Any, bits: Any) -> Any:
-    """For the compiler: the float32 of these bits."""
-
-    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
-
-    return types.float32(types.int32), made
-
-
-_of_bits: Any = intrinsic(_turned_to_float)
-
-
-def _turned_to_bits(context: Any, number: Any) -> Any:
-    """For the compiler: the bits of this float32."""
-
-    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], context.get_value_type(types.int32))
-
-    return types.int32(types.float32), made
-
-
-_to_bits: Any = intrinsic(_turned_to_bits)
 
 
 @compiled()
@@ -59,7 +33,7 @@ def add_bf16_difference(addresses: Array, offsets: Array, sizes: Array, theirs: 
         weight = carray(memory(addresses[k]), sizes[k], np.float32)
         there, here = theirs[offsets[k] : offsets[k] + sizes[k]], mine[offsets[k] : offsets[k] + sizes[k]]
         for i in range(sizes[k]):
-            weight[i] += share * (_of_bits(np.int32(there[i]) << 16) - _of_bits(np.int32(here[i]) << 16))
+            weight[i] += share * (from_bf16(there[i]) - from_bf16(here[i]))
 
 
 @compiled()
@@ -80,7 +54,4 @@ def lay_bf16_ahead(addresses: Array, offsets: Array, sizes: Array, before: Array
         weight = carray(memory(addresses[k]), sizes[k], np.float32)
         was, place = before[offsets[k] : offsets[k] + sizes[k]], message[offsets[k] : offsets[k] + sizes[k]]
         for i in range(sizes[k]):
-            bits = _to_bits(weight[i] + by * (weight[i] - was[i]))
-            rounded = (bits + np.int32(0x7FFF) + ((bits >> 16) & np.int32(1))) >> 16
-            # Of what is no number the rounding would carry into the sign.
-            place[i] = np.int16(0x7FC0 if (bits & np.int32(0x7FFFFFFF)) > np.int32(0x7F800000) else rounded)
+            place[i] = to_bf16(weight[i] + by * (weight[i] - was[i]))

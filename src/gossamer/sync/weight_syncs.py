@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
+from gossamer.optim.carrying import Carrier
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.history import history
 from gossamer.sync.lagging import catch_up
@@ -72,12 +73,22 @@ class WeightSyncs:
         with changing(self._optimizers[index]):
             self._all[index].land()
 
-    def foresee(self, index: int, step: int) -> None:
-        """One optimizer is about to update its weights."""
-        self._all[index].foresee(step)
+    def prepare(self, index: int, step: int, at_once: bool) -> None:
+        """One optimizer is about to update its weights: add what has come for them, or have it do so if it can. ``at_once``:
+        it is (and does not look at them before)."""
+        self._follow(index)
+        optimizer = self._optimizers[index]
+        with changing(optimizer):
+            carries = at_once and isinstance(optimizer, Carrier)
+            freight = self._all[index].prepare(step, carries)
+            if isinstance(optimizer, Carrier):
+                optimizer.cargo = freight
 
     def launch(self, index: int, step: int) -> None:
         """Send one optimizer's weights on their way."""
+        optimizer = self._optimizers[index]
+        if isinstance(optimizer, Carrier):
+            optimizer.cargo = None
         with self._changing_late(index):
             self._all[index].launch(step)
 
