@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 from weakref import WeakSet
 
@@ -72,6 +72,7 @@ class GossipAdamW(Carrier):
         averaged_over: int = 1,
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, AVERAGED_OVER: averaged_over}
+        self._places: dict[int, _Places] = {}
         super().__init__(params, options)
         own = [parameter for group in self.param_groups for parameter in group["params"] if parameter.is_cpu]
         for kind in {np.float64 if parameter.dtype == torch.float64 else np.float32 for parameter in own}:
@@ -92,15 +93,25 @@ class GossipAdamW(Carrier):
         give_back(groups, _LOAN)
         return {**super().__getstate__(), "param_groups": groups}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._places = {}
+        super().__setstate__(state)
+
     def change(self, group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         counts = self.count()
         columns = parameters, gradients, self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
-        if parameters[0].is_cpu and _alike_and_whole(columns):
-            _in_one_pass(group, columns, counts, self.cargo)
+        places = self._places.get(id(parameters[0]))
+        if parameters[0].is_cpu and (places is None or not places.are_of(columns)):
+            places = _Places(columns) if _alike_and_whole(columns) else None
+            if places is not None and all(map(_requires_grad, parameters)):  # and not copies of 16-bit ones
+                self._places[id(parameters[0])] = places
+        if places is not None and places.fit(gradients):
+            _in_one_pass(group, places, gradients, counts, self.cargo)
             return
         whole = [row[0].is_cpu and _alike_and_whole([[tensor] for tensor in row]) for row in zip(*columns, strict=True)]
         if any(whole):
-            _in_one_pass(group, _chosen(columns, whole), list(compress(counts, whole)), self.cargo)
+            chosen = _chosen(columns, whole)
+            _in_one_pass(group, _Places(chosen), chosen[1], list(compress(counts, whole)), self.cargo)
         if self.cargo is not None:
             self.cargo.unload()
         others = [not each for each in whole]
@@ -112,7 +123,7 @@ Columns = Sequence[list[Tensor]]
 """Weights, their gradients, and the means of gradients and of squares."""
 
 
-_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
+_dtype, _shape, _requires_grad = attrgetter("dtype"), attrgetter("shape"), attrgetter("requires_grad")
 
 
 def _alike_and_whole(columns: Columns) -> bool:
@@ -138,22 +149,56 @@ def _compile(kind: type[np.floating[Any]]) -> None:
     adamw(np.zeros((4, 0), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), kind), *[kind(0)] * 5, *Legs.none(0))
 
 
-def _in_one_pass(group: Mapping[str, Any], columns: Columns, counts: Sequence[int], cargo: Cargo | None) -> None:
+class _Places:
+    """Where weights, and the means of their gradients and of squares, lie that are :func:`_alike_and_whole`: mostly where they
+    were in the step before, and then nobody need look again."""
+
+    def __init__(self, columns: Columns) -> None:
+        weights, _, means, squares = columns
+        self.weights, self._held = weights, [*weights, *means, *squares]
+        self._found = list(map(Tensor.data_ptr, self._held))
+        self._numels = list(map(Tensor.numel, weights))
+        self.weight, self.mean, self.square = np.array(self._found, np.int64).reshape(3, -1)
+        self.sizes = np.array(self._numels, np.int64)
+
+    def are_of(self, columns: Columns) -> bool:
+        """Whether these are the same tensors, in the same memory."""
+        weights, _, means, squares = columns
+        held = [*weights, *means, *squares]
+        same = len(held) == len(self._held) and all(map(is_, held, self._held))
+        return same and list(map(Tensor.data_ptr, held)) == self._found
+
+    def fit(self, gradients: list[Tensor]) -> bool:
+        """Whether gradients, which are new in each step, go with them."""
+        return (
+            all(map(Tensor.is_contiguous, gradients))
+            and set(map(_dtype, gradients)) == {self.weights[0].dtype}
+            and list(map(Tensor.numel, gradients)) == self._numels
+        )
+
+
+def _in_one_pass(
+    group: Mapping[str, Any], places: _Places, gradients: list[Tensor], counts: Sequence[int], cargo: Cargo | None
+) -> None:
     """Tensors of one dtype without gaps in the host's memory, in one pass over it. ``counts``: the numbers of these updates."""
     from gossamer.optim.loops import adamw
 
-    weights, (first, second), lr = columns[0], group["betas"], group["lr"]
-    kind = weights[0].detach().numpy().dtype.type
+    (first, second), lr = group["betas"], group["lr"]
+    kind = places.weights[0].detach().numpy().dtype.type
     numbers = 1 - first, second, 1 - lr * group["weight_decay"], lr, group["eps"]
-    addresses = np.array([list(map(Tensor.data_ptr, column)) for column in columns], np.int64)
+    gradient = np.array(list(map(Tensor.data_ptr, gradients)), np.int64)
     factors = {}
     for count, share in _shares(group, set(counts)).items():
         part = (1 - second) * share
         factors[count] = 1 / (1 - first**count), 1 / (1 - second**count), part, 1 - second - part
-    sizes = np.array(list(map(Tensor.numel, weights)), np.int64)
-    legs = Legs.none(len(weights)) if cargo is None else cargo.take(addresses[0])
-    adamw(addresses, sizes, np.array([factors[count] for count in counts], kind), *map(kind, numbers), *legs)
-    increment_version(weights)  # autograd does not see what is written to an address
+    each = np.array(list(factors.values()), kind)
+    if len(factors) > 1:
+        rows = {count: row for row, count in enumerate(factors)}
+        each = each[[rows[count] for count in counts]]
+    legs = Legs.none(len(gradients)) if cargo is None else cargo.take(places.weight)
+    addresses = np.stack([places.weight, gradient, places.mean, places.square])
+    adamw(addresses, places.sizes, np.broadcast_to(each, (len(gradients), 4)).copy(), *map(kind, numbers), *legs)
+    increment_version(places.weights)  # autograd does not see what is written to an address
 
 
 def _together(group: Mapping[str, Any], columns: Columns, counts: Sequence[int]) -> None:

@@ -2,8 +2,9 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress, repeat
 from numbers import Real
-from operator import attrgetter
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -37,15 +38,17 @@ class Wide(Optimizer):
         """Change ``parameters``, of which ``given`` are the gradients as they are."""
         if any(map(_is_sparse, given)):
             raise _needs_all(self)
-        exact = [_exact(parameter) for parameter in parameters]
-        gradients = [g if g.dtype == e.dtype else g.to(e.dtype) for g, e in zip(given, exact, strict=True)]
+        exact = parameters if _kinds(parameters) <= _WIDE else [_exact(parameter) for parameter in parameters]
+        gradients = given
+        if _kinds(given) != _kinds(exact) or len(_kinds(given)) > 1:
+            gradients = [g if g.dtype == e.dtype else g.to(e.dtype) for g, e in zip(given, exact, strict=True)]
         self._states = [self.state[parameter] for parameter in parameters]
         try:
             self.change(group, exact, gradients)
         finally:
             self._states = []
-        rounded = [(p, e) for p, e in zip(parameters, exact, strict=True) if p is not e]
-        if rounded:
+        if exact is not parameters:
+            rounded = [(p, e) for p, e in zip(parameters, exact, strict=True) if p is not e]
             torch._foreach_copy_([p for p, _ in rounded], [e for _, e in rounded])
 
     def remembered(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
@@ -53,14 +56,12 @@ class Wide(Optimizer):
 
         They follow a model that was moved to another device or precision.
         """
-        found = []
-        for state, each in zip(self._states, like, strict=True):
-            kept = state.get(name)
-            if kept is None:
-                kept = state[name] = torch.zeros_like(each)
-            elif kept.dtype != each.dtype or kept.device != each.device:
-                kept = state[name] = kept.to(each)
-            found.append(kept)
+        found = [state.get(name) for state in self._states]
+        if any(map(is_, found, repeat(None))) or not _lie_alike(found, like):
+            for state, each in zip(self._states, like, strict=True):
+                kept = state.get(name)
+                state[name] = torch.zeros_like(each) if kept is None else kept.to(each)
+            found = [state[name] for state in self._states]
         return found
 
     def count(self) -> list[int]:
@@ -93,7 +94,10 @@ def check_dense(optimizer: Optimizer, parameter: Tensor) -> None:
         raise _needs_all(optimizer)
 
 
-_is_sparse = attrgetter("is_sparse")
+_is_sparse, _is_cpu, _grad = attrgetter("is_sparse"), attrgetter("is_cpu"), attrgetter("grad")
+_dtype, _device = attrgetter("dtype"), attrgetter("device")
+
+_WIDE = {torch.float32, torch.float64}
 
 
 def _needs_all(optimizer: Optimizer) -> UsageError:
@@ -118,20 +122,40 @@ def check_number(name: str, value: Any, low: float = 0.0, below: float = float("
         raise ConfigurationError(f"{name} must be at least {low:g}{limit}; got {value!r}")
 
 
+# What follows runs in every step, amid kernels that evict it from every cache: with no line of Python per tensor where all lie
+# on the host and are alike, as they mostly do.
+
+
 def _alike(parameters: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Parameters that have a gradient, and their gradients, by device and by the precision that they are computed in."""
     found: dict[tuple[torch.device, bool], tuple[list[Tensor], list[Tensor]]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            kind = parameter.device, parameter.dtype == torch.float64
-            if kind not in found:
-                found[kind] = [], []
-            held, gradients = found[kind]
-            held.append(parameter)
-            gradients.append(gradient)
+    given = list(map(_grad, parameters))
+    with_gradient = list(map(is_not, given, repeat(None)))
+    held, gradients = list(compress(parameters, with_gradient)), list(compress(given, with_gradient))
+    if all(map(_is_cpu, held)) and (len(_kinds(held)) == 1 or torch.float64 not in _kinds(held)):
+        if held:
+            yield held, gradients
+        return
+    for parameter, gradient in zip(held, gradients, strict=True):
+        kind = parameter.device, parameter.dtype == torch.float64
+        if kind not in found:
+            found[kind] = [], []
+        found[kind][0].append(parameter)
+        found[kind][1].append(gradient)
     yield from found.values()
 
 
+def _kinds(tensors: Sequence[Tensor]) -> set[torch.dtype]:
+    return set(map(_dtype, tensors))
+
+
+def _lie_alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether each has the type of its counterpart and lies where that does."""
+    if list(map(_dtype, some)) != list(map(_dtype, others)):
+        return False
+    on_host = all(map(_is_cpu, some)) and all(map(_is_cpu, others))
+    return on_host or list(map(_device, some)) == list(map(_device, others))
+
+
 def _exact(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+    return tensor if tensor.dtype in _WIDE else tensor.float()

@@ -59,14 +59,16 @@ class Stowage:
         """Which member, of all loads one after the other, each stretch is."""
         self.owners = owners[self.order]
         self._rows, self._numbers = np.column_stack([starts, sizes, places])[self.order], numbers[self.order]
-        self._asked = np.zeros(0, np.int64)
+        self._found, self._all = Legs.none(0), False
+        self._asked = self._found.first
 
-    def legs(self, addresses: Array) -> Legs:
-        """Those of the weights at these addresses. Whoever asks has the same weights each time."""
-        if not np.array_equal(addresses, self._asked):
-            self._asked = addresses
-            self._first, self._last = (np.searchsorted(self.owners, addresses, side) for side in ("left", "right"))
-        return Legs(self._first, self._last, self._rows, self._numbers)
+    def legs(self, addresses: Array) -> tuple[Legs, bool]:
+        """Those of the weights at these addresses, and whether these are all. Who asks has, mostly, the same each time."""
+        if addresses is not self._asked and not np.array_equal(addresses, self._asked):
+            first, last = (np.searchsorted(self.owners, addresses, side) for side in ("left", "right"))
+            self._found, self._all = Legs(first, last, self._rows, self._numbers), (last - first).sum() == len(self.owners)
+        self._asked = addresses
+        return self._found, self._all
 
 
 class Manifest:
@@ -130,8 +132,8 @@ class Freight:
         """What the optimizer does to the weights at these addresses."""
         if self._unloaded:
             return Legs.none(len(addresses))
-        legs = self._stowage.legs(addresses)
-        if (legs.last - legs.first).sum() == len(self._stowage.owners):
+        legs, are_all = self._stowage.legs(addresses)
+        if are_all:
             self._taken = None
         elif self._taken is not None:
             self._taken |= np.isin(self._stowage.owners, addresses)
