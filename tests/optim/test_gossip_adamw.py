@@ -68,6 +68,34 @@ def test_the_published_formula() -> None:
         assert torch.allclose(model.weight, w, rtol=1e-10)
 
 
+def test_weights_that_are_moved_or_turned_are_followed() -> None:
+    """They are not looked at anew in every step; whoever assigns to ``.data`` need not say so."""
+    ours, theirs = nn.Parameter(torch.arange(16.0).view(4, 4)), nn.Parameter(torch.arange(16.0).view(4, 4))
+    mine, reference = GossipAdamW([ours], lr=0.1), torch.optim.AdamW([theirs], lr=0.1)
+    for step in range(8):
+        for parameter in ours, theirs:
+            parameter.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+            if step == 3:
+                parameter.data = parameter.data.clone()
+            if step == 5:
+                parameter.data = parameter.data.t()
+        if step == 6:
+            for each, parameter in (mine, ours), (reference, theirs):
+                each.state[parameter]["exp_avg"] = each.state[parameter]["exp_avg"].flip(0)
+        mine.step()
+        reference.step()
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_no_copies_of_16_bit_weights_are_kept() -> None:
+    model = model_of(dtype=torch.bfloat16)
+    optimizer = GossipAdamW(model.parameters(), lr=0.1)
+    for step in range(4):
+        give_gradients(model, step)
+        optimizer.step()
+    assert not optimizer._places
+
+
 @pytest.mark.parametrize("p", [2, 4, 16, 64])
 def test_it_divides_by_the_size_of_the_mean_gradient(p: int) -> None:
     """Gradients of which some are signal and some are noise: √v̂ beside the root mean square of the mean of p workers."""

@@ -166,7 +166,8 @@ class _Places:
         weights, _, means, squares = columns
         held = [*weights, *means, *squares]
         same = len(held) == len(self._held) and all(map(is_, held, self._held))
-        return same and list(map(Tensor.data_ptr, held)) == self._found
+        # A weight may be turned (``.data = .data.t()``) without being moved.
+        return same and list(map(Tensor.data_ptr, held)) == self._found and all(map(Tensor.is_contiguous, weights))
 
     def fit(self, gradients: list[Tensor]) -> bool:
         """Whether gradients, which are new in each step, go with them."""
