@@ -21,6 +21,7 @@ from gossamer.sync.checks import Watch, held_by, named_parameters
 from gossamer.sync.consensus import at_average, become_average, distance
 from gossamer.sync.exact import changing
 from gossamer.sync.gradients import GradientSync
+from gossamer.sync.hooks import OwnHook
 from gossamer.sync.join import Event, Join, state_from_rank
 from gossamer.sync.module_buffers import (
     Buffers,
@@ -278,6 +279,7 @@ class Replica:
                 beside = beside_parameters(self._model)
                 become_average(self._runner, self._optimizers, floating(self._trainable), beside, self._weights.weigh)
         finally:
+            self._weights.release()
             self._runner.close()
 
     # -- what the hooks call ------------------------------------------------------------------------------------
@@ -309,8 +311,8 @@ class Replica:
             note = self._backward.note_gradient()
             handles += [parameter.register_post_accumulate_grad_hook(note) for parameter in self._trainable.values()]
         for index, optimizer in enumerate(self._optimizers):
-            handles.append(optimizer.register_step_pre_hook(self._before_step(index)))
-            handles.append(optimizer.register_step_post_hook(self._after_step(index)))
+            handles.append(optimizer.register_step_pre_hook(OwnHook(self._before_step(index))))
+            handles.append(optimizer.register_step_post_hook(OwnHook(self._after_step(index))))
         handles += self._overlap.hook()
         by_forward = self._buffers == "broadcast" or (self._buffers == "average" and not self._weights)
         if by_forward and self._runner.world > 1 and named_buffers(self._model):

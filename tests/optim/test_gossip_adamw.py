@@ -12,7 +12,7 @@ import gossamer
 from contracts.cases import weights
 from gossamer import AllReduce, Gossip, Hierarchical, by_size, loopback
 from gossamer.errors import ConfigurationError, UsageError
-from gossamer.optim import GossipAdamW, MasterWeights, loops
+from gossamer.optim import GossipAdamW, MasterWeights, gossip_adamw, loops
 from gossamer.optim.gossip_adamw import tell_how_many
 
 
@@ -85,6 +85,23 @@ def test_weights_that_are_moved_or_turned_are_followed() -> None:
         mine.step()
         reference.step()
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_was_moved_is_not_sought_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``cuda()`` keeps the parameters, and gives them memory elsewhere (here: none)."""
+    before, model = model_of(), nn.Linear(5, 3, device="meta")
+    earlier, optimizer = GossipAdamW(before.parameters(), lr=0.1), GossipAdamW(model.parameters(), lr=0.1)
+    give_gradients(before, 0)
+    earlier.step()
+    (known,) = earlier._places.values()
+    optimizer._places[id(model.weight)] = known
+    passes: list[Any] = []
+    monkeypatch.setattr(gossip_adamw, "_in_one_pass", lambda *arguments: passes.append(arguments))
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    assert not passes
+    assert not optimizer._places
 
 
 def test_no_copies_of_16_bit_weights_are_kept() -> None:

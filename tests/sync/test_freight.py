@@ -239,15 +239,26 @@ def _once(change: Callable[..., None]) -> Callable[..., None]:
     return changed
 
 
+class Unwanted:
+    """Cargo that nobody should take."""
+
+    def take(self, addresses: Array) -> Legs:
+        raise AssertionError
+
+    unload = take
+
+
 def test_a_copy_carries_nothing() -> None:
     def body(rank: int) -> None:
         model = plain()
         optimizer = GossipAdamW(model.parameters(), lr=0.01)
         replica = gossamer.replicate(model, optimizer, Gossip())
         copies = []
-        optimizer.register_step_post_hook(lambda *_: copies.append(copy.deepcopy(optimizer)))
         for number in range(3):
             one_step(model, optimizer, number)
+            optimizer.cargo = Unwanted()
+            copies.append(copy.deepcopy(optimizer))
+            optimizer.cargo = None
         assert optimizer.cargo is None
         assert [each.cargo for each in copies] == [None] * 3
         replica.close()
@@ -255,11 +266,97 @@ def test_a_copy_carries_nothing() -> None:
     loopback(body, 2)
 
 
+def test_a_hook_of_others_sees_and_changes_what_it_did(taken: list[int]) -> None:
+    """Weights that are kept within bounds are within bounds where they are averaged."""
+
+    def body(rank: int) -> float:
+        torch.manual_seed(rank)
+        model = plain()
+        optimizer = GossipAdamW(model.parameters(), lr=0.1)
+
+        def clamp(*_: object) -> None:
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.0625, 0.0625)
+
+        optimizer.register_step_post_hook(clamp)
+        replica = gossamer.replicate(model, optimizer, Gossip())
+        for number in range(5):
+            one_step(model, optimizer, 10 * rank + number)
+        replica.close()
+        return float(weights(model).abs().max())
+
+    assert max(loopback(body, 2)) <= 0.0625
+    assert not taken
+
+
+def test_running_variances_stay_positive(taken: list[int]) -> None:
+    """They are added without the optimizer, and as carefully as ever."""
+
+    def body(rank: int) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+        optimizer = GossipAdamW(model.parameters(), lr=0.01)
+        replica = gossamer.replicate(model, optimizer, Gossip(), buffers="average")
+        lowest = []
+        for step in range(8):
+            for _ in range(20):  # moves the variance as far as it goes
+                error = model(torch.randn(16, 3) * (30.0 if (step + rank) % 2 else 0.1)).square().mean()
+            optimizer.zero_grad()
+            error.backward()
+            optimizer.step()
+            lowest.append(float(model[0].running_var.min()))
+        replica.close()
+        return [*lowest, float(model[0].running_var.min())]
+
+    assert min(map(min, loopback(body, 2))) >= 0
+    assert sum(taken)
+
+
+def test_a_loaded_state_knows_nothing_of_a_step_that_an_error_ended() -> None:
+    def body(rank: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(rank)
+        model = plain()
+        optimizer = GossipAdamW(groups_of(model), lr=0.05)
+        replica = gossamer.replicate(model, optimizer, Gossip())
+        for number in range(3):
+            one_step(model, optimizer, 10 * rank + number)
+        saved, state = copy.deepcopy(model.state_dict()), replica.state_dict()
+        one_step(model, optimizer, 10 * rank + 3)
+        model(torch.ones(4, 3, 4, 4)).sum().backward()
+        change = optimizer.change
+        optimizer.change = _once(change)  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="amid a step"):
+            optimizer.step()
+        optimizer.change = change  # type: ignore[method-assign]
+        model.load_state_dict(saved)
+        wanted = weights(model).clone()
+        replica.load_state_dict(state)
+        found = weights(model).clone()
+        replica.close()
+        assert optimizer.cargo is None
+        return wanted, found
+
+    for wanted, found in loopback(body, 2):
+        assert torch.equal(wanted, found)
+
+
+def test_weights_that_share_their_memory_are_not_carried(taken: list[int]) -> None:
+    def build() -> nn.Module:
+        model = plain()
+        model.register_parameter("again", nn.Parameter(torch.zeros(3)))
+        model.again.data = model[3].bias.data
+        return model
+
+    trained(Gossip(), build, lambda model, optimizer, seed: one_step(model, optimizer, seed))
+    assert not taken
+
+
 def test_nothing_is_remembered_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that is ahead needs no copy of the weights then."""
     remembered: list[Bucket] = []
     monkeypatch.setattr(Ahead, "remember", lambda self, bucket, members: remembered.append(bucket))
     trained(in_parts(2, Gossip(ahead=1.0)), plain)
+    trained(Gossip(ahead=1.0), lambda: nn.Sequential(nn.BatchNorm2d(3), plain()))  # whose buffers are sent as they are
     assert not remembered
 
 

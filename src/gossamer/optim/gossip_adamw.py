@@ -100,12 +100,7 @@ class GossipAdamW(Carrier):
     def change(self, group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         counts = self.count()
         columns = parameters, gradients, self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
-        places = self._places.get(id(parameters[0]))
-        if parameters[0].is_cpu and (places is None or not places.are_of(columns)):
-            places = _Places(columns) if _alike_and_whole(columns) else None
-            if places is not None and all(map(_requires_grad, parameters)):  # and not copies of 16-bit ones
-                self._places[id(parameters[0])] = places
-        if places is not None and places.fit(gradients):
+        if (places := self._places_of(columns)) is not None and places.fit(gradients):
             _in_one_pass(group, places, gradients, counts, self.cargo)
             return
         whole = [row[0].is_cpu and _alike_and_whole([[tensor] for tensor in row]) for row in zip(*columns, strict=True)]
@@ -117,6 +112,21 @@ class GossipAdamW(Carrier):
         others = [not each for each in whole]
         if any(others):
             _together(group, _chosen(columns, others), list(compress(counts, others)))
+
+    def _places_of(self, columns: "Columns") -> "_Places | None":
+        """Where these tensors lie, if they are alike and whole, and on the host."""
+        weights = columns[0]
+        key, on_host = id(weights[0]), weights[0].is_cpu
+        places = self._places.get(key)
+        if on_host and places is not None and places.are_of(columns):
+            return places
+        self._places.pop(key, None)
+        if not on_host or not _alike_and_whole(columns):
+            return None
+        places = _Places(columns)
+        if all(map(_requires_grad, weights)):  # and not copies of 16-bit ones
+            self._places[key] = places
+        return places
 
 
 Columns = Sequence[list[Tensor]]

@@ -38,7 +38,7 @@ class Ahead:
         if bucket.index not in self._places:
             flat = self._memory(bucket)
             self._places[bucket.index] = [
-                segment.view(flat) if _is_weight(segment.name) else None for segment in bucket.segments
+                segment.view(flat) if is_weight(segment.name) else None for segment in bucket.segments
             ]
         places, weights = self._weights(bucket, members)
         if places:  # all of a bucket may be what an optimizer remembers
@@ -92,7 +92,7 @@ class Ahead:
         return [place for place, _ in chosen], [member for _, member in chosen]
 
 
-def _is_weight(name: str) -> bool:
+def is_weight(name: str) -> bool:
     """And not what an optimizer remembers of one, nor a buffer, which no update changes (a forward pass in a closure may)."""
     whole, _ = part_of(name)
     return weight_of(whole) == whole and not is_buffer(whole)

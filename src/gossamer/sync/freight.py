@@ -1,7 +1,9 @@
 """Freight: what exchanges of weights bring and send, while an optimizer carries it (``gossamer.optim.carrying``)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeGuard
 
 import numpy as np
@@ -12,7 +14,9 @@ from gossamer.algorithms.difference import Difference
 from gossamer.buckets import Bucket
 from gossamer.optim.carrying import Array, Legs
 from gossamer.sync import landing
-from gossamer.sync.ahead import Ahead
+from gossamer.sync.ahead import Ahead, is_weight
+
+Adding = Callable[[], AbstractContextManager[None]]
 
 
 def of_one_message(delta: Tensor | Difference) -> TypeGuard[Difference]:
@@ -66,7 +70,8 @@ class Stowage:
         """Those of the weights at these addresses, and whether these are all. Who asks has, mostly, the same each time."""
         if addresses is not self._asked and not np.array_equal(addresses, self._asked):
             first, last = (np.searchsorted(self.owners, addresses, side) for side in ("left", "right"))
-            self._found, self._all = Legs(first, last, self._rows, self._numbers), (last - first).sum() == len(self.owners)
+            self._found = Legs(first, last, self._rows, self._numbers)
+            self._all = bool(np.isin(self.owners, addresses).all())
         self._asked = addresses
         return self._found, self._all
 
@@ -85,6 +90,7 @@ class Manifest:
         if bucket.layout.dtype != torch.float32 or bucket.flat.dtype != torch.bfloat16 or not bucket.flat.is_cpu:
             return None
         seen: list[object] = [*map(Tensor.data_ptr, wholes), *map(Tensor.data_ptr, members), *map(Tensor.stride, members)]
+        seen += [*map(_shape, members), *map(_dtype, members)]
         known = self._found.get(bucket.index)
         if known is None or known[0] != seen:
             self._stowed = {}
@@ -102,6 +108,7 @@ class Manifest:
 
 
 _MOST_STOWED = 64
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 def _rows(bucket: Bucket, members: Sequence[Tensor], wholes: Sequence[Tensor]) -> Array | None:
@@ -117,8 +124,9 @@ def _rows(bucket: Bucket, members: Sequence[Tensor], wholes: Sequence[Tensor]) -
 class Freight:
     """Loads on board of one optimizer's step. What it does not take is done as without it."""
 
-    def __init__(self, loads: Sequence[Load], manifest: Manifest, ahead: Ahead) -> None:
-        self._loads, self._ahead, self._stowage = loads, ahead, manifest.stowed(loads)
+    def __init__(self, loads: Sequence[Load], manifest: Manifest, ahead: Ahead, adding: Adding = nullcontext) -> None:
+        """``adding``: a context in which whatever the optimizer does not take is added."""
+        self._loads, self._ahead, self._adding, self._stowage = loads, ahead, adding, manifest.stowed(loads)
         self._taken: Array | None = np.zeros(len(self._stowage.owners), np.bool_)
         """Which stretches; None: all."""
         self._unloaded = False
@@ -144,12 +152,20 @@ class Freight:
         if self._unloaded:
             return
         self._unloaded = True
-        for load, left in zip(self._loads, self._left(), strict=True):
-            if load.delta is not None:
-                for index in left if load.delta.theirs else ():
-                    landing.add_one(load.members[index], load.delta, load.bucket.segments[index], load.bucket.layout.dtype)
-            if left and load.by:
+        rest = [(load, left) for load, left in zip(self._loads, self._left(), strict=True) if left]
+        brought = [(load, load.delta, left) for load, left in rest if load.delta is not None and load.delta.theirs]
+        if brought:
+            with self._adding():
+                for load, delta, left in brought:
+                    for index in left:
+                        landing.add_one(load.members[index], delta, load.bucket.segments[index], load.bucket.layout.dtype)
+        for load, left in rest:
+            if load.by and any(is_weight(load.bucket.segments[index].name) for index in left):
                 self._ahead.remember(load.bucket, load.members)
+
+    def drop(self) -> None:
+        """Do nothing of all this any more: the weights are others."""
+        self._unloaded = True
 
     def lay_out(self) -> set[int]:
         """Write those messages, or parts of them, that the optimizer did not. Returns the buckets that hold them now."""

@@ -7,7 +7,8 @@ begins then, so that ranks at different steps meet in the exchange of the same n
 note in ``gossamer.lanes``.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -142,6 +143,9 @@ class WeightSync:
         """What an optimizer can carry in an update after which the buckets that are ``due`` are sent; what of it was pending
         is so no more. None: nothing."""
         self._follow_moved()
+        addresses = [address for tensor in self._tensors.values() if (address := tensor.data_ptr())]
+        if len(set(addresses)) < len(addresses):  # weights that are tied by their memory have two places in the messages
+            return None
         loads = []
         for index in sorted({*self._deltas, *due}):
             bucket, members, delta = self.exchange.buckets[index], self._members[index], self._deltas.get(index)
@@ -150,7 +154,7 @@ class WeightSync:
                 by = self.exchange.handlers[index].ahead_at(upcoming) if index in due else None
                 loads.append(Load(bucket, members, rows, delta, by))
                 self._deltas.pop(index, None)
-        return Freight(loads, self._manifest, self._ahead) if loads else None
+        return Freight(loads, self._manifest, self._ahead, self._adding) if loads else None
 
     @torch.no_grad()
     def launch(self, step: int) -> None:
@@ -233,14 +237,20 @@ class WeightSync:
         if self._extended and self._history is not None:
             self.follow(self._history())
         self._follow_moved()
+        with self._adding():
+            for index, delta in self._deltas.items():
+                landing.add(self._members[index], delta, self.exchange.buckets[index])
+        self._deltas = {}
+
+    @contextmanager
+    def _adding(self) -> Iterator[None]:
+        """Inside, deltas are added; what may not be negative is not, afterwards."""
         before = [tensor.clone() for tensor in self._variances]
-        for index, delta in self._deltas.items():
-            landing.add(self._members[index], delta, self.exchange.buckets[index])
+        yield
         if before:
             halve_at_most(self._variances, before)
         if self._extended:
             keep_squares_valid(self._tensors)
-        self._deltas = {}
 
     @torch.no_grad()
     def weigh(self, tensors: Mapping[str, Tensor]) -> None:
@@ -284,6 +294,9 @@ class WeightSync:
 
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` returned."""
+        if self._freight is not None:  # what was pending when an error ended a step is nothing to the weights that were loaded
+            self._freight.drop()
+            self._freight = None
         self.arrive()
         self._deltas = {}
         self.exchanges = max((int(number) for number in kept.get(EXCHANGES, {}).values()), default=0)
