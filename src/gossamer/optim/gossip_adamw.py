@@ -156,7 +156,7 @@ def _compile(kind: type[np.floating[Any]]) -> None:
     """Compile the loop, or load it where it is compiled already: now, and not amid the first step, for which others wait."""
     from gossamer.optim.loops import adamw
 
-    adamw(np.zeros((4, 0), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), kind), *[kind(0)] * 5, *Legs.none(0))
+    adamw(np.zeros((4, 0), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), kind), (kind(0),) * 5, *Legs.none(0))
 
 
 class _Places:
@@ -196,7 +196,7 @@ def _in_one_pass(
 
     (first, second), lr = group["betas"], group["lr"]
     kind = places.weights[0].detach().numpy().dtype.type
-    numbers = 1 - first, second, 1 - lr * group["weight_decay"], lr, group["eps"]
+    rates = 1 - first, second, 1 - lr * group["weight_decay"], lr, group["eps"]
     gradient = np.array(list(map(Tensor.data_ptr, gradients)), np.int64)
     factors = {}
     for count, share in _shares(group, set(counts)).items():
@@ -208,7 +208,7 @@ def _in_one_pass(
         each = each[[rows[count] for count in counts]]
     legs = Legs.none(len(gradients)) if cargo is None else cargo.take(places.weight)
     addresses = np.stack([places.weight, gradient, places.mean, places.square])
-    adamw(addresses, places.sizes, np.broadcast_to(each, (len(gradients), 4)).copy(), *map(kind, numbers), *legs)
+    adamw(addresses, places.sizes, np.broadcast_to(each, (len(gradients), 4)).copy(), tuple(map(kind, rates)), *legs)
     increment_version(places.weights)  # autograd does not see what is written to an address
 
 

@@ -20,11 +20,7 @@ def adamw(
     addresses: Array,
     sizes: Array,
     factors: Array,
-    lag: Any,
-    forget: Any,
-    keep: Any,
-    rate: Any,
-    eps: Any,
+    rates: Any,
     first: Array,
     last: Array,
     rows: Array,
@@ -34,8 +30,9 @@ def adamw(
     rest·step²; weight ← keep·weight − rate·step/(√(square·second) + eps).
 
     ``addresses``: ``int64[4, tensors]``, where weight, gradient, mean and square lie, without gaps and of the dtype of
-    ``factors``: ``[tensors, 4]``, first, second, share and rest. ``sizes``: ``int64[tensors]``, their elements. The numbers
-    are of that dtype too. The last four: what is done to weights besides (:class:`gossamer.optim.carrying.Legs`).
+    ``factors``: ``[tensors, 4]``, first, second, share and rest. ``sizes``: ``int64[tensors]``, their elements. ``rates``: lag,
+    forget, keep, rate and eps, of that dtype too. The last four: what is done to weights besides
+    (:class:`gossamer.optim.carrying.Legs`).
     """
     before = np.empty(BLOCK, factors.dtype)
     for k in range(sizes.size):
@@ -48,39 +45,29 @@ def adamw(
             start, count, theirs, mine, message = rows[row]
             share, by = numbers[row]
             part = slice(done, start)
-            _update(weight[part], gradient[part], mean[part], square[part], factors[k], lag, forget, keep, rate, eps)
+            _update(weight[part], gradient[part], mean[part], square[part], factors[k], rates)
             done = start + count
             for begin in range(start, done, BLOCK):
                 end = min(begin + BLOCK, done)
                 part, place, size = slice(begin, end), 2 * (begin - start), end - begin
                 if theirs != 0:
-                    _add(weight[part], _bf16(theirs + place, size), _bf16(mine + place, size), share)
+                    add_bf16(weight[part], _bf16(theirs + place, size), _bf16(mine + place, size), share)
                 if message != 0:
                     before[:size] = weight[part]
-                _update(weight[part], gradient[part], mean[part], square[part], factors[k], lag, forget, keep, rate, eps)
+                _update(weight[part], gradient[part], mean[part], square[part], factors[k], rates)
                 if message != 0:
-                    _lay(weight[part], before, _bf16(message + place, size), by)
+                    lay_bf16(weight[part], before, _bf16(message + place, size), by)
         part = slice(done, sizes[k])
-        _update(weight[part], gradient[part], mean[part], square[part], factors[k], lag, forget, keep, rate, eps)
+        _update(weight[part], gradient[part], mean[part], square[part], factors[k], rates)
 
 
 # These count from zero: otherwise every index might be one from the end, and no loop would be vectorised.
 
 
 @compiled(error_model="numpy")
-def _update(
-    weight: Array,
-    gradient: Array,
-    mean: Array,
-    square: Array,
-    factors: Array,
-    lag: Any,
-    forget: Any,
-    keep: Any,
-    rate: Any,
-    eps: Any,
-) -> None:
+def _update(weight: Array, gradient: Array, mean: Array, square: Array, factors: Array, rates: Any) -> None:
     first, second, share, rest = factors
+    lag, forget, keep, rate, eps = rates
     for i in range(weight.size):
         mean[i] += lag * (gradient[i] - mean[i])
         step = mean[i] * first
@@ -94,14 +81,14 @@ def _bf16(address: int, size: int) -> Array:
 
 
 @compiled()
-def _add(weight: Array, theirs: Array, mine: Array, share: Any) -> None:
-    """weight ← weight + share·(theirs − mine)."""
+def add_bf16(weight: Array, theirs: Array, mine: Array, share: Any) -> None:
+    """Inside compiled functions: weight ← weight + share·(theirs − mine), of bfloat16 numbers, as their bits (``int16``)."""
     for i in range(weight.size):
         weight[i] += share * (from_bf16(theirs[i]) - from_bf16(mine[i]))
 
 
 @compiled()
-def _lay(weight: Array, before: Array, message: Array, by: Any) -> None:
-    """message ← weight + by·(weight − before)."""
+def lay_bf16(weight: Array, before: Array, message: Array, by: Any) -> None:
+    """Inside compiled functions: message ← weight + by·(weight − before), rounded to bfloat16 numbers, as their bits."""
     for i in range(weight.size):
         message[i] = to_bf16(np.float32(weight[i] + by * (weight[i] - before[i])))

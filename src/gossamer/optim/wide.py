@@ -39,8 +39,8 @@ class Wide(Optimizer):
         if any(map(_is_sparse, given)):
             raise _needs_all(self)
         exact = parameters if _kinds(parameters) <= _WIDE else [_exact(parameter) for parameter in parameters]
-        gradients = given
-        if _kinds(given) != _kinds(exact) or len(_kinds(given)) > 1:
+        gradients, kinds = given, _kinds(given)
+        if len(kinds) > 1 or kinds != _kinds(exact):
             gradients = [g if g.dtype == e.dtype else g.to(e.dtype) for g, e in zip(given, exact, strict=True)]
         self._states = [self.state[parameter] for parameter in parameters]
         try:

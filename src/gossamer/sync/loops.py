@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 from numba.np.numpy_support import carray
 
-from gossamer.compiling import compiled, from_bf16, memory, to_bf16
+from gossamer.compiling import compiled, memory
+from gossamer.optim.loops import add_bf16, lay_bf16
 
 Array = npt.NDArray[Any]
 
@@ -32,8 +33,7 @@ def add_bf16_difference(addresses: Array, offsets: Array, sizes: Array, theirs: 
     for k in range(sizes.size):
         weight = carray(memory(addresses[k]), sizes[k], np.float32)
         there, here = theirs[offsets[k] : offsets[k] + sizes[k]], mine[offsets[k] : offsets[k] + sizes[k]]
-        for i in range(sizes[k]):
-            weight[i] += share * (from_bf16(there[i]) - from_bf16(here[i]))
+        add_bf16(weight, there, here, share)
 
 
 @compiled()
@@ -53,5 +53,4 @@ def lay_bf16_ahead(addresses: Array, offsets: Array, sizes: Array, before: Array
     for k in range(sizes.size):
         weight = carray(memory(addresses[k]), sizes[k], np.float32)
         was, place = before[offsets[k] : offsets[k] + sizes[k]], message[offsets[k] : offsets[k] + sizes[k]]
-        for i in range(sizes[k]):
-            place[i] = to_bf16(weight[i] + by * (weight[i] - was[i]))
+        lay_bf16(weight, was, place, by)

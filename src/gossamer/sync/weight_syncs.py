@@ -12,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
-from gossamer.optim.carrying import Carrier
+from gossamer.optim.carrying import Cargo, Carrier
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.history import history
 from gossamer.sync.hooks import OwnHook
@@ -83,15 +83,11 @@ class WeightSyncs:
         optimizer = self._optimizers[index]
         with changing(optimizer):
             carries = at_once and isinstance(optimizer, Carrier) and _nobody_looks_on(optimizer)
-            freight = self._all[index].prepare(step, carries)
-            if isinstance(optimizer, Carrier):
-                optimizer.cargo = freight
+            _give(optimizer, self._all[index].prepare(step, carries))
 
     def launch(self, index: int, step: int) -> None:
         """Send one optimizer's weights on their way."""
-        optimizer = self._optimizers[index]
-        if isinstance(optimizer, Carrier):
-            optimizer.cargo = None
+        _give(self._optimizers[index], None)
         with self._changing_late(index):
             self._all[index].launch(step)
 
@@ -129,8 +125,7 @@ class WeightSyncs:
     def release(self) -> None:
         """Let optimizers train alone."""
         for optimizer in self._optimizers:
-            if isinstance(optimizer, Carrier):
-                optimizer.cargo = None
+            _give(optimizer, None)
 
     def _changing_late(self, index: int) -> AbstractContextManager[None]:
         """What may lag may be there by now, and is added before the next exchange begins."""
@@ -142,6 +137,12 @@ class WeightSyncs:
     def _follow(self, index: int) -> None:
         if index == 0 and self._buffers_travel:
             self._all[0].follow(beside_parameters(self._model))
+
+
+def _give(optimizer: Optimizer, cargo: Cargo | None) -> None:
+    """Have it carry this, if it ever carries anything; None: nothing."""
+    if isinstance(optimizer, Carrier):
+        optimizer.cargo = cargo
 
 
 def _nobody_looks_on(optimizer: Carrier) -> bool:

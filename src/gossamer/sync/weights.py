@@ -133,8 +133,9 @@ class WeightSync:
             self.arrive()
             self._freight = self._loaded(upcoming, due)
         self.land()
+        carried_out = set() if self._freight is None else self._freight.sent
         for index in due:
-            if (self._freight is None or index not in self._freight.sent) and self.exchange.handlers[index].ahead_at(upcoming):
+            if index not in carried_out and self.exchange.handlers[index].ahead_at(upcoming):
                 self._follow_moved()
                 self._ahead.remember(self.exchange.buckets[index], self._members[index])
         return self._freight
