@@ -433,11 +433,12 @@ def gradient_pass(model: nn.Module, seed: int) -> None:
     model(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
 
 
+COARSE = ScatterReduce(codec=Quantize(bits=2), residual="fp32")
 DEBTORS = [
-    ChunkSparse(chunk=2, density=0.2),
-    PowerSGD(),
-    ScatterReduce(codec=Sign(), gather_below=0),
-    Hierarchical(ScatterReduce(codec=Quantize(bits=2)), inner=ScatterReduce(codec=Quantize(bits=2)), ranks_per_node=2),
+    ChunkSparse(chunk=2, density=0.2, residual="fp32"),
+    PowerSGD(residual="fp32"),
+    ScatterReduce(codec=Sign(), gather_below=0, residual="fp32"),
+    Hierarchical(COARSE, inner=COARSE, ranks_per_node=2),
 ]
 
 

@@ -70,7 +70,7 @@ def test_what_is_not_sent_comes_later() -> None:
     def body(rank: int) -> Tensor:
         model = Wide()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        replica = gossamer.replicate(model, optimizer, ChunkSparse(chunk=512, codec=FP32))
+        replica = gossamer.replicate(model, optimizer, ChunkSparse(chunk=512, codec=FP32, residual="fp32"))
         for step in range(steps + 30):
             optimizer.zero_grad()
             model(gradient(step, rank) if step < steps else torch.zeros(256, 256)).backward()
@@ -87,7 +87,7 @@ def test_what_is_not_sent_comes_later() -> None:
 @pytest.mark.parametrize("codec", [Cast(wire="fp16"), Quantize()], ids=repr)
 def test_rounding_is_kept_too(codec: Any) -> None:
     inputs = [noise(4, 1000, seed=step) for step in range(5)]
-    outcomes = exchange(ChunkSparse(chunk=64, codec=codec), inputs)
+    outcomes = exchange(ChunkSparse(chunk=64, codec=codec, residual="fp32"), inputs)
     had = torch.stack([torch.stack(tensors).double().sum(0) for tensors in inputs]).sum(0)
     sent = 4 * torch.stack([result.double() for result in outcomes[0].results]).sum(0)
     kept = torch.stack([outcome.state["residual"].double() for outcome in outcomes]).sum(0)
@@ -188,7 +188,7 @@ def test_momentum_correction_leaves_alone_what_nobody_uses(world: int) -> None:
         replica.close()
         return weights(model)
 
-    everything = ChunkSparse(density=1.0, chunk=16, codec=FP32, momentum_correction=True)
+    everything = ChunkSparse(density=1.0, chunk=16, codec=FP32, momentum_correction=True, residual="fp32")
     corrected, plain = (loopback(lambda rank, a=a: body(rank, a), world)[0] for a in (everything, AllReduce()))
     torch.testing.assert_close(corrected, plain, rtol=1e-5, atol=1e-6)
 

@@ -28,8 +28,9 @@ def run(gradients: list[list[dict[str, torch.Tensor]]], rank_of: int) -> list[tu
             for view, value in zip(bucket.views, ranks[rank].values(), strict=True):
                 view.copy_(value)
             ctx = Context(step, runner.rank, runner.members)
-            results.append(runner.run(lambda ctx=ctx: PowerSGD(rank=rank_of).exchange(bucket, state, ctx), f"step {step}"))
-            settle(PowerSGD(), state, results[-1])
+            exact = PowerSGD(rank=rank_of, residual="fp32")
+            results.append(runner.run(lambda ctx=ctx, exact=exact: exact.exchange(bucket, state, ctx), f"step {step}"))
+            settle(exact, state, results[-1])
         return results, state, bucket
 
     return loopback(body, len(gradients[0]))

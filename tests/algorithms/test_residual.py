@@ -12,7 +12,7 @@ from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
 from gossamer.buckets import Bucket, make_layout
 from gossamer.codecs import Quantize
-from gossamer.codecs.residual import keep_back
+from gossamer.codecs.residual import keep
 from gossamer.comm.connect import connect
 from gossamer.state import State
 
@@ -49,6 +49,7 @@ WAYS = [
     ChunkSparse(chunk=50, density=0.3, codec=Quantize(bits=4)),
     PowerSGD(),
 ]
+"""Each keeps 16 bits by default."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,26 +60,32 @@ def test_what_is_kept_in_fewer_bits_changes_nothing_of_the_step(algorithm: Any, 
     for one, other in zip(wide, narrow, strict=True):
         assert torch.equal(one[0][0], other[0][0])
         assert other[0][1].dtype == torch.bfloat16
-        assert torch.equal(one[0][1].to(torch.bfloat16), other[0][1])
+        full, kept = one[0][1].double(), other[0][1].double()
+        assert ((full - kept).abs() <= 2.0**-7 * full.abs()).all()
+        if full.count_nonzero() > LENGTH / 2:
+            assert abs((full - kept).mean()) < 2.0**-10 * full.abs().mean()
 
 
-# Not where something is forgotten, which has no place of its own; nor PowerSGD, which subtracts the mean.
-IN_PLACE = [way for way in WAYS if not isinstance(way, PowerSGD) and getattr(way, "server_feedback", True)]
+# Not where something is forgotten, which has no place of its own.
+IN_PLACE = [way for way in WAYS if getattr(way, "server_feedback", True)]
 
 
 @pytest.mark.parametrize("algorithm", IN_PLACE, ids=repr)
 def test_the_mean_is_written_where_the_gradient_was(algorithm: Any) -> None:
-    for rank in steps(replace(algorithm, residual="bf16"), 3, torch.float32, 4):
-        assert all(in_place for _, _, in_place in rank)
     for rank in steps(algorithm, 3, torch.float32, 4):
+        assert all(in_place for _, _, in_place in rank)
+    for rank in steps(replace(algorithm, residual="fp32"), 3, torch.float32, 4):
         assert not any(in_place for _, _, in_place in rank)
 
 
 def test_what_is_too_large_for_fewer_bits_is_kept_as_the_largest() -> None:
     """One worker alone must not come to inf."""
-    for residual, largest in (("fp16", 65504.0), ("bf16", torch.finfo(torch.bfloat16).max)):
-        state = State(torch.empty(5))
-        rest = torch.tensor([1.0, 3.4e38, -3.4e38, float("inf"), float("nan")])
-        keep_back(state, rest, residual)
-        assert state["residual"][:3].tolist() == [1.0, largest, -largest]
-        assert state["residual"][3:].isnan().all()
+    for kept in (torch.float16, torch.bfloat16):
+        for rest in (torch.float32, torch.float64):
+            out, largest = torch.empty(5, dtype=kept), torch.finfo(kept).max
+            keep(torch.tensor([1.0, 3.4e38, -3.4e38, float("inf"), float("nan")], dtype=rest), out, 0)
+            assert out[:3].tolist() == [1.0, largest, -largest]
+            assert out[3:].isnan().all()
+            if rest == torch.float64:
+                keep(torch.tensor([1e300], dtype=rest), out[:1], 0)
+                assert out[0] == largest

@@ -27,7 +27,13 @@ def test_sent_and_kept_is_had(codec: Codec, world: int, feedback: tuple[bool, bo
     """
     steps = 6
     inputs = [noise(world, 1000, seed=step) for step in range(steps)]
-    algorithm = ScatterReduce(codec=codec, worker_feedback=feedback[0], server_feedback=feedback[1], gather_below=gather_below)
+    algorithm = ScatterReduce(
+        codec=codec,
+        worker_feedback=feedback[0],
+        server_feedback=feedback[1],
+        gather_below=gather_below,
+        residual="fp32",
+    )
     outcomes = exchange(algorithm, inputs)
     had = torch.stack([torch.stack(tensors).double().sum(0) for tensors in inputs]).sum(0)
     sent = world * torch.stack([result.double() for result in outcomes[0].results]).sum(0)

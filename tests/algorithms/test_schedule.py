@@ -16,7 +16,7 @@ from gossamer.algorithms.combination import joined, split
 from gossamer.codecs import Cast, Quantize, Sign
 from gossamer.errors import ConfigurationError
 
-COARSE = ScatterReduce(codec=Quantize(bits=2), exact_vectors=False)
+COARSE = ScatterReduce(codec=Quantize(bits=2), exact_vectors=False, residual="fp32")
 SPARSE = ChunkSparse(chunk=8, density=0.25, codec=Cast(wire="fp32"), exact_vectors=False)
 DEBTORS: list[Algorithm] = [
     COARSE,

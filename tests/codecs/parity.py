@@ -45,12 +45,19 @@ def moved(tensor: Tensor | None, device: str) -> Tensor | None:
 
 
 def encoded(
-    kernels: Kernels, kind: str, layout: Blocks, seed: int, x: Tensor, residual: Tensor | None, device: str = "cpu"
+    kernels: Kernels,
+    kind: str,
+    layout: Blocks,
+    seed: int,
+    x: Tensor,
+    residual: Tensor | None,
+    device: str = "cpu",
+    kept: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     there, owed = moved(x, device), moved(residual, device)
-    payload, rest = layout.empty(there), torch.empty_like(there)
+    payload, rest = layout.empty(there), torch.empty_like(there, dtype=kept)
     if kind == "sign":
-        kernels.sign(there, owed, layout, payload, rest)
+        kernels.sign(there, owed, layout, seed, payload, rest)
     else:
         kernels.quantize(there, owed, layout, seed, payload, rest)
     return payload.cpu(), rest.cpu()
@@ -75,21 +82,32 @@ def a_grid(draw: random.Random) -> Grid:
     return Grid(draw.choice([8, 4, 2]), draw.choice([1, 2]), draw.choice([8, 24, 64, 512, 1000]), draw.random() < 0.5)
 
 
+def in_some_bits(draw: random.Random, residual: Tensor | None) -> tuple[Tensor | None, torch.dtype]:
+    """The residual in 32 or in 16 bits, and in how many what remains is to be kept."""
+    types = [torch.float32, torch.bfloat16]
+    return (None if residual is None else residual.to(draw.choice(types))), draw.choice(types)
+
+
+def rest_is_what_was_left_out(rest: Tensor, x: Tensor, residual: Tensor | None, values: Tensor, seed: int) -> None:
+    """To the bit, rounded as the reference does if it has 16 of them; where nothing could be sent, it is the residual."""
+    owed = torch.zeros_like(x) if residual is None else residual.float()
+    expected = torch.empty_like(rest)
+    reference.narrow(torch.where(values.isfinite(), x + owed - values, owed), expected, seed)
+    assert rest.isfinite().all()
+    assert torch.equal(rest, expected)
+
+
 def quantisation_agrees(kernels: Kernels, count: int, device: str = "cpu") -> None:
     elements, different = 0, 0
-    for seed, draw, x, residual in cases(count, seed=1):
-        grid = a_grid(draw)
-        theirs, _ = encoded(reference, "quantize", grid, seed, x, residual)
-        ours, rest = encoded(kernels, "quantize", grid, seed, x, residual, device)
+    for seed, draw, x, wide in cases(count, seed=1):
+        grid, (residual, kept) = a_grid(draw), in_some_bits(draw, wide)
+        theirs, _ = encoded(reference, "quantize", grid, seed, x, residual, kept=kept)
+        ours, rest = encoded(kernels, "quantize", grid, seed, x, residual, device, kept)
         assert same_values(grid.split(theirs, x.numel())[0].flatten(), grid.split(ours, x.numel())[0].flatten())
         distance = (codes(theirs, x.numel(), grid) - codes(ours, x.numel(), grid)).abs()
         assert distance.sum() == (distance == 1).sum()
         elements, different = elements + x.numel(), different + int(distance.sum())
-        assert rest.isfinite().all()
-        wanted = x if residual is None else x + residual
-        values = decoded(reference, "quantize", grid, ours, x, False)
-        assert torch.equal(rest[values.isfinite()], (wanted - values)[values.isfinite()])
-        assert torch.equal(rest[values.isnan()], (torch.zeros_like(x) if residual is None else residual)[values.isnan()])
+        rest_is_what_was_left_out(rest, x, residual, decoded(reference, "quantize", grid, ours, x, False), seed)
     assert elements > 0
     assert different <= 1e-4 * elements
 
@@ -115,17 +133,14 @@ def _decoding_is_bit_identical(
 
 
 def signs_agree(kernels: Kernels, count: int, device: str = "cpu") -> None:
-    for seed, draw, x, residual in cases(count, seed=3):
-        blocks = Blocks(1, 1, draw.choice([8, 24, 512, 1000]))
-        theirs, _ = encoded(reference, "sign", blocks, seed, x, residual)
-        ours, rest = encoded(kernels, "sign", blocks, seed, x, residual, device)
+    for seed, draw, x, wide in cases(count, seed=3):
+        blocks, (residual, kept) = Blocks(1, 1, draw.choice([8, 24, 512, 1000])), in_some_bits(draw, wide)
+        theirs, _ = encoded(reference, "sign", blocks, seed, x, residual, kept=kept)
+        ours, rest = encoded(kernels, "sign", blocks, seed, x, residual, device, kept)
         (size, bits), (our_size, our_bits) = (blocks.split(p, x.numel()) for p in (theirs, ours))
         assert torch.equal(bits, our_bits)
         assert torch.allclose(size, our_size, rtol=1e-5, atol=0, equal_nan=True)
-        values = decoded(reference, "sign", blocks, ours, x, False)
-        wanted = x if residual is None else x + residual
-        assert rest.isfinite().all()
-        assert torch.equal(rest[values.isfinite()], (wanted - values)[values.isfinite()])
+        rest_is_what_was_left_out(rest, x, residual, decoded(reference, "sign", blocks, ours, x, False), seed)
 
 
 def norms_agree(kernels: Kernels, count: int, device: str = "cpu") -> None:
@@ -137,12 +152,27 @@ def norms_agree(kernels: Kernels, count: int, device: str = "cpu") -> None:
 
 
 def accumulating_agrees(kernels: Kernels, count: int, device: str = "cpu") -> None:
-    for _, draw, x, residual in cases(count, seed=5):
+    for seed, draw, x, residual in cases(count, seed=5):
         chunk, owed = draw.choice([1, 7, 512, 9999]), torch.zeros_like(x) if residual is None else residual
-        sums = x.clone(), moved(x, device)
-        theirs, ours = reference.accumulate(sums[0], owed, chunk), kernels.accumulate(sums[1], moved(owed, device), chunk)
-        assert same_values(sums[0], sums[1].cpu())
-        assert_same_norms(ours.cpu(), theirs)
+        wide, kept = in_some_bits(draw, owed)
+        for in_place in (False, True):
+            heard = []
+            for chosen, place in ((reference, "cpu"), (kernels, device)):
+                there = x.to(place, copy=True)
+                out = there if in_place else torch.empty_like(there, dtype=kept)
+                norms = chosen.accumulate(there, moved(wide, place), chunk, seed, out)
+                heard.append((norms.cpu(), out.cpu().float(), there.cpu()))
+            assert_same_norms(heard[1][0], heard[0][0])
+            assert same_values(heard[1][1], heard[0][1])
+            assert in_place or same_values(heard[1][2], x)
+
+
+def narrowing_agrees(kernels: Kernels, count: int, device: str = "cpu") -> None:
+    for seed, _, x, _ in cases(count, seed=7):
+        theirs, ours = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x, dtype=torch.bfloat16, device=device)
+        reference.narrow(x, theirs, seed)
+        kernels.narrow(x.to(device), ours, seed)
+        assert same_values(theirs.float(), ours.cpu().float())
 
 
 def assert_same_norms(ours: Tensor, theirs: Tensor) -> None:
@@ -199,6 +229,7 @@ LAWS = [
     (signs_agree, 200),
     (norms_agree, 100),
     (accumulating_agrees, 100),
+    (narrowing_agrees, 100),
     (places_agree, 100),
 ]
 """And on how many cases they are tried; where kernels are compiled anew for many of them, a seventh will do."""

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from gossamer.codecs import Codec, Quantize, Sign, chunk_norms
 from gossamer.codecs import kernels as kernels_module
-from gossamer.codecs.kernels import COMPILERS, Kernels, accumulate, compiler_for, kernels_for, kernels_named, reference
+from gossamer.codecs.kernels import COMPILERS, Kernels, compiler_for, kernels_for, kernels_named, reference
+from gossamer.codecs.residual import accumulate
 
 from .parity import CODECS, LAWS, SPECIAL, a_codec_is_the_same
 
@@ -37,9 +38,12 @@ def test_law(name: str, law: Callable[[Kernels, int], None], count: int) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_what_is_accumulated_may_be_of_any_type(dtype: torch.dtype) -> None:
-    x, residual = torch.ones(10, dtype=dtype), torch.arange(10, dtype=torch.float32).to(dtype)
-    assert accumulate(x, residual, 4).tolist() == [8 + 6.0, 8 + 22.0, 4 + 17.0]
-    assert x.tolist() == [1.0 + i for i in range(10)]
+    residual = torch.arange(10, dtype=torch.float32).to(dtype)
+    for kept in (None, torch.float16, torch.bfloat16, dtype):
+        x = torch.ones(10, dtype=dtype)
+        out = x if kept is None else torch.empty(10, dtype=kept)
+        assert accumulate(x, residual, 4, 0, out).tolist() == [8 + 6.0, 8 + 22.0, 4 + 17.0]
+        assert out.tolist() == [1.0 + i for i in range(10)]
 
 
 @every_kernel
@@ -66,6 +70,24 @@ def test_chance_is_uniform() -> None:
     for a, b in ((draws[:, 1:], draws[:, :-1]), (draws[1:], draws[:-1]), (draws[1:, :-1], draws[:-1, 1:])):
         assert abs(((a - 0.5) * (b - 0.5)).mean() * 12) < 5 / a.numel() ** 0.5
     assert reference.uniform(3, 5, 1, draws.device).tolist() == reference.uniform(8, 0, 1, draws.device)[5:].tolist()
+
+
+def test_what_is_rounded_at_random_is_right_on_average() -> None:
+    """Of every element over the seeds, and of every tensor over the elements; and numbers of 16 bits stay what they are."""
+    x = torch.cat([torch.linspace(-3, 3, 1000), torch.full((1000,), 1 + 2.0**-9), torch.tensor([0.0, -0.0, 1e-40, 3.3e38])])
+    draws = torch.empty(512, x.numel(), dtype=torch.bfloat16)
+    for seed, out in enumerate(draws):
+        reference.narrow(x, out, seed)
+    error = (draws.double() - x.double()) / x.double().abs().clamp(min=1e-37)
+    assert error.abs().max() < 2.0**-7
+    assert error.mean(0).abs().max() < 5 * 2.0**-8 / 512**0.5
+    assert error[:, 1000:2000].mean(1).abs().max() < 2.0**-7 / 100  # if it were independent, an eighteenth
+    again = torch.empty_like(draws[0])
+    reference.narrow(draws[3].float(), again, 8)
+    assert torch.equal(again, draws[3])
+    reference.narrow(torch.tensor([3.4e38, -3.4e38, float("inf"), float("nan")]), again[:4], 0)
+    assert again[:2].abs().tolist() == [torch.finfo(torch.bfloat16).max] * 2
+    assert again[2:4].isnan().all()
 
 
 def test_devices_without_kernels_get_the_reference() -> None:

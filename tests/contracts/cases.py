@@ -77,7 +77,7 @@ def combined() -> list[Algorithm]:
     return [
         four_bits,
         ScatterReduce(codec=Sign(), gather_below=0),
-        ScatterReduce(residual="bf16", gather_below=0),
+        ScatterReduce(residual="fp32", gather_below=0),
         ChunkSparse(chunk=16, density=0.3, bucket_bytes=200),
         ChunkSparse(chunk=16, density=0.3, codec=Quantize(), warmup=1, ramp=2, bucket_bytes=200),
         after(2, four_bits),

@@ -305,7 +305,7 @@ def error_feedback_loses_nothing(codec: Codec, tensor: Tensor, steps: int = 6) -
     """Over several steps: the sum of what was decoded, and the residual, are the sum of what was given."""
     if contraction(codec) <= 0:
         return  # refused, because what is remembered would grow
-    memory = codec if isinstance(codec, ErrorFeedback) else ErrorFeedback(codec)
+    memory = codec if isinstance(codec, ErrorFeedback) else ErrorFeedback(codec, residual="fp32")
     gradient = tensor / pad(tensor.abs(), (0, 1), value=1.0).amax()  # so that no sum overflows
     state, sent, largest = State(gradient), torch.zeros_like(gradient).double(), gradient.double().abs()
     for step in range(steps):

@@ -147,7 +147,7 @@ def test_a_run_resumes_bit_identically(saved_at: int) -> None:
 def test_what_was_not_sent_is_shared_out_among_other_numbers_of_ranks(before: int, now: int) -> None:
     def first(rank: int) -> list[dict[str, Any]]:
         model = make_model()
-        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup=10)
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup=10, residual="fp32")
         replica = gossamer.replicate(model, optimizer)
         train(model, optimizer, rank, range(15))
         saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), replica.state_dict()])
@@ -159,7 +159,7 @@ def test_what_was_not_sent_is_shared_out_among_other_numbers_of_ranks(before: in
 
     def second(rank: int) -> tuple[Any, Tensor]:
         model = make_model(5)
-        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup=10)
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup=10, residual="fp32")
         replica = gossamer.replicate(model, optimizer)
         for part, saved in zip((model, optimizer, replica), (*states[0][:2], merged), strict=True):
             part.load_state_dict(saved)
@@ -214,7 +214,7 @@ def test_what_was_kept_back_of_a_momentum_is_owed_on_while_nobody_uses_its_param
     def body(rank: int) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("always", "sometimes")})
-        optimizer = kind(model.parameters(), lr=1e-3, warmup=2)
+        optimizer = kind(model.parameters(), lr=1e-3, warmup=2, residual="fp32")
         replica = gossamer.replicate(model, optimizer)
         owed = []
         for step in range(9):

@@ -14,7 +14,7 @@ from gossamer.algorithms import Algorithm, Gossip, GossipGraD, in_parts
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.difference import Difference
 from gossamer.buckets import Bucket, make_layout, make_plan
-from gossamer.codecs.cast import Wire
+from gossamer.codecs.wire import Wire
 from gossamer.comm.loopback import LoopbackRunner, current_runner
 from gossamer.comm.ops import Flow
 from gossamer.comm.topology import Hypercube, Ring

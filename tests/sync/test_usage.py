@@ -74,7 +74,7 @@ def test_a_parameter_has_a_gradient_if_any_rank_uses_it(algorithm: Algorithm, dt
     assert loopback(body, world) == [[True, True, True, False]] * world
 
 
-COARSE = ScatterReduce(codec=Quantize(bits=2))
+COARSE = ScatterReduce(codec=Quantize(bits=2), residual="fp32")
 FORGETFUL = ScatterReduce(codec=Cast(wire="fp32"), worker_feedback=False, server_feedback=False)
 """Not exact by its kind, but it loses nothing and so remembers nothing."""
 
@@ -83,9 +83,9 @@ FORGETFUL = ScatterReduce(codec=Cast(wire="fp32"), worker_feedback=False, server
     ("algorithm", "world"),
     [
         (COARSE, 3),
-        (ScatterReduce(codec=Quantize(bits=2), gather_below=0), 3),
-        (ChunkSparse(chunk=2, density=0.2, codec=Cast()), 3),
-        (after(1, COARSE, before=ScatterReduce()), 3),
+        (ScatterReduce(codec=Quantize(bits=2), gather_below=0, residual="fp32"), 3),
+        (ChunkSparse(chunk=2, density=0.2, codec=Cast(), residual="fp32"), 3),
+        (after(1, COARSE, before=ScatterReduce(residual="fp32")), 3),
         (Hierarchical(COARSE, ranks_per_node=2), 4),
         (Hierarchical(COARSE, inner=COARSE, ranks_per_node=2), 4),
         (Hierarchical(AllReduce(), inner=COARSE, ranks_per_node=2), 4),

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, check_gather_below
 from gossamer.buckets import Bucket
-from gossamer.codecs.cast import Wire, wire_codec
+from gossamer.codecs.cast import wire_codec
+from gossamer.codecs.wire import Wire
 from gossamer.comm.ops import SMALL, Flow, total
 from gossamer.state import State
 

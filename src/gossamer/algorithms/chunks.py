@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.codecs.cast import Cast, limited
+from gossamer.codecs.cast import Cast
+from gossamer.codecs.wire import limited
 from gossamer.memory import portions
 
 

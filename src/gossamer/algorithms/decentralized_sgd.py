@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from gossamer.algorithms.gossip import Gossip
-from gossamer.codecs.cast import Wire
+from gossamer.codecs.wire import Wire
 from gossamer.comm.topology import Ring, Topology
 
 

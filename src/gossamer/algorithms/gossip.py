@@ -10,7 +10,8 @@ from gossamer.algorithms.difference import IN_ONE_PASS, Difference
 from gossamer.algorithms.meeting import Meeting, check_ahead
 from gossamer.algorithms.messages import pieces_of
 from gossamer.buckets import Bucket
-from gossamer.codecs.cast import Wire, check_wire, wire_codec
+from gossamer.codecs.cast import wire_codec
+from gossamer.codecs.wire import Wire, check_wire
 from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Dissemination, Topology
 from gossamer.state import State

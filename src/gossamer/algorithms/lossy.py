@@ -10,10 +10,9 @@ from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
-from gossamer.codecs.cast import Wire
 from gossamer.codecs.contraction import check_contracts, check_hashable
 from gossamer.codecs.error_feedback import ErrorFeedback
-from gossamer.codecs.residual import stays_as_it_is
+from gossamer.codecs.wire import Wire, narrowed
 from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
@@ -61,14 +60,15 @@ def check_codec(codec: object, *, remembers: bool = True) -> None:
 
 
 def turn_over(bucket: Bucket, flat: Tensor, state: State, residual: Wire) -> tuple[Tensor, Tensor]:
-    """Memory for what remains of ``flat`` (its own: to be written in place), and for the result of the exchange.
+    """Memory for what remains of ``flat``, and for the result of the exchange; one of them is that of ``flat``.
 
-    ``flat``: :func:`wide` of the bucket's. Where the remainder is kept as it is, the bucket's memory becomes the residual's,
-    and the result goes to where the residual before the last one was. Where it is kept in a narrower ``residual``, both are
-    the same memory: the result may be written when ``keep_back`` has copied the remainder.
+    ``flat``: :func:`wide` of the bucket's. A remainder that is kept in fewer bits has memory of its own, and the result may be
+    written over ``flat`` when that is read no more. One that is kept as it is takes the place of ``flat``, and the result goes
+    to where the residual before the last one was.
     """
-    if not stays_as_it_is(flat, residual):
-        return flat, flat
+    kept = narrowed(flat.dtype, residual)
+    if kept != flat.dtype:
+        return state.fresh(RESIDUAL, flat, kept), flat
     return bucket.give() if flat is bucket.flat else flat, state.fresh(RESIDUAL, flat)
 
 

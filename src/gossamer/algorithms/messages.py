@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.buckets import Bucket
-from gossamer.codecs.cast import narrow_into
+from gossamer.codecs.wire import narrow_into
 from gossamer.comm.ops import Flow, wait
 from gossamer.memory import is_momentary, momentary, portions
 

@@ -1,7 +1,6 @@
 """Parts: the flow in which every worker averages one part of a tensor, and everything travels encoded."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,8 +11,8 @@ from torch.nn.functional import pad
 
 from gossamer.algorithms.base import Context
 from gossamer.codecs.base import Codec
+from gossamer.codecs.residual import keep
 from gossamer.comm.ops import SMALL, AllGather, AllToAll, Flow, all_gather, start, wait
-from gossamer.memory import wide
 
 _ALIGNMENT = 64  # elements; a part begins at a whole byte of every code, and at a cache line
 
@@ -46,12 +45,11 @@ def scatter_reduce(
     rest: Tensor | None,
     feedback: Feedback = Feedback(),
     gather_below: int = SMALL,
-    on_rest: Callable[[], None] = lambda: None,
 ) -> Flow[list[Tensor]]:
     """The mean of ``flat + owed`` over several workers into ``mean``; what this worker owes from now on into ``rest``.
 
-    With all ``feedback``, ``rest`` may be ``flat`` itself: no element of it is read once its remainder is written. ``mean`` may
-    be the same memory, too, if ``on_rest`` copies the remainder: it is called when that is complete, and ``mean`` is not begun.
+    With all ``feedback``, ``rest`` may be ``flat`` itself: no element of it is read once its remainder is written. Or ``mean``
+    may be, which is begun when all remainders are written. ``owed`` and ``rest`` may have fewer bits.
 
     Long tensors go in pieces: one is encoded or decoded while those before it are on the wire. A tensor of which at most
     ``gather_below`` bytes arrive is gathered whole from all workers instead, in one round of messages.
@@ -61,7 +59,7 @@ def scatter_reduce(
     if rest is not None and not feedback.all:
         rest.zero_()  # nobody writes all of it
     if (ctx.world - 1) * payload_bytes(codec, flat.numel(), flat.dtype) <= gather_below:
-        yield from Piece(codec, ctx, index, feedback, flat, owed, mean, rest).gather(on_rest)
+        yield from Piece(codec, ctx, index, feedback, flat, owed, mean, rest).gather()
         return []  # a sum of payloads may overflow, each of which is finite
     size = elements_per_piece(codec, flat.numel(), flat.dtype)
     pieces = []
@@ -76,7 +74,6 @@ def scatter_reduce(
         if number >= _AHEAD:
             arrived = yield wait(scattered.popleft())
             gathered.append((yield start(AllGather(pieces[number - _AHEAD].reduce(arrived)))))
-    on_rest()
     witnesses: list[Tensor] = []
     for piece, handle in zip(pieces, gathered, strict=True):
         payloads = yield wait(handle)
@@ -167,17 +164,15 @@ class Piece:
         """The payload for ``rank``."""
         seed = self.ctx.seed(self.index, rank)
         # Whoever remembers: where parts were cut differently, or nobody used a parameter, anyone may owe anywhere.
-        owed = None if self.owed is None else wide(self._at(rank, self.owed))
+        owed = None if self.owed is None else self._at(rank, self.owed)
         rest = self._at(rank, self.rest) if self.feedback.worker and self.rest is not None else None
         return _encode(self.codec, self._at(rank, self.flat), owed, seed, rest, self.parts.size)
 
-    def gather(self, on_rest: Callable[[], None]) -> Flow[None]:
+    def gather(self) -> Flow[None]:
         """Whole, from all workers to all, once: who averages has nothing more to encode, so nothing more to lose."""
         numel, seed = self.flat.numel(), self.ctx.seed(self.index, self.ctx.rank)
-        owed = None if self.owed is None else wide(self.owed)
         rest = self.rest if self.feedback.worker else None
-        payloads = yield from all_gather(_encode(self.codec, self.flat, owed, seed, rest, numel))
-        on_rest()
+        payloads = yield from all_gather(_encode(self.codec, self.flat, self.owed, seed, rest, numel))
         self.mean.zero_()
         for payload in payloads:
             self.codec.add_decoded(payload, self.mean)
@@ -194,9 +189,12 @@ class Piece:
         total /= ctx.world
         seed = ctx.seed(self.index, ctx.world)
         rest = self._at(ctx.rank, self.rest) if self.feedback.server and self.rest is not None else None
-        payload = _encode(self.codec, total[: mine.numel()], None, seed, rest, parts.size)
-        if rest is not None:
-            rest *= ctx.world  # the mean lacks this much, so the sum lacks p times as much
+        left = rest if rest is None or rest.dtype == total.dtype else torch.empty_like(total[: mine.numel()])
+        payload = _encode(self.codec, total[: mine.numel()], None, seed, left, parts.size)
+        if rest is not None and left is not None:
+            left *= ctx.world  # the mean lacks this much, so the sum lacks p times as much
+            if left is not rest:
+                keep(left, rest, seed)
         return payload
 
     def assemble(self, gathered: Tensor) -> None:
@@ -219,5 +217,5 @@ def _encode(codec: Codec, part: Tensor, owed: Tensor | None, seed: int, rest: Te
     if part.numel() == size:
         return codec.encode_keeping(part, owed, seed, rest)
     payload, left = codec.encode_rest(whole(part, size), None if owed is None else whole(owed, size), seed)
-    rest.copy_(left[: rest.numel()])
+    keep(left[: rest.numel()], rest, seed)
     return payload

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -15,11 +15,11 @@ from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.lossy import Lossy, turn_over
 from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
-from gossamer.codecs.cast import Wire, check_wire
-from gossamer.codecs.residual import keep_back
+from gossamer.codecs.residual import keep
+from gossamer.codecs.wire import Wire, check_wire
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.errors import ConfigurationError
-from gossamer.memory import wide
+from gossamer.memory import portion, wide
 from gossamer.state import RESIDUAL, State
 
 FACTOR = "right factor"
@@ -34,8 +34,8 @@ class PowerSGD(Lossy):
     would not make smaller, and vectors, are all-reduced exactly.
 
     Two all-reduces per bucket, one after the other, so twice the messages of an exact one; together ``rank``·(m+n)
-    elements per matrix, in full precision. Memory: one residual per element (``residual="bf16"``: in 16 bits). Compute: four
-    products with thin matrices and a QR decomposition.
+    elements per matrix, in full precision. Memory: one residual per element, in 16 bits (``residual="fp32"``: in full
+    precision). Compute: four products with thin matrices and a QR decomposition.
 
     Not the choice for models of vectors or tiny matrices, or where computation, not the network, is what is short; nor
     with Adam, which makes large what little there is outside of these directions: the GPT ends 0.5 nats behind. With SGD
@@ -46,7 +46,7 @@ class PowerSGD(Lossy):
     """
 
     rank: int = 2
-    residual: Wire = "fp32"
+    residual: Wire = "bf16"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,30 +75,32 @@ class PowerSGD(Lossy):
             return (yield from self.among_one(bucket, state, ctx))
         flat = wide(bucket.flat)
         owed = state.get(RESIDUAL)
-        # In place: what is sent is subtracted later, and the rest is what is remembered.
-        wanted, result = turn_over(bucket, flat, state, self.residual)
-        if result is wanted:  # what is subtracted is written there first
-            result = bucket.fresh() if flat is bucket.flat else torch.empty_like(flat)
-        if owed is not None:
-            wanted.add_(owed)
+        rest, result = turn_over(bucket, flat, state, self.residual)
+        wanted = flat if owed is None else flat.add_(owed)
         thin = [segment for segment in bucket.segments if self.shrinks(segment.shape)]
         exact = [segment for segment in bucket.segments if not self.shrinks(segment.shape)]
         matrices = [matrix(segment, wanted) for segment in thin]
         rights = [self._right(segment, m, state) for segment, m in zip(thin, matrices, strict=True)]
         lefts = [m @ right for m, right in zip(matrices, rights, strict=True)]
-        lefts, rest = yield from self._mean(lefts, [place(segment, wanted) for segment in exact], ctx)
+        lefts, means = yield from self._mean(lefts, [place(segment, wanted) for segment in exact], ctx)
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights, _ = yield from self._mean([m.T @ left for m, left in zip(matrices, lefts, strict=True)], [], ctx)
         for segment, right in zip(thin, rights, strict=True):
             # A copy, with memory of its own: products may differ in the last bits where it begins elsewhere after loading.
             state.set_extra(FACTOR, right.clone(), segment.name)
-        for segment, value in zip(exact, rest, strict=True):
+        for segment, value in zip(exact, means, strict=True):
+            place(segment, rest).zero_()
             place(segment, result).copy_(value)
-            place(segment, wanted).zero_()
-        for segment, left, right in zip(thin, lefts, rights, strict=True):
-            put(segment, result, left @ right.T)
-            place(segment, wanted).sub_(place(segment, result))
-        keep_back(state, wanted, self.residual)
+        for number, (segment, left, right) in enumerate(zip(thin, lefts, rights, strict=True)):
+            seed = ctx.seed(bucket.index, number)
+            mine, kept, mean = (place(segment, memory) for memory in (wanted, rest, result))
+            for elements, values in products(segment, wanted, left, right):
+                if kept.dtype == mine.dtype:  # it is the same memory
+                    kept[elements].sub_(values)
+                else:
+                    keep(mine[elements].sub_(values), kept[elements], seed + elements.start)
+                mean[elements].copy_(values)
+        state[RESIDUAL] = rest
         return result.to(bucket.flat.dtype)
 
     def _right(self, segment: Segment, like: Tensor, state: State) -> Tensor:
@@ -146,6 +148,17 @@ def matrix(segment: Segment, flat: Tensor) -> Tensor:
     return segment.view(flat).reshape(segment.shape[0], -1)
 
 
-def put(segment: Segment, flat: Tensor, value: Tensor) -> None:
-    """Write a matrix to the parameter's place."""
-    segment.view(flat).copy_(value.view(segment.shape))
+def products(segment: Segment, flat: Tensor, left: Tensor, right: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """left·rightᵀ, of a parameter that lies in ``flat``: which elements of its memory, and their values, a
+    :func:`~gossamer.memory.portion` of rows at a time."""
+    if not segment.view(flat).is_contiguous():
+        values = left.new_empty(segment.numel)
+        values.as_strided(segment.shape, segment.stride).copy_((left @ right.T).view(segment.shape))
+        yield slice(0, segment.numel), values
+        return
+    columns = len(right)
+    begin = 0
+    for rows in left.split(max(1, portion(place(segment, flat)) // columns)):
+        values = (rows @ right.T).view(-1)
+        yield slice(begin, begin + values.numel()), values
+        begin += values.numel()

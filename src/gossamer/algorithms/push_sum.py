@@ -9,7 +9,8 @@ from torch import Tensor
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.meeting import Meeting
 from gossamer.buckets import Bucket
-from gossamer.codecs.cast import Wire, check_wire, wire_codec
+from gossamer.codecs.cast import wire_codec
+from gossamer.codecs.wire import Wire, check_wire
 from gossamer.comm.digraph import digraph
 from gossamer.comm.ops import Flow, Push, start, wait
 from gossamer.comm.topology import OnePeerExponential, Pattern

@@ -10,8 +10,8 @@ from gossamer.algorithms.base import Context
 from gossamer.algorithms.meeting import Meeting, check_ahead
 from gossamer.algorithms.messages import add_difference
 from gossamer.buckets import Bucket
-from gossamer.codecs.cast import check_choice
 from gossamer.codecs.modulo import ModuloGrid, reach, scale_blocks
+from gossamer.codecs.wire import check_choice
 from gossamer.comm.ops import Flow, Permute, maximum, start, wait
 from gossamer.comm.topology import Dissemination, Topology
 from gossamer.memory import wide

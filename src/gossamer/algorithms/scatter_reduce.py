@@ -10,9 +10,8 @@ from gossamer.algorithms.lossy import Lossy, check_codec, turn_over
 from gossamer.algorithms.parts import Feedback, scatter_reduce
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
-from gossamer.codecs.cast import Wire, check_wire
 from gossamer.codecs.quantize import Quantize
-from gossamer.codecs.residual import keep_back, stays_as_it_is
+from gossamer.codecs.wire import Wire, check_wire, narrowed
 from gossamer.comm.ops import SMALL, Flow
 from gossamer.memory import wide
 from gossamer.state import RESIDUAL, State
@@ -29,7 +28,7 @@ class ScatterReduce(Lossy):
     Per bucket and step 2·(p−1)/p of the encoded gradient (with 8 bits, a quarter of an all-reduce), in two rounds of
     messages. A bucket of which a worker would receive at most ``gather_below`` bytes goes whole from all to all, once:
     messages that wait for each other also wait for what is queued before them. All workers decode the same payloads, so they
-    stay bit-identical. Memory: one residual per element (``residual="bf16"``: in 16 bits).
+    stay bit-identical. Memory: one residual per element, in 16 bits (``residual="fp32"``: in full precision).
 
     Not the choice when messages, not bytes, are what costs: p−1 small ones go out twice per bucket. With 8 or 4 bits
     training ends where an all-reduce does; with ``Sign()``, which lets out large values over many steps, it does not
@@ -41,7 +40,7 @@ class ScatterReduce(Lossy):
     codec: Codec = field(default_factory=Quantize)
     worker_feedback: bool = True
     server_feedback: bool = True
-    residual: Wire = "fp32"
+    residual: Wire = "bf16"
     gather_below: int = SMALL
 
     def __post_init__(self) -> None:
@@ -66,16 +65,13 @@ class ScatterReduce(Lossy):
         else:
             rest = None
             if feedback.any:
-                rest = state.fresh(RESIDUAL, flat) if stays_as_it_is(flat, self.residual) else torch.empty_like(flat)
+                rest = state.fresh(RESIDUAL, flat, narrowed(flat.dtype, self.residual))
             mean = bucket.fresh() if flat is bucket.flat else torch.empty_like(flat)
-
-        def keep() -> None:
-            if rest is not None:
-                keep_back(state, rest, self.residual)
-
         witnesses = yield from scatter_reduce(
-            flat, owed, self.codec, ctx, bucket.index, mean, rest, feedback, self.gather_below, keep
+            flat, owed, self.codec, ctx, bucket.index, mean, rest, feedback, self.gather_below
         )
-        if witnesses and rest is not None and state.written(RESIDUAL) is rest and flat is bucket.flat:
-            state.vouch(witnesses, mean, rest)  # narrower ones may overflow
+        if rest is not None:
+            state[RESIDUAL] = rest
+            if witnesses and flat is bucket.flat:  # narrower means may overflow
+                state.vouch(witnesses, mean, rest)
         return mean.to(bucket.flat.dtype)

@@ -21,6 +21,7 @@ from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK
 from gossamer.codecs.kernels import chunk_norms, kernels_for
 from gossamer.codecs.modulo import BLOCK as MODULO_BLOCK
 from gossamer.codecs.modulo import ModuloGrid
+from gossamer.codecs.residual import accumulate
 
 COPY = "memory copy"
 CODECS: Mapping[str, Codec] = {
@@ -49,6 +50,7 @@ class Memory:
         self.x = torch.randn(numel, generator=generator).to(device)
         self.residual = 0.01 * self.x.flip(0)
         self.rest, self.out = torch.zeros_like(self.x), torch.zeros_like(self.x)
+        self.narrow_residual, self.narrow_rest = self.residual.bfloat16(), self.rest.bfloat16()
 
 
 def fused(codec: Codec, memory: Memory) -> dict[str, Callable[[], object]]:
@@ -59,7 +61,7 @@ def fused(codec: Codec, memory: Memory) -> dict[str, Callable[[], object]]:
         if isinstance(codec, Quantize):
             kernels.quantize(memory.x, residual, codec.grid, 1, payload, rest)
         elif isinstance(codec, Sign):
-            kernels.sign(memory.x, residual, codec.blocks, payload, rest)
+            kernels.sign(memory.x, residual, codec.blocks, 1, payload, rest)
 
     def decode(add: bool) -> None:
         if isinstance(codec, Quantize):
@@ -68,7 +70,8 @@ def fused(codec: Codec, memory: Memory) -> dict[str, Callable[[], object]]:
             kernels.unsign(payload, memory.out, codec.blocks, add)
 
     return {
-        "encode with feedback": lambda: encode(memory.residual, memory.rest),
+        "encode with feedback": lambda: encode(memory.narrow_residual, memory.narrow_rest),
+        "encode with feedback in full precision": lambda: encode(memory.residual, memory.rest),
         "encode": lambda: encode(None, None),
         "decode": lambda: decode(False),
         "decode and add": lambda: decode(True),
@@ -76,15 +79,15 @@ def fused(codec: Codec, memory: Memory) -> dict[str, Callable[[], object]]:
 
 
 def whole(codec: Codec, memory: Memory) -> dict[str, Callable[[], object]]:
-    """A codec as algorithms call it, bucket by bucket; every bucket's new rest replaces its old one."""
-    buckets = memory.x.split(BUCKET // 4)
-    rests = [rest.clone() for rest in memory.residual.split(BUCKET // 4)]
-    outs = memory.out.split(BUCKET // 4)
+    """A codec as algorithms call it, bucket by bucket; every bucket's new rest takes turns with its old one."""
+    buckets, outs = (tensor.split(BUCKET // 4) for tensor in (memory.x, memory.out))
+    owed, rests = ([rest.clone() for rest in memory.narrow_residual.split(BUCKET // 4)] for _ in range(2))
     payloads = [codec.encode(bucket) for bucket in buckets]
 
     def encode() -> None:
         for index, bucket in enumerate(buckets):
-            payloads[index], rests[index] = codec.encode_rest(bucket, rests[index], index)
+            payloads[index] = codec.encode_keeping(bucket, owed[index], index, rests[index])
+            owed[index], rests[index] = rests[index], owed[index]
 
     def add() -> None:
         for payload, out in zip(payloads, outs, strict=True):
@@ -107,7 +110,10 @@ def modulo(bits: int, memory: Memory) -> dict[str, Callable[[], object]]:
 def works(memory: Memory, sparse: bool) -> dict[tuple[str, str], Callable[[], object]]:
     """Everything that is timed, by codec and kernel."""
     found: dict[tuple[str, str], Callable[[], object]] = {(COPY, "copy"): lambda: memory.out.copy_(memory.x)}
-    found["chunk norms", "with feedback"] = lambda: chunk_norms(memory.x, memory.residual, CHUNK)
+    found["chunk norms", "of the sum with a residual"] = lambda: chunk_norms(memory.x, memory.residual, CHUNK)
+    found["chunk norms", "adding a residual"] = lambda: accumulate(
+        memory.x, memory.narrow_residual, CHUNK, 1, memory.narrow_rest
+    )
     for name, codec in CODECS.items():
         found |= {(name, kernel): work for kernel, work in (fused(codec, memory) | whole(codec, memory)).items()}
     for name, bits in PLACES.items():

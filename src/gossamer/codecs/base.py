@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossamer.codecs.residual import keep
 from gossamer.codecs.rounding import finite_or
 from gossamer.state import State
 
@@ -44,16 +45,18 @@ class Codec(ABC):
     def encode_rest(self, tensor: Tensor, residual: Tensor | None, seed: int = 0) -> tuple[Tensor, Tensor]:
         """The payload of ``tensor + residual``, and the rest that it does not carry (like ``tensor``, newly made).
 
-        The rest is always finite: where a value, or what it decodes to, is not, the residual stays as it was.
+        The rest is always finite: where a value, or what it decodes to, is not, the residual stays as it was. That may have
+        fewer bits than the tensor.
         """
         wanted = tensor.clone() if residual is None else tensor + residual
         payload = self.encode(wanted, seed)
         return payload, finite_or(wanted.sub_(self.decode(payload, wanted.numel(), wanted.dtype)), residual)
 
     def encode_keeping(self, tensor: Tensor, residual: Tensor | None, seed: int, rest: Tensor) -> Tensor:
-        """The payload of :meth:`encode_rest`; the rest goes into ``rest``, which may be ``tensor`` itself."""
+        """The payload of :meth:`encode_rest`; the rest goes into ``rest``, which may be ``tensor`` itself, or have fewer bits
+        (:func:`~gossamer.codecs.residual.keep`)."""
         payload, left = self.encode_rest(tensor, residual, seed)
-        rest.copy_(left)
+        keep(left, rest, seed)
         return payload
 
     def decode_into(self, payload: Tensor, out: Tensor) -> None:

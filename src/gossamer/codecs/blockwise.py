@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer.codecs.base import Codec
-from gossamer.codecs.kernels import single
+from gossamer.codecs.kernels import as_kept, single
 from gossamer.codecs.kernels.layout import Blocks
 from gossamer.codecs.rounding import finite_or
 
@@ -23,7 +23,7 @@ class Blockwise(Codec):
 
     @abstractmethod
     def write(self, x: Tensor, residual: Tensor | None, seed: int, payload: Tensor, rest: Tensor | None) -> None:
-        """Encode fp32 ``x + residual`` into ``payload``; what it does not carry into ``rest``."""
+        """Encode fp32 ``x + residual`` into ``payload``; what it does not carry into ``rest``. These may be bfloat16."""
 
     @abstractmethod
     def read(self, payload: Tensor, values: Tensor, add: bool) -> None:
@@ -44,14 +44,15 @@ class Blockwise(Codec):
             return super().encode_rest(tensor, residual, seed)
         x = single(tensor)
         payload, rest = self.blocks.empty(x), torch.empty_like(x)
-        self.write(x, None if residual is None else single(residual), seed, payload, rest)
+        self.write(x, None if residual is None else as_kept(residual), seed, payload, rest)
         return payload, rest if rest.dtype == tensor.dtype else finite_or(rest.to(tensor.dtype), residual)
 
     def encode_keeping(self, tensor: Tensor, residual: Tensor | None, seed: int, rest: Tensor) -> Tensor:
-        if not (_as_kernels_take(tensor) and _as_kernels_take(rest)):
+        narrow = rest.dtype == torch.bfloat16 and rest.is_contiguous()
+        if not (_as_kernels_take(tensor) and (narrow or _as_kernels_take(rest))):
             return super().encode_keeping(tensor, residual, seed, rest)
         payload = self.blocks.empty(tensor)
-        self.write(tensor.detach(), None if residual is None else single(residual), seed, payload, rest)
+        self.write(tensor.detach(), None if residual is None else as_kept(residual), seed, payload, rest)
         return payload
 
     def decode_into(self, payload: Tensor, out: Tensor) -> None:

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from gossamer.codecs.base import Codec
-from gossamer.codecs.cast import Wire, check_wire
 from gossamer.codecs.contraction import check_contracts, check_hashable
 from gossamer.codecs.quantize import Quantize
-from gossamer.codecs.residual import keep_back
+from gossamer.codecs.wire import Wire, check_wire, narrowed
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
 from gossamer.state import State
@@ -19,10 +18,10 @@ from gossamer.state import State
 class ErrorFeedback(Codec):
     """``ErrorFeedback(codec)``: nothing is lost, only late. Same bytes on the wire as ``codec``.
 
-    Memory: one ``residual`` per element, in full precision by default (fp32 for tensors of 16 bits, which are encoded as fp32
-    ones are, so that nothing is rounded on the way), or in 16 bits. What a residual of 16 bits rounds away is lost; with
-    ``"bf16"`` that is at most 1/256 of it per step. A residual is always finite: a step that overflowed leaves it as it was,
-    and ``"fp16"`` cuts it off at 65504.
+    Memory: one ``residual`` per element. Tensors of 16 bits are encoded as fp32 ones are. ``"bf16"`` rounds what it keeps up or
+    down at random, by at most 1/128 of it per step, and by nothing on average (``seed`` has to be another one in each step);
+    ``"fp16"`` to the nearest number, and cuts it off at 65504; ``"fp32"`` keeps full precision in twice the memory. A residual
+    is always finite: a step that overflowed leaves it as it was.
 
     Not around codecs of which it would remember more and more (``RandomK(unbiased=True)``).
 
@@ -30,7 +29,7 @@ class ErrorFeedback(Codec):
     """
 
     codec: Codec = field(default_factory=Quantize, kw_only=False)
-    residual: Wire = "fp32"
+    residual: Wire = "bf16"
 
     def __post_init__(self) -> None:
         if isinstance(self.codec, ErrorFeedback):
@@ -71,6 +70,9 @@ class ErrorFeedback(Codec):
 
     def send(self, tensor: Tensor, state: State, key: str, seed: int = 0) -> Tensor:
         flat, owed = wide(tensor), state.get(key)
-        payload, rest = self.codec.encode_rest(flat, None if owed is None else owed.to(flat.dtype), seed)
-        keep_back(state, rest, self.residual, key)
+        if owed is not None and owed.dtype.itemsize > flat.dtype.itemsize:
+            owed = owed.to(flat.dtype)
+        rest = state.fresh(key, flat, narrowed(flat.dtype, self.residual))
+        payload = self.codec.encode_keeping(flat, owed, seed, rest)
+        state[key] = rest
         return payload

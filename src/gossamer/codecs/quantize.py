@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from gossamer.codecs.blockwise import Blockwise
-from gossamer.codecs.cast import check_choice
 from gossamer.codecs.kernels import kernels_for
 from gossamer.codecs.kernels.layout import Grid
 from gossamer.codecs.rounding import check_block, largest, rounding_of, smallest
+from gossamer.codecs.wire import check_choice
 
 Bits = Literal[8, 4, 2]
 Scheme = Literal["minmax", "symmetric"]

@@ -1,25 +1,53 @@
 """Residual: what was not sent, in the type in which it is kept."""
 
+import torch
 from torch import Tensor
 
-from gossamer.codecs.cast import Wire, narrow_into, wire_codec
-from gossamer.state import RESIDUAL, State
+from gossamer.codecs.kernels import as_kept, chunk_norms, kernels_for, single
+from gossamer.codecs.wire import limited, narrow_into
 
 
-def stays_as_it_is(rest: Tensor, residual: Wire) -> bool:
-    """Whether a remainder has the type already in which it is kept."""
-    return wire_codec(residual).wire_dtype(rest.dtype) == rest.dtype
+def keep(values: Tensor, out: Tensor, seed: int) -> None:
+    """Write what remains to where it is kept, flat tensors both, in the type of that.
 
-
-def keep_back(state: State, rest: Tensor, residual: Wire, key: str = RESIDUAL) -> None:
-    """Remember ``rest`` as what is owed, in the type in which that is kept: itself, if it is that already.
-
-    What is too large for that type is kept as the largest that it has: one worker alone must not come to inf, for which all
-    would have to forget this step.
+    To bfloat16 it is rounded up or down at random (``seed``), so that nothing is lost on average: rounded to the nearest
+    number, a large remainder of which a little is sent in every step would stay as it is for ever. To fp16 it is rounded to
+    the nearest. What is too large is kept as the largest number that there is: one worker alone must not come to inf, for
+    which all would have to forget this step.
     """
-    if stays_as_it_is(rest, residual):
-        state[key] = rest
-        return
-    dtype = wire_codec(residual).wire_dtype(rest.dtype)
-    state[key] = narrow = state.fresh(key, rest, dtype)
-    narrow_into(narrow, rest)
+    if _is_kernels(out) and out.dtype != values.dtype:
+        if values.dtype == torch.float64:
+            values = limited(values, torch.finfo(torch.float32).max)
+        kernels_for(out.device).narrow(single(values), out, seed)
+    elif out.dtype.itemsize < values.dtype.itemsize:
+        narrow_into(out, values)
+    else:
+        out.copy_(values)
+
+
+def rounded(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+    """Flat values in this type, as :func:`keep` writes them: themselves, if they have it."""
+    if values.dtype == dtype:
+        return values
+    out = torch.empty_like(values, dtype=dtype)
+    keep(values, out, seed)
+    return out
+
+
+def accumulate(x: Tensor, residual: Tensor, chunk: int, seed: int, out: Tensor) -> Tensor:
+    """Write ``x + residual`` to ``out`` by :func:`keep`. ``out`` may be ``x``.
+
+    Returns ``float32[ceil(n/chunk)]``: the L1 norms of x + residual + x, by chunk, which chunks will have next time if nothing
+    of them is sent and as much is added again. In one pass where ``x`` is contiguous fp32, and ``out`` that or bfloat16.
+    """
+    if x.dtype == torch.float32 and x.is_contiguous() and (_is_kernels(out) or out.dtype == torch.float32):
+        return kernels_for(x.device).accumulate(x, as_kept(residual), chunk, seed, out)
+    after = x + residual
+    norms = chunk_norms(after, x, chunk)
+    keep(after, out, seed)
+    return norms
+
+
+def _is_kernels(out: Tensor) -> bool:
+    """Whether it is the kernels that round to it."""
+    return out.dtype == torch.bfloat16 and out.is_contiguous()

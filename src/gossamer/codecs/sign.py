@@ -32,7 +32,7 @@ class Sign(Blockwise):
         return Blocks(1, 1, self.block)
 
     def write(self, x: Tensor, residual: Tensor | None, seed: int, payload: Tensor, rest: Tensor | None) -> None:
-        kernels_for(x.device).sign(x, residual, self.blocks, payload, rest)
+        kernels_for(x.device).sign(x, residual, self.blocks, seed, payload, rest)
 
     def read(self, payload: Tensor, values: Tensor, add: bool) -> None:
         kernels_for(payload.device).unsign(payload, values, self.blocks, add)

@@ -13,6 +13,7 @@ from gossamer.checks import is_whole
 from gossamer.codecs.base import Codec
 from gossamer.codecs.quantize import Quantize
 from gossamer.codecs.sign import Sign
+from gossamer.codecs.wire import Wire
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide, widened
 from gossamer.optim.adam import adam_steps, check_adam
@@ -44,7 +45,7 @@ class OneBitAdam(Communicating):
 
     Bytes per step in the second phase: 1/32 of an all-reduce with the sign codec, plus its scales. Communication
     comes after backward and overlaps with nothing but itself. Memory: momentum, variance and its root, one residual per
-    element.
+    element, in 16 bits (``residual="fp32"``: in full precision).
 
     Give it to :func:`gossamer.replicate` without an algorithm. Gradients that ``clip_grad_norm_`` sees are this worker's.
 
@@ -69,6 +70,7 @@ class OneBitAdam(Communicating):
         tolerance: float = 0.04,
         floor: float = 0.1,
         codec: Codec | None = None,
+        residual: Wire = "bf16",
         bucket_bytes: int = 2 * 2**20,
     ) -> None:
         for name, value in {"tolerance": tolerance, "floor": floor}.items():
@@ -77,7 +79,8 @@ class OneBitAdam(Communicating):
             raise ConfigurationError(f"warmup must be a number of steps, at least 1, or None to find its end; got {warmup!r}")
         if not is_whole(interval, 1):
             raise ConfigurationError(f"interval must be a number of steps, at least 1; got {interval!r}")
-        self._algorithm = ScatterReduce(codec=self.default_codec() if codec is None else codec, bucket_bytes=bucket_bytes)
+        codec = self.default_codec() if codec is None else codec
+        self._algorithm = ScatterReduce(codec=codec, residual=residual, bucket_bytes=bucket_bytes)
         self._warmup, self._interval, self._tolerance, self._floor = warmup, interval, tolerance, floor
         # Constant once the variance is frozen; made again from it after loading, so not saved.
         self._inverse_roots: dict[Tensor, Tensor | None] = {}

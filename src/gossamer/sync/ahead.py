@@ -59,7 +59,7 @@ class Ahead:
             lay(*columns, self._memory(bucket).numpy(), bucket.flat.view(shown).numpy(), np.float32(by))
         else:
             before, now = self._weights(bucket, members)
-            torch._foreach_lerp_(before, now, 1 + by)
+            _move_beyond(before, now, by)
             places = self._places[bucket.index]
             laid = [member if place is None else place for place, member in zip(places, members, strict=True)]
             torch._foreach_copy_(bucket.views, laid)
@@ -68,7 +68,9 @@ class Ahead:
         places = self._places[bucket.index] if bucket.index in self._remembered else [None] * len(members)
         for index in only:
             before, now = places[index], members[index]
-            bucket.views[index].copy_(now if before is None else before.lerp_(now, 1 + by))
+            if before is not None:
+                _move_beyond([before], [now], by)
+            bucket.views[index].copy_(now if before is None else before)
 
     @staticmethod
     def _memory(bucket: Bucket) -> Tensor:
@@ -90,6 +92,13 @@ class Ahead:
         pairs = zip(self._places[bucket.index], members, strict=True)
         chosen = [(place, member) for place, member in pairs if place is not None]
         return [place for place, _ in chosen], [member for _, member in chosen]
+
+
+def _move_beyond(before: list[Tensor], now: list[Tensor], by: float) -> None:
+    """before ← now + by·(now − before), as the loops round it: ``lerp`` may fuse a product and a sum, or not, by processor."""
+    torch._foreach_sub_(before, now)
+    torch._foreach_mul_(before, -by)
+    torch._foreach_add_(before, now)
 
 
 def is_weight(name: str) -> bool:

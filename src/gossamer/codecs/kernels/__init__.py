@@ -19,9 +19,10 @@ from gossamer.codecs.kernels.layout import Blocks, Grid
 
 
 class Kernels(Protocol):
-    """What a kernel module offers. Tensors are flat, contiguous and fp32 (payloads: uint8), all on one device.
+    """What a kernel module offers. Tensors are flat, contiguous and fp32 (payloads: uint8), all on one device; ``residual``,
+    ``rest`` and ``out`` of ``accumulate`` and ``narrow`` may be bfloat16.
 
-    ``payload`` and ``rest`` are filled; a ``rest`` of None is not wanted. See ``reference`` for what each one computes.
+    ``payload``, ``rest`` and ``out`` are filled; a ``rest`` of None is not wanted. See ``reference`` for what each computes.
     """
 
     def quantize(
@@ -30,13 +31,17 @@ class Kernels(Protocol):
 
     def dequantize(self, payload: Tensor, out: Tensor, grid: Grid, add: bool) -> None: ...
 
-    def sign(self, x: Tensor, residual: Tensor | None, blocks: Blocks, payload: Tensor, rest: Tensor | None) -> None: ...
+    def sign(
+        self, x: Tensor, residual: Tensor | None, blocks: Blocks, seed: int, payload: Tensor, rest: Tensor | None
+    ) -> None: ...
 
     def unsign(self, payload: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None: ...
 
     def chunk_norms(self, x: Tensor, residual: Tensor | None, chunk: int) -> Tensor: ...
 
-    def accumulate(self, x: Tensor, residual: Tensor, chunk: int) -> Tensor: ...
+    def accumulate(self, x: Tensor, residual: Tensor, chunk: int, seed: int, out: Tensor) -> Tensor: ...
+
+    def narrow(self, values: Tensor, out: Tensor, seed: int) -> None: ...
 
     def modulo_pack(self, values: Tensor, steps: Tensor, bits: int, factors: Tensor, codes: Tensor, sums: Tensor) -> Tensor: ...
 
@@ -92,18 +97,6 @@ def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
     return kernels_for(x.device).chunk_norms(single(x), None if residual is None else single(residual), chunk)
 
 
-def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
-    """Add ``residual`` to ``x`` in place. Returns ``float32[ceil(n/chunk)]``: the L1 norms of x after + x before, by chunk.
-
-    The norms that chunks will have next time, if nothing of them is sent and as much is added again. In one pass for
-    contiguous fp32.
-    """
-    if x.dtype == torch.float32 and x.is_contiguous():
-        return kernels_for(x.device).accumulate(x, single(residual), chunk)
-    before = x.clone()
-    return chunk_norms(x.add_(residual), before, chunk)
-
-
 def kernels_of(values: Tensor) -> Kernels:
     """The fastest kernels that take a flat tensor as it is: the reference, if it is not contiguous fp32."""
     single_precision = values.dtype == torch.float32 and values.is_contiguous()
@@ -113,3 +106,8 @@ def kernels_of(values: Tensor) -> Kernels:
 def single(tensor: Tensor) -> Tensor:
     """The tensor as contiguous fp32: itself, if it is that already."""
     return tensor.detach().to(torch.float32).contiguous()
+
+
+def as_kept(residual: Tensor) -> Tensor:
+    """A residual as kernels take it: contiguous, bfloat16 or fp32; itself, if it is that already."""
+    return residual.detach().contiguous() if residual.dtype == torch.bfloat16 else single(residual)

@@ -1,5 +1,7 @@
 """CPU kernels: entry points on tensors; the loops are compiled by numba at their first use (and kept on disk)."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -7,22 +9,36 @@ from torch import Tensor
 from gossamer.codecs.kernels.cpu_modulo import difference_all, pack_all
 from gossamer.codecs.kernels.cpu_numba import Array
 from gossamer.codecs.kernels.cpu_quantize import dequantize_all, quantize_all
-from gossamer.codecs.kernels.cpu_sign import accumulate_all, norms_all, sign_all, unsign_all
-from gossamer.codecs.kernels.layout import Blocks, Grid, keys
+from gossamer.codecs.kernels.cpu_sign import accumulate_all, accumulate_elsewhere, narrow_all, norms_all, sign_all, unsign_all
+from gossamer.codecs.kernels.layout import Blocks, Grid, keys, noise_key
 
 NOTHING = np.empty(0, np.float32)
 
 
 def array(tensor: Tensor | None) -> Array:
-    """The tensor's memory as an array; an empty one for None."""
-    return NOTHING if tensor is None else tensor.detach().numpy()
+    """The tensor's memory as an array, of bfloat16 the bits; an empty one for None."""
+    if tensor is None:
+        return NOTHING
+    return (tensor.detach().view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor.detach()).numpy()
+
+
+def memories(residual: Tensor | None, rest: Tensor | None) -> tuple[Array, Array]:
+    """Both as arrays. One that is not there has the other's type: loops are compiled anew for each pair of types."""
+    owed, left = array(residual), array(rest)
+    return (owed if residual is not None else left[:0]), (left if rest is not None else owed[:0])
+
+
+def noise_of(seed: int) -> Any:
+    """:func:`noise_key` as the loops take it."""
+    return np.uint32(noise_key(seed))
 
 
 def quantize(x: Tensor, residual: Tensor | None, grid: Grid, seed: int, payload: Tensor, rest: Tensor | None) -> None:
     header, packed = map(array, grid.split(payload, x.numel()))
     key1, key2 = map(np.uint32, keys(seed))
-    shape = (grid.block, grid.bits, np.float32(grid.inverse), grid.top, grid.stochastic, key1, key2)
-    quantize_all(array(x), array(residual), header, packed, array(rest), *shape)
+    shape = (grid.block, grid.bits, np.float32(grid.inverse), grid.top, grid.stochastic, key1, key2, noise_of(seed))
+    owed, left = memories(residual, rest)
+    quantize_all(array(x), owed, header, packed, left, *shape)
 
 
 def dequantize(payload: Tensor, out: Tensor, grid: Grid, add: bool) -> None:
@@ -30,9 +46,10 @@ def dequantize(payload: Tensor, out: Tensor, grid: Grid, add: bool) -> None:
     dequantize_all(header, packed, array(out), grid.block, grid.bits, np.float32(grid.top // 2), add)
 
 
-def sign(x: Tensor, residual: Tensor | None, blocks: Blocks, payload: Tensor, rest: Tensor | None) -> None:
+def sign(x: Tensor, residual: Tensor | None, blocks: Blocks, seed: int, payload: Tensor, rest: Tensor | None) -> None:
     header, packed = map(array, blocks.split(payload, x.numel()))
-    sign_all(array(x), array(residual), header, packed, array(rest), blocks.block)
+    owed, left = memories(residual, rest)
+    sign_all(array(x), owed, header, packed, left, blocks.block, noise_of(seed))
 
 
 def unsign(payload: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None:
@@ -46,10 +63,17 @@ def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
     return norms
 
 
-def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
+def accumulate(x: Tensor, residual: Tensor, chunk: int, seed: int, out: Tensor) -> Tensor:
     norms = x.new_empty(-(-x.numel() // chunk))
-    accumulate_all(array(x), array(residual), array(norms), chunk)
+    if out.data_ptr() == x.data_ptr():
+        accumulate_all(array(x), array(residual), array(norms), chunk)
+    else:
+        accumulate_elsewhere(array(x), array(residual), array(out), array(norms), chunk, noise_of(seed))
     return norms
+
+
+def narrow(values: Tensor, out: Tensor, seed: int) -> None:
+    narrow_all(array(values), array(out), noise_of(seed))
 
 
 def modulo_pack(values: Tensor, steps: Tensor, bits: int, factors: Tensor, codes: Tensor, sums: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from gossamer.codecs.kernels.cpu_numba import INF_KEY, Array, exact, order, value_of
+from gossamer.codecs.kernels.cpu_numba import INF_KEY, Array, exact, keep, moved_on, number, order, value_of
 from gossamer.codecs.kernels.layout import HUGE, M1, M2, SHIFT1, SHIFT2, TINY
 
 F32, I32, U32, U8 = np.float32, np.int32, np.uint32, np.uint8
@@ -16,7 +16,7 @@ def take(x: Array, residual: Array, wanted: Array) -> tuple[Any, Any]:
     low, high = I32(0x7FFFFFFF), I32(-0x80000000)
     if residual.size:
         for i in range(x.size):
-            wanted[i] = x[i] + residual[i]
+            wanted[i] = x[i] + number(residual[i])
             key = order(wanted[i])
             low, high = min(low, key), max(high, key)
     else:
@@ -70,18 +70,19 @@ def place_stochastic(
 
 
 @exact
-def keep_rest(wanted: Array, codes: Array, rest: Array, lo: Any, half: Any) -> None:
-    """rest = wanted − what decoding will give, to the bit."""
+def keep_rest(wanted: Array, codes: Array, rest: Array, lo: Any, half: Any, noise: Any) -> None:
+    """rest = wanted − what decoding will give, to the bit, if it is fp32."""
     for i in range(wanted.size):
         part = F32(codes[i]) * half
-        rest[i] = wanted[i] - ((lo + part) + part)
+        keep(rest, i, wanted[i] - ((lo + part) + part), noise)
 
 
 @exact
-def keep_old(residual: Array, rest: Array) -> None:
+def keep_old(residual: Array, rest: Array, noise: Any) -> None:
     """A block that is not finite: the residual stays as it was."""
     if residual.size:
-        rest[:] = residual
+        for i in range(rest.size):
+            keep(rest, i, number(residual[i]), noise)
     else:
         rest[:] = 0
 
@@ -142,6 +143,7 @@ def quantize_all(
     stochastic: bool,
     key1: Any,
     key2: Any,
+    noise: Any,
 ) -> None:
     """Header, codes and rest of ``x + residual``; an empty residual or rest is none."""
     room = min(block, x.size)
@@ -164,9 +166,9 @@ def quantize_all(
         else:
             place_nearest(w, c, origin, start, up, inv, F32(top))
         if rest.size and finite:
-            keep_rest(w, c, rest[begin:end], lo, half)
+            keep_rest(w, c, rest[begin:end], lo, half, moved_on(noise, begin))
         elif rest.size:
-            keep_old(r, rest[begin:end])
+            keep_old(r, rest[begin:end], moved_on(noise, begin))
         codes[end - begin :] = 0
         pack(codes, packed[begin * bits // 8 : (end * bits + 7) // 8], bits)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from gossamer.codecs.kernels.cpu_numba import Array, exact, summing
+from gossamer.codecs.kernels.cpu_numba import Array, exact, keep, moved_on, number, summing
 from gossamer.codecs.kernels.cpu_quantize import keep_old
 from gossamer.codecs.kernels.layout import SHRINK
 
@@ -35,7 +35,19 @@ def accumulated(x: Array, residual: Array) -> Any:
     total = F32(0)
     for i in range(x.size):
         before = x[i]
-        x[i] = after = before + residual[i]
+        x[i] = after = before + number(residual[i])
+        total += abs(after + before)
+    return total
+
+
+@summing
+def accumulated_elsewhere(x: Array, residual: Array, out: Array, noise: Any) -> Any:
+    """x + residual into ``out``, which is not x; sum of |x + residual + x|."""
+    total = F32(0)
+    for i in range(x.size):
+        before = x[i]
+        after = before + number(residual[i])
+        keep(out, i, after, noise)
         total += abs(after + before)
     return total
 
@@ -46,7 +58,7 @@ def take(x: Array, residual: Array, wanted: Array) -> None:
     that they overlap, and which of the two is run, so in which order it would sum, depends on where they lie."""
     if residual.size:
         for i in range(x.size):
-            wanted[i] = x[i] + residual[i] + F32(0)
+            wanted[i] = x[i] + number(residual[i]) + F32(0)
     else:
         for i in range(x.size):
             wanted[i] = x[i] + F32(0)
@@ -75,10 +87,10 @@ def pack_top_bits(bits: Array, out: Array) -> None:
 
 
 @exact
-def keep_sign_rest(wanted: Array, rest: Array, size: Any) -> None:
+def keep_sign_rest(wanted: Array, rest: Array, size: Any, noise: Any) -> None:
     """rest = wanted − its sign times ``size``."""
     for i in range(wanted.size):
-        rest[i] = wanted[i] - (-size if wanted[i] < 0 else size)
+        keep(rest, i, wanted[i] - (-size if wanted[i] < 0 else size), noise)
 
 
 @exact
@@ -95,7 +107,7 @@ TILE = 2**14
 
 
 @exact
-def sign_all(x: Array, residual: Array, header: Array, packed: Array, rest: Array, block: int) -> None:
+def sign_all(x: Array, residual: Array, header: Array, packed: Array, rest: Array, block: int, noise: Any) -> None:
     """Header, signs and rest of ``x + residual``; an empty residual or rest is none."""
     blocks, together = header.shape[1], max(1, TILE // block)
     scratch = np.zeros(min(together * block, x.size) + 8, F32)
@@ -114,9 +126,9 @@ def sign_all(x: Array, residual: Array, header: Array, packed: Array, rest: Arra
         for b in range(first, last if rest.size else first):
             begin, end = b * block, min((b + 1) * block, x.size)
             if np.isnan(header[0, b]):
-                keep_old(residual[begin:end] if residual.size else residual, rest[begin:end])
+                keep_old(residual[begin:end] if residual.size else residual, rest[begin:end], moved_on(noise, begin))
             else:
-                keep_sign_rest(scratch[begin - start : end - start], rest[begin:end], header[0, b])
+                keep_sign_rest(scratch[begin - start : end - start], rest[begin:end], header[0, b], moved_on(noise, begin))
 
 
 @exact
@@ -155,3 +167,18 @@ def accumulate_all(x: Array, residual: Array, norms: Array, chunk: int) -> None:
     for c in range(norms.size):
         begin, end = c * chunk, min((c + 1) * chunk, x.size)
         norms[c] = accumulated(x[begin:end], residual[begin:end])
+
+
+@exact
+def accumulate_elsewhere(x: Array, residual: Array, out: Array, norms: Array, chunk: int, noise: Any) -> None:
+    """x + residual into ``out``, which is not x; sum of |x + residual + x| over each chunk."""
+    for c in range(norms.size):
+        begin, end = c * chunk, min((c + 1) * chunk, x.size)
+        norms[c] = accumulated_elsewhere(x[begin:end], residual[begin:end], out[begin:end], moved_on(noise, begin))
+
+
+@exact
+def narrow_all(values: Array, out: Array, noise: Any) -> None:
+    """The values, with fewer bits if ``out`` has fewer."""
+    for i in range(values.size):
+        keep(out, i, values[i], noise)

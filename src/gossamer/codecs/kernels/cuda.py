@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from gossamer.codecs.kernels import cuda_loops as loops
-from gossamer.codecs.kernels.layout import Blocks, Grid, keys, signed
+from gossamer.codecs.kernels.layout import Blocks, Grid, keys, noise_key, signed
 
 TILE = 4096
 """Elements that one program reads at a time for a chunk's norm."""
@@ -33,13 +33,21 @@ def grid_of(grid: Grid) -> dict[str, Any]:
     return shape_of(grid) | {"bits": grid.bits, "planes": grid.planes, "top": grid.top, "symmetric": grid.symmetric}
 
 
+def bits_or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """The tensor, of bfloat16 its bits; the other one if there is none."""
+    if tensor is None:
+        return other
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
 def quantize(x: Tensor, residual: Tensor | None, grid: Grid, seed: int, payload: Tensor, rest: Tensor | None) -> None:
     header, packed = grid.split(payload, x.numel())
     count = grid.count(x.numel())
-    tensors = (x, x if residual is None else residual, header, packed, x if rest is None else rest)
+    tensors = (x, bits_or(residual, x), header, packed, bits_or(rest, x))
     choice = {"inverse": grid.inverse, "stochastic": grid.stochastic}
     parts = {"has_residual": residual is not None, "has_rest": rest is not None}
-    numbers = (x.numel(), *map(signed, keys(seed)), count)  # int32 for every seed, so that nothing is compiled again
+    words = map(signed, (*keys(seed), noise_key(seed)))  # int32 for every seed, so that nothing is compiled again
+    numbers = (x.numel(), *words, count)
     launch(loops.quantize_kernel, x, count, *tensors, *numbers, **grid_of(grid), **choice, **parts)
 
 
@@ -49,11 +57,12 @@ def dequantize(payload: Tensor, out: Tensor, grid: Grid, add: bool) -> None:
     launch(loops.dequantize_kernel, out, count, header, packed, out, out.numel(), count, **grid_of(grid), add=add)
 
 
-def sign(x: Tensor, residual: Tensor | None, blocks: Blocks, payload: Tensor, rest: Tensor | None) -> None:
+def sign(x: Tensor, residual: Tensor | None, blocks: Blocks, seed: int, payload: Tensor, rest: Tensor | None) -> None:
     header, packed = blocks.split(payload, x.numel())
-    tensors = (x, x if residual is None else residual, header, packed, x if rest is None else rest)
+    tensors = (x, bits_or(residual, x), header, packed, bits_or(rest, x))
     parts = {"has_residual": residual is not None, "has_rest": rest is not None}
-    launch(loops.sign_kernel, x, blocks.count(x.numel()), *tensors, x.numel(), **shape_of(blocks), **parts)
+    numbers = (x.numel(), signed(noise_key(seed)))
+    launch(loops.sign_kernel, x, blocks.count(x.numel()), *tensors, *numbers, **shape_of(blocks), **parts)
 
 
 def unsign(payload: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None:
@@ -62,18 +71,24 @@ def unsign(payload: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None:
 
 
 def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
-    return _norms(x, residual, chunk, adds=False)
+    return _norms(x, residual, chunk, 0, None)
 
 
-def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
-    return _norms(x, residual, chunk, adds=True)
+def accumulate(x: Tensor, residual: Tensor, chunk: int, seed: int, out: Tensor) -> Tensor:
+    return _norms(x, residual, chunk, seed, out)
 
 
-def _norms(x: Tensor, residual: Tensor | None, chunk: int, adds: bool) -> Tensor:
+def _norms(x: Tensor, residual: Tensor | None, chunk: int, seed: int, out: Tensor | None) -> Tensor:
     norms = torch.empty(-(-x.numel() // chunk), dtype=torch.float32, device=x.device)
-    both, parts = (x, x if residual is None else residual), {"has_residual": residual is not None, "adds": adds}
-    launch(loops.norms_kernel, x, norms.numel(), *both, norms, x.numel(), chunk, tile=TILE, **parts)
+    tensors, numbers = (x, bits_or(residual, x), norms, bits_or(out, x)), (x.numel(), signed(noise_key(seed)), chunk)
+    parts = {"has_residual": residual is not None, "adds": out is not None}
+    launch(loops.norms_kernel, x, norms.numel(), *tensors, *numbers, tile=TILE, **parts)
     return norms
+
+
+def narrow(values: Tensor, out: Tensor, seed: int) -> None:
+    numbers = (values.numel(), signed(noise_key(seed)))
+    launch(loops.narrow_kernel, values, -(-values.numel() // TILE), values, bits_or(out, out), *numbers, tile=TILE)
 
 
 def modulo_pack(values: Tensor, steps: Tensor, bits: int, factors: Tensor, codes: Tensor, sums: Tensor) -> Tensor:

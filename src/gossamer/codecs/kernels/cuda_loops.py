@@ -8,7 +8,7 @@ from gossamer.codecs.kernels import layout
 MIX1, MIX2 = tl.constexpr(layout.M1), tl.constexpr(layout.M2)
 SHIFT1, SHIFT2 = tl.constexpr(layout.SHIFT1), tl.constexpr(layout.SHIFT2)
 HUGE, TINY, UP = tl.constexpr(layout.HUGE), tl.constexpr(layout.TINY), tl.constexpr(2.0**64)
-SHRINK = tl.constexpr(layout.SHRINK)
+SHRINK, WEYL = tl.constexpr(layout.SHRINK), tl.constexpr(layout.WEYL)
 
 
 @triton.jit
@@ -22,22 +22,49 @@ def place_of_block(b, numel, block: tl.constexpr, bits: tl.constexpr, planes: tl
     return start, m, place, (byte < m) & (place < length)
 
 
+# Tensors of bfloat16 come as their bits, int16. A residual may be one, and so may what remains.
+
+
+@triton.jit
+def load_number(pointer, here):
+    """Elements of fp32 or bfloat16, as fp32; 0 where there is none."""
+    if pointer.dtype.element_ty == tl.int16:
+        number = (tl.load(pointer, mask=here, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        number = tl.load(pointer, mask=here, other=0.0)
+    return number
+
+
+@triton.jit
+def keep(pointer, number, index, noise, here):
+    """Write fp32 as it is, or as the bfloat16 number below or above: see ``narrow`` of the reference."""
+    if pointer.dtype.element_ty == tl.int16:
+        bits = number.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        moved = index.to(tl.uint32) * tl.full((), WEYL, tl.uint32) + noise.to(tl.uint32)
+        rounded = tl.minimum(size + (moved >> 16).to(tl.int32), 0x7F7FFFFF) >> 16
+        magnitude = tl.where(size < 0x7F800000, rounded, 0x7FC0)
+        tl.store(pointer, (magnitude | ((bits >> 16) & -0x8000)).to(tl.int16), mask=here)
+    else:
+        tl.store(pointer, number, mask=here)
+
+
 @triton.jit
 def load_wanted(x, residual, start, place, here, has_residual: tl.constexpr):
     """x + residual, 0 where there is no element."""
     wanted = tl.load(x + start + place, mask=here, other=0.0)
     if has_residual:
-        wanted += tl.load(residual + start + place, mask=here, other=0.0)
+        wanted += load_number(residual + start + place, here)
     return wanted
 
 
 @triton.jit
-def store_rest(rest, residual, start, place, here, values, finite, has_residual: tl.constexpr):
+def store_rest(rest, residual, start, place, here, values, finite, noise, has_residual: tl.constexpr):
     """The rest of a finite block; of another, the residual as it was."""
     old = tl.zeros_like(values)
     if has_residual:
-        old = tl.load(residual + start + place, mask=here, other=0.0)
-    tl.store(rest + start + place, tl.where(finite, values, old), mask=here)
+        old = load_number(residual + start + place, here)
+    keep(rest + start + place, tl.where(finite, values, old), start + place, noise, here)
 
 
 @triton.jit
@@ -89,7 +116,7 @@ def load_codes(packed, start, m, bits: tl.constexpr, planes: tl.constexpr, width
     return (together >> (tl.arange(0, planes)[:, None] * bits)) & ((1 << bits) - 1)
 
 
-@triton.jit(do_not_specialize=["key1", "key2"])
+@triton.jit(do_not_specialize=["key1", "key2", "noise"])
 def quantize_kernel(
     x,
     residual,
@@ -99,6 +126,7 @@ def quantize_kernel(
     numel,
     key1,
     key2,
+    noise,
     count,
     inverse: tl.constexpr,
     block: tl.constexpr,
@@ -140,7 +168,7 @@ def quantize_kernel(
     store_codes(packed, start, m, codes, bits, planes, width)
     if has_rest:
         part = codes.to(tl.float32) * half
-        store_rest(rest, residual, start, place, here, wanted - ((lo + part) + part), finite, has_residual)
+        store_rest(rest, residual, start, place, here, wanted - ((lo + part) + part), finite, noise, has_residual)
 
 
 @triton.jit
@@ -174,7 +202,7 @@ def dequantize_kernel(
     tl.store(out + start + place, values, mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["noise"])
 def sign_kernel(
     x,
     residual,
@@ -182,6 +210,7 @@ def sign_kernel(
     packed,
     rest,
     numel,
+    noise,
     block: tl.constexpr,
     width: tl.constexpr,
     has_residual: tl.constexpr,
@@ -202,7 +231,7 @@ def sign_kernel(
     store_codes(packed, start, m, negative.to(tl.int32), 1, 8, width)
     if has_rest:
         values = wanted - tl.where(negative, -size, size)
-        store_rest(rest, residual, start, place, here, values, finite, has_residual)
+        store_rest(rest, residual, start, place, here, values, finite, noise, has_residual)
 
 
 @triton.jit
@@ -218,9 +247,11 @@ def unsign_kernel(header, packed, out, numel, block: tl.constexpr, width: tl.con
     tl.store(out + start + place, values, mask=here)
 
 
-@triton.jit
-def norms_kernel(x, residual, norms, numel, chunk, tile: tl.constexpr, has_residual: tl.constexpr, adds: tl.constexpr):
-    """Sum of |x + residual| over a chunk. If it ``adds``: the residual to x, and the sum is of |x after + x before|."""
+@triton.jit(do_not_specialize=["noise"])
+def norms_kernel(
+    x, residual, norms, out, numel, noise, chunk, tile: tl.constexpr, has_residual: tl.constexpr, adds: tl.constexpr
+):
+    """Sum of |x + residual| over a chunk. If it ``adds``: x + residual into ``out``, and the sum is of |x + residual + x|."""
     c = tl.program_id(0)
     start = c.to(tl.int64) * chunk
     length = tl.minimum(numel - start, chunk).to(tl.int32)
@@ -231,10 +262,18 @@ def norms_kernel(x, residual, norms, numel, chunk, tile: tl.constexpr, has_resid
         value = load_wanted(x, residual, start, place, here, has_residual)
         if adds:
             before = tl.load(x + start + place, mask=here, other=0.0)
-            tl.store(x + start + place, value, mask=here)
+            keep(out + start + place, value, start + place, noise, here)
             value += before
         total += tl.abs(value)
     tl.store(norms + c, tl.sum(total, axis=0))
+
+
+@triton.jit(do_not_specialize=["noise"])
+def narrow_kernel(values, out, numel, noise, tile: tl.constexpr):
+    """The values, with fewer bits if ``out`` has fewer."""
+    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    here = place < numel
+    keep(out + place, tl.load(values + place, mask=here, other=0.0), place, noise, here)
 
 
 @triton.jit

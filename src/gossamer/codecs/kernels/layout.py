@@ -22,6 +22,9 @@ M1, M2, SHIFT1, SHIFT2 = 0x7FEB352D, 0x846CA68B, 16, 15
 
 MASK = 0xFFFFFFFF
 
+WEYL = 0x9E3779B1
+"""An odd number near 2³² times the golden ratio: the upper bits of its multiples are spread evenly over all that there are."""
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -98,6 +101,13 @@ def keys(seed: int) -> tuple[int, int]:
     word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
     word ^= word >> 31
     return word >> 32, word & MASK
+
+
+def noise_key(seed: int) -> int:
+    """The word of 32 bits to which multiples of ``WEYL`` are added: the upper 16 bits of the sum are the noise that rounds an
+    element to bfloat16, evenly spread over the elements of a tensor and at random over the seeds."""
+    high, low = keys(seed)
+    return high ^ low
 
 
 def signed(word: int, bits: int = 32) -> int:

@@ -15,7 +15,7 @@ def dequantize(payload: Tensor, out: Tensor, grid: Grid, add: bool) -> None:
     """Nothing to write."""
 
 
-def sign(x: Tensor, residual: Tensor | None, blocks: Blocks, payload: Tensor, rest: Tensor | None) -> None:
+def sign(x: Tensor, residual: Tensor | None, blocks: Blocks, seed: int, payload: Tensor, rest: Tensor | None) -> None:
     """Nothing to write."""
 
 
@@ -28,6 +28,10 @@ def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
     return torch.empty(-(-x.numel() // chunk), dtype=torch.float32, device="meta")
 
 
-def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
+def accumulate(x: Tensor, residual: Tensor, chunk: int, seed: int, out: Tensor) -> Tensor:
     """``float32[ceil(n/chunk)]``; nothing to add."""
     return chunk_norms(x, residual, chunk)
+
+
+def narrow(values: Tensor, out: Tensor, seed: int) -> None:
+    """Nothing to write."""

@@ -6,7 +6,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gossamer.codecs.kernels.layout import HUGE, M1, M2, MASK, SHIFT1, SHIFT2, SHRINK, TINY, Blocks, Grid, Keys, keys
+from gossamer.codecs.kernels.layout import (
+    HUGE,
+    M1,
+    M2,
+    MASK,
+    SHIFT1,
+    SHIFT2,
+    SHRINK,
+    TINY,
+    WEYL,
+    Blocks,
+    Grid,
+    Keys,
+    keys,
+    noise_key,
+    signed,
+)
 from gossamer.codecs.rounding import finite_or, in_blocks
 from gossamer.memory import portion
 
@@ -48,7 +64,8 @@ def shifts(like: Tensor, bits: int) -> Tensor:
 
 
 def quantize(x: Tensor, residual: Tensor | None, grid: Grid, seed: int, payload: Tensor, rest: Tensor | None) -> None:
-    """Fill ``payload`` with ``x + residual`` and ``rest`` with what that leaves out (``float32[n]``; None: not wanted).
+    """Fill ``payload`` with ``x + residual`` and ``rest`` with what that leaves out, by :func:`narrow` if it is bfloat16
+    (None: not wanted).
 
     A block with a NaN or inf becomes NaN as a whole, and its rest is the residual as it was.
     """
@@ -62,8 +79,7 @@ def quantize(x: Tensor, residual: Tensor | None, grid: Grid, seed: int, payload:
         bytes_.copy_(pack(choose(place, first * grid.block, grid, seed), grid.bits))
         first += len(w)
     if rest is not None:
-        torch.sub(wanted, decoded(payload, x.numel(), grid), out=rest)
-        rest.copy_(finite_or(rest, residual))
+        narrow(finite_or(wanted - decoded(payload, x.numel(), grid), residual), rest, seed)
 
 
 def places_of(w: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +153,7 @@ def dequantize(payload: Tensor, out: Tensor, grid: Grid, add: bool) -> None:
 # -- sign and size --------------------------------------------------------------------------------------------------------
 
 
-def sign(x: Tensor, residual: Tensor | None, blocks: Blocks, payload: Tensor, rest: Tensor | None) -> None:
+def sign(x: Tensor, residual: Tensor | None, blocks: Blocks, seed: int, payload: Tensor, rest: Tensor | None) -> None:
     """Fill ``payload`` with the signs of ``x + residual`` and each block's mean absolute value, and ``rest`` as above."""
     wanted = x if residual is None else x + residual
     header, packed = blocks.split(payload, x.numel())
@@ -147,8 +163,7 @@ def sign(x: Tensor, residual: Tensor | None, blocks: Blocks, payload: Tensor, re
         bytes_.copy_(pack((w < 0).int(), 1))
         first += len(w)
     if rest is not None:
-        torch.sub(wanted, unsigned(payload, x.numel(), blocks), out=rest)
-        rest.copy_(finite_or(rest, residual))
+        narrow(finite_or(wanted - unsigned(payload, x.numel(), blocks), residual), rest, seed)
 
 
 def mean_size(w: Tensor) -> Tensor:
@@ -182,10 +197,36 @@ def chunk_norms(x: Tensor, residual: Tensor | None, chunk: int) -> Tensor:
     return torch.cat([x.new_empty(0), *(part.abs().sum(1) for part in rows(wanted, chunk))])
 
 
-def accumulate(x: Tensor, residual: Tensor, chunk: int) -> Tensor:
-    """Add ``residual`` to ``x``, in place; ``float32[ceil(n/chunk)]``: the sum of |x after + x before| over each chunk."""
-    before = x.clone()
-    return chunk_norms(x.add_(residual), before, chunk)
+def accumulate(x: Tensor, residual: Tensor, chunk: int, seed: int, out: Tensor) -> Tensor:
+    """Write ``x + residual`` to ``out`` (which may be ``x``), by :func:`narrow` if that is bfloat16.
+
+    Returns ``float32[ceil(n/chunk)]``: the sum of |x + residual + x| over each chunk.
+    """
+    after = x + residual
+    norms = chunk_norms(after, x, chunk)
+    narrow(after, out, seed)
+    return norms
+
+
+# -- fewer bits -----------------------------------------------------------------------------------------------------------
+
+
+def narrow(values: Tensor, out: Tensor, seed: int) -> None:
+    """Write fp32 ``values`` to ``out``: as they are, or as bfloat16 numbers, above or below at random, so that the mean over
+    the seeds is the value. What would become inf becomes the largest number; what is not finite, NaN."""
+    if out.dtype != torch.bfloat16:
+        out.copy_(values)
+        return
+    places = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+    noise = places * signed(WEYL) + signed(noise_key(seed)) >> 16 & 0xFFFF  # sums and products wrap around
+    bits = values.contiguous().view(torch.int32)
+    size = bits & 0x7FFFFFFF
+    rounded = torch.where(size < INF, (size + noise).clamp_(max=INF - 1) >> 16, NAN >> 16)
+    out.copy_((rounded | bits >> 16 & -0x8000).to(torch.int16).view(torch.bfloat16))
+
+
+INF, NAN = 0x7F800000, 0x7FC00000
+"""Their bits."""
 
 
 # -- the last bits of places ----------------------------------------------------------------------------------------------
