@@ -79,15 +79,16 @@ bench-convergence: $(READY) ## train every relaxation with 1 to 64 workers in on
 	  --sides 'AllReduce()' 'Gossip()' 'GossipGraD()' 'GossipPGA(period=4)' 'QuantizedGossip()'
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 64 --cut 8 --lr 0.04 \
 	  --sides 'AllReduce()' 'Gossip()' 'GossipPGA(period=4)'
-	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --sides "ScatterReduce(residual='bf16')" \
-	  "ScatterReduce(codec=Quantize(bits=4), residual='bf16')" "ChunkSparse(residual='bf16')" "PowerSGD(residual='bf16')"
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --sides "ScatterReduce(residual='fp32')" \
+	  "ScatterReduce(codec=Quantize(bits=4), residual='fp32')" "ChunkSparse(residual='fp32')" "PowerSGD(residual='fp32')"
 	# What was tried once.
-	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --seeds 6 --sides 'AllReduce()' 'PowerSGD()'
-	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --seeds 1 --sides 'ChunkSparse(density=0.25)' \
-	  'ChunkSparse(momentum_correction=True)' 'ChunkSparse(warmup=35, ramp=35)' \
-	  'ChunkSparse(momentum_correction=True, warmup=35, ramp=35)' 'after(117, ChunkSparse())' 'after(117, PowerSGD())' \
-	  'PowerSGD(rank=4)' 'PowerSGD(rank=8)'
-	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --seeds 1 --sides 'after(133, ChunkSparse())' 'after(133, PowerSGD())'
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --seeds 6 --sides 'AllReduce()' "PowerSGD(residual='fp32')"
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --seeds 1 --sides "ChunkSparse(density=0.25, residual='fp32')" \
+	  "ChunkSparse(momentum_correction=True, residual='fp32')" "ChunkSparse(warmup=35, ramp=35, residual='fp32')" \
+	  "ChunkSparse(momentum_correction=True, warmup=35, ramp=35, residual='fp32')" "after(117, ChunkSparse(residual='fp32'))" \
+	  "after(117, PowerSGD(residual='fp32'))" "PowerSGD(rank=4, residual='fp32')" "PowerSGD(rank=8, residual='fp32')"
+	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --seeds 1 \
+	  --sides "after(133, ChunkSparse(residual='fp32'))" "after(133, PowerSGD(residual='fp32'))"
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --seeds 1 --optimizer 'GossipAdamW()' \
 	  --sides 'LocalSGD()' 'DiLoCo(every=8)' 'DiLoCo()' 'Gossip()'
 	$(CONVERGE) --workload examples/01_gpt.py --steps 400 --seeds 1 --sides 'Hierarchical(LocalSGD(), ranks_per_node=4)' \
@@ -118,8 +119,8 @@ bench-relaxations: $(READY) ## step time of the relaxations of gradients and wei
 
 bench-memory: $(READY) ## memory of the relaxations beside DDP's, ResNet-50 with emulated compute on 2 hosts (about 10 minutes)
 	$(VENV)/bin/gossamer bench 'ResNet50(0.3)' --network 1gbit --hosts 2 --rounds 2 --steps 2 --warmup 3 \
-	  --side 'AllReduce()' --side 'ScatterReduce()' --side 'ChunkSparse()' --side "ScatterReduce(residual='bf16')" \
-	  --side "ChunkSparse(residual='bf16')" --side 'PowerSGD()' --side 'Gossip()' \
+	  --side 'AllReduce()' --side 'ScatterReduce()' --side 'ChunkSparse()' --side 'PowerSGD()' --side 'Gossip()' \
+	  --side "ScatterReduce(residual='fp32')" --side "ChunkSparse(residual='fp32')" --side "PowerSGD(residual='fp32')" \
 	  --side 'QuantizedGossip()' --side 'in_parts(8, Gossip())' --side 'Gossip(ahead=1.0)' --side 'LocalSGD(every=2)' \
 	  --side 'DiLoCo(every=2)' --save-to benchmarks/results/memory
 

@@ -40,9 +40,9 @@ class Ledger(Generic[K]):
             if draft is None or not chosen(key):
                 continue
             kept = self.kept.get(key)
-            if kept is None or (kept.shape, kept.dtype) != (draft.shape, draft.dtype):
+            if kept is None or kept.shape != draft.shape:
                 kept = torch.zeros_like(draft)
-            draft.copy_(torch.where(broken.reshape(()), kept, draft))
+            draft.copy_(torch.where(broken.reshape(()), kept.to(draft.dtype), draft))
 
     def commit(self) -> None:
         """Keep what was written."""
@@ -177,6 +177,10 @@ class State:
         Nobody then reads them just to find that out.
         """
         self.vouched.append((witnesses, tensors))
+
+    def withdraw(self, tensor: Tensor) -> None:
+        """Nobody speaks for ``tensor`` any more (:meth:`vouch`), because it is going to be changed."""
+        self.vouched[:] = [(witnesses, [each for each in of if each is not tensor]) for witnesses, of in self.vouched]
 
     def later(self) -> "State":
         """A state of its own that begins with everything written here so far; what is written there comes by :meth:`take`."""

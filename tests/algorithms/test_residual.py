@@ -78,6 +78,19 @@ def test_the_mean_is_written_where_the_gradient_was(algorithm: Any) -> None:
         assert not any(in_place for _, _, in_place in rank)
 
 
+@pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16])
+def test_what_is_owed_on_stays_finite(kept: torch.dtype) -> None:
+    """Also where it has fewer bits, and the parameter's memory is in another order."""
+    layout = make_layout({"a": torch.empty(3), "b": torch.empty(2, 3).t()})
+    state, place = State(torch.zeros(9)), layout.segments[1]
+    state["residual"] = torch.full((9,), 49152.0, dtype=kept)
+    mean = torch.tensor([[32768.0, 0.0], [0.0, 0.0], [-16384.0, 0.0]])
+    assert ScatterReduce().owe(mean, place, state, Context(0, 0, (0, 1), None))
+    owed = place.view(state["residual"])
+    assert owed[:, 0].tolist() == [min(81920.0, torch.finfo(kept).max), 49152.0, 32768.0]
+    assert owed[:, 1].tolist() == state["residual"][:3].tolist() == [49152.0] * 3
+
+
 def test_what_is_too_large_for_fewer_bits_is_kept_as_the_largest() -> None:
     """One worker alone must not come to inf."""
     for kept in (torch.float16, torch.bfloat16):

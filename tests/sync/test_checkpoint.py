@@ -221,8 +221,27 @@ def test_what_the_saved_version_did_not_have_was_as_by_default() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         reloaded(PowerSGD(), state, 2)
-    with pytest.warns(UserWarning, match="residual is 'fp32'"):
-        reloaded(PowerSGD(residual="fp32"), state, 2)
+
+
+def test_a_residual_goes_on_in_as_many_bits_as_the_new_run_has_for_it() -> None:
+    for before, now, kept in (("fp32", "bf16", torch.bfloat16), ("bf16", "fp32", torch.float32)):
+        state = saved(PowerSGD(residual=before), 2)
+
+        def run(rank: int, state: Any = state, now: Any = now) -> tuple[Any, Any]:
+            model, optimizer, replica = training(PowerSGD(residual=now))
+            replica.load_state_dict(state)
+            loaded = copy.deepcopy(replica.state_dict())[f"rank{rank}"]["residual"]
+            step(model, optimizer, rank)
+            later = copy.deepcopy(replica.state_dict())[f"rank{rank}"]["residual"]
+            replica.close()
+            return loaded, later
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = loopback(run, 2)
+        for rank, (loaded, later) in enumerate(found):
+            assert all(torch.equal(loaded[name], had) for name, had in state[f"rank{rank}"]["residual"].items())
+            assert {tensor.dtype for name, tensor in later.items() if "weight" in name} == {kept}
 
 
 @pytest.mark.parametrize("other", [ChunkSparse(), Hierarchical(ScatterReduce()), after(2, ScatterReduce()), Gossip()], ids=repr)

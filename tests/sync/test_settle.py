@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import ChunkSparse, PowerSGD, ScatterReduce, loopback
+from gossamer import AllReduce, ChunkSparse, Hierarchical, PowerSGD, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.codecs import Cast
 from gossamer.state import State
@@ -45,6 +45,42 @@ def test_it_ends_as_on_the_host(monkeypatch: pytest.MonkeyPatch, algorithm: Algo
     for found, same in zip(trained(algorithm, broken), expected, strict=True):
         assert found.isfinite().all()
         assert torch.equal(found, same)
+
+
+def test_a_value_to_go_back_to_may_have_more_bits() -> None:
+    """It was loaded, from a run that kept it so."""
+    state = State(torch.zeros(3))
+    state.load({"residual": torch.tensor([1.0, 2.0, 3.0])})
+    state["residual"] = torch.full((3,), torch.nan, dtype=torch.bfloat16)
+    state.keep_where(torch.tensor([True]))
+    assert state["residual"].tolist() == [1.0, 2.0, 3.0]
+    assert state["residual"].dtype == torch.bfloat16
+
+
+def test_a_machine_does_not_speak_for_the_others() -> None:
+    """What its own payloads show to be finite is the mean of its own workers; that over all machines is written there."""
+    algorithm = Hierarchical(AllReduce(), inner=ScatterReduce(gather_below=0), ranks_per_node=2)
+
+    def body(rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(16, 64, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        owed = []
+        for step in range(4):
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(inputs * torch.inf if (step, rank) == (3, 2) else inputs).square().sum().backward()
+            if step < 3:
+                optimizer.step()
+            (kept,) = replica.state_dict()[f"rank{rank}"].values()
+            owed.append(kept["weight"].clone())
+        assert not model.weight.grad.isfinite().all()  # type: ignore[union-attr]
+        return owed[2:]
+
+    for before, after in loopback(body, 4):
+        assert before.count_nonzero() > 0
+        assert torch.equal(before, after)
 
 
 def test_what_has_no_value_to_go_back_to_becomes_zero() -> None:

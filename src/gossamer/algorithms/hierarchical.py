@@ -160,7 +160,7 @@ class Hierarchical(Combination, register=False):
         # What a leader sends counts for its whole machine.
         outer = self.outer.owed(state.scoped(OUTER), inside(ctx, leaders)) if ctx.rank in leaders else None
         inner = self.inner.owed(state.scoped(_INNER), inside(ctx, node))
-        return total([None if outer is None else outer * max(map(len, machines)), inner])
+        return total([None if outer is None else wide(outer) * max(map(len, machines)), inner])
 
     def owe(self, mean: Tensor, place: Segment, state: State, ctx: Context) -> bool:
         machines = machines_of(ctx, self.ranks_per_node)
@@ -184,6 +184,7 @@ class Hierarchical(Combination, register=False):
             if not self.outer.due(ctx.step):
                 return mean
             mean = mean * (len(node) / most) if uneven else mean
+            state.withdraw(mean)  # finite or not on this machine, the mean over all of them may be written there
         if ctx.rank != node[0]:
             return (yield from within(broadcast(torch.empty_like(bucket.flat)), node))
         flow = self.outer.exchange(bucket.holding(mean), state.scoped(OUTER), inside(ctx, leaders))
@@ -213,7 +214,7 @@ class Hierarchical(Combination, register=False):
         state.scoped(OUTER).forget()
         if owed is None:
             return bucket
-        return bucket.holding(bucket.flat + (owed * most).to(bucket.flat.dtype))
+        return bucket.holding(bucket.flat + (wide(owed) * most).to(bucket.flat.dtype))
 
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
         machines = machines_of(ctx, self.ranks_per_node)

@@ -192,7 +192,8 @@ class Piece:
         left = rest if rest is None or rest.dtype == total.dtype else torch.empty_like(total[: mine.numel()])
         payload = _encode(self.codec, total[: mine.numel()], None, seed, left, parts.size)
         if rest is not None and left is not None:
-            left *= ctx.world  # the mean lacks this much, so the sum lacks p times as much
+            largest = torch.finfo(left.dtype).max
+            left.mul_(ctx.world).clamp_(-largest, largest)  # the mean lacks this much, so the sum lacks p times as much
             if left is not rest:
                 keep(left, rest, seed)
         return payload

@@ -16,7 +16,7 @@ from gossamer.state import State
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(Codec):
-    """``ErrorFeedback(codec)``: nothing is lost, only late. Same bytes on the wire as ``codec``.
+    """``ErrorFeedback(codec)``: what is lost comes later. Same bytes on the wire as ``codec``.
 
     Memory: one ``residual`` per element. Tensors of 16 bits are encoded as fp32 ones are. ``"bf16"`` rounds what it keeps up or
     down at random, by at most 1/128 of it per step, and by nothing on average (``seed`` has to be another one in each step);

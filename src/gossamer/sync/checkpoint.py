@@ -14,6 +14,8 @@ from gossamer.algorithms.momentum_all_reduce import MOMENTUM
 from gossamer.comm.ops import Group
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError
+from gossamer.memory import wide
+from gossamer.state import RESIDUAL
 from gossamer.sync.agreement import agree, checksum
 from gossamer.sync.exchange import Kept
 from gossamer.sync.gradients import GradientSync
@@ -231,7 +233,8 @@ def _shared_out(entries: Sequence[Kept], scale: float, speakers: float = 1) -> K
         for key, tensors in entry.items():
             here, factor = total.setdefault(key, {}), scale * speakers if OUTER in key else scale
             for name, tensor in tensors.items():
-                here[name] = here[name] + factor * tensor if name in here else factor * tensor
+                share = factor * (wide(tensor) if key.endswith(RESIDUAL) else tensor)  # of many ranks, 16 bits would lose some
+                here[name] = here[name] + share if name in here else share
     return total
 
 

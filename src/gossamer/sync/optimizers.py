@@ -57,8 +57,9 @@ class OptimizerSync:
         with exchange.transaction():
             results = self._exchange(exchange, write, step)
         if compressed:
-            # What an all-reduce left in its bucket would be overwritten while the optimizer uses it.
-            results = [r.clone() if r is b.flat else r for r, b in zip(results, exchange.buckets, strict=True)]
+            for bucket, result in zip(exchange.buckets, results, strict=True):
+                if result is bucket.flat:
+                    bucket.give()  # the optimizer uses it, while the bucket is filled again in other memory
             self._older, self._results = self._results, results
         means = self._by_name(exchange, results)
         return [means[name] for name in self._tensors]

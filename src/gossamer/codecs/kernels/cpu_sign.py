@@ -25,7 +25,7 @@ def total_size_of_both(x: Array, residual: Array) -> Any:
     """Sum of |x + residual|."""
     total = F32(0)
     for i in range(x.size):
-        total += abs(x[i] + residual[i])
+        total += abs(x[i] + number(residual[i]))
     return total
 
 
