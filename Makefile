@@ -4,6 +4,10 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
+FULL_PRECISION := --sides "ScatterReduce(residual='fp32')" "ScatterReduce(codec=Quantize(bits=4), residual='fp32')" \
+  "ScatterReduce(codec=Sign(), residual='fp32')" "ChunkSparse(residual='fp32')" "PowerSGD(residual='fp32')"
+FULL_PRECISION_MOMENTA := --sides "OneBitAdam(lr=0.001, warmup=1000000, residual='fp32')" \
+  "OneBitAdam(lr=0.001, warmup=100, residual='fp32')" "QAdam(lr=0.001, warmup=100, residual='fp32')"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup peers demo test test-slow test-triton test-gpu check format readme topologies bench-exchanges bench-speed bench-kernels bench-overhead bench-threads bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
@@ -79,8 +83,13 @@ bench-convergence: $(READY) ## train every relaxation with 1 to 64 workers in on
 	  --sides 'AllReduce()' 'Gossip()' 'GossipGraD()' 'GossipPGA(period=4)' 'QuantizedGossip()'
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --workers 64 --cut 8 --lr 0.04 \
 	  --sides 'AllReduce()' 'Gossip()' 'GossipPGA(period=4)'
-	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --sides "ScatterReduce(residual='fp32')" \
-	  "ScatterReduce(codec=Quantize(bits=4), residual='fp32')" "ChunkSparse(residual='fp32')" "PowerSGD(residual='fp32')"
+	# Residuals in full precision; and in 16 bits: the rows that are there are of when these were rounded to the nearest.
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 $(FULL_PRECISION)
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 $(FULL_PRECISION_MOMENTA)
+	$(CONVERGE) --workload examples/01_gpt.py --steps 400 $(FULL_PRECISION)
+	$(CONVERGE) --workload examples/01_gpt.py --steps 400 $(FULL_PRECISION_MOMENTA)
+	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --sides "ScatterReduce(residual='bf16')" \
+	  "ScatterReduce(codec=Quantize(bits=4), residual='bf16')" "ChunkSparse(residual='bf16')" "PowerSGD(residual='bf16')"
 	# What was tried once.
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --seeds 6 --sides 'AllReduce()' "PowerSGD(residual='fp32')"
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351 --seeds 1 --sides "ChunkSparse(density=0.25, residual='fp32')" \
