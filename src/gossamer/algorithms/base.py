@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gossamer.algorithms.difference import Difference
 from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
-from gossamer.codecs.residual import keep
+from gossamer.codecs.residual import add_to
 from gossamer.comm.ops import Flow, Group
 from gossamer.errors import ConfigurationError
 from gossamer.state import RESIDUAL, State
@@ -151,13 +151,7 @@ class Algorithm(ABC):
         residual = state.written(RESIDUAL)
         if residual is None:
             return False
-        if residual.dtype.itemsize >= mean.dtype.itemsize:
-            place.view(residual).add_(mean)
-        else:
-            memory = residual[place.offset : place.offset + place.numel]
-            owed = memory.to(mean.dtype)
-            owed.as_strided(place.shape, place.stride).add_(mean)
-            keep(owed, memory, ctx.seed(place.offset))
+        add_to(place.view(residual), mean, ctx.seed(place.offset))
         return True
 
     def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer.codecs.base import Codec
-from gossamer.codecs.kernels import as_kept, single
+from gossamer.codecs.kernels import as_kept, is_kept_so, single
 from gossamer.codecs.kernels.layout import Blocks
 from gossamer.codecs.rounding import finite_or
 
@@ -48,8 +48,7 @@ class Blockwise(Codec):
         return payload, rest if rest.dtype == tensor.dtype else finite_or(rest.to(tensor.dtype), residual)
 
     def encode_keeping(self, tensor: Tensor, residual: Tensor | None, seed: int, rest: Tensor) -> Tensor:
-        narrow = rest.dtype == torch.bfloat16 and rest.is_contiguous()
-        if not (_as_kernels_take(tensor) and (narrow or _as_kernels_take(rest))):
+        if not (_as_kernels_take(tensor) and is_kept_so(rest)):
             return super().encode_keeping(tensor, residual, seed, rest)
         payload = self.blocks.empty(tensor)
         self.write(tensor.detach(), None if residual is None else as_kept(residual), seed, payload, rest)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gossamer.codecs.kernels import as_kept, chunk_norms, kernels_for, single
+from gossamer.codecs.kernels import as_kept, chunk_norms, is_kept_so, kernels_for, single
 from gossamer.codecs.wire import limited, narrow_into
 
 
@@ -15,7 +15,7 @@ def keep(values: Tensor, out: Tensor, seed: int) -> None:
     the nearest. What is too large is kept as the largest number that there is: one worker alone must not come to inf, for
     which all would have to forget this step.
     """
-    if _is_kernels(out) and out.dtype != values.dtype:
+    if out.dtype == torch.bfloat16 != values.dtype and is_kept_so(out):
         if values.dtype == torch.float64:
             values = limited(values, torch.finfo(torch.float32).max)
         kernels_for(out.device).narrow(single(values), out, seed)
@@ -40,7 +40,7 @@ def accumulate(x: Tensor, residual: Tensor, chunk: int, seed: int, out: Tensor) 
     Returns ``float32[ceil(n/chunk)]``: the L1 norms of x + residual + x, by chunk, which chunks will have next time if nothing
     of them is sent and as much is added again. In one pass where ``x`` is contiguous fp32, and ``out`` that or bfloat16.
     """
-    if x.dtype == torch.float32 and x.is_contiguous() and (_is_kernels(out) or out.dtype == torch.float32):
+    if x.dtype == torch.float32 and x.is_contiguous() and is_kept_so(out):
         return kernels_for(x.device).accumulate(x, as_kept(residual), chunk, seed, out)
     after = x + residual
     norms = chunk_norms(after, x, chunk)
@@ -48,6 +48,12 @@ def accumulate(x: Tensor, residual: Tensor, chunk: int, seed: int, out: Tensor) 
     return norms
 
 
-def _is_kernels(out: Tensor) -> bool:
-    """Whether it is the kernels that round to it."""
-    return out.dtype == torch.bfloat16 and out.is_contiguous()
+def add_to(residual: Tensor, more: Tensor, seed: int) -> None:
+    """Add to what is kept, a view of any strides without gaps, in the precision of ``more``."""
+    if residual.dtype.itemsize >= more.dtype.itemsize:
+        residual.add_(more)
+        return
+    memory = residual.as_strided((residual.numel(),), (1,))
+    owed = memory.to(more.dtype)
+    owed.as_strided(residual.shape, residual.stride()).add_(more)
+    keep(owed, memory, seed)

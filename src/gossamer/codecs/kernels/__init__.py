@@ -108,6 +108,11 @@ def single(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.float32).contiguous()
 
 
+def is_kept_so(residual: Tensor) -> bool:
+    """Whether kernels take it as a residual, and write what remains there: contiguous, bfloat16 or fp32."""
+    return residual.dtype in (torch.bfloat16, torch.float32) and residual.is_contiguous()
+
+
 def as_kept(residual: Tensor) -> Tensor:
-    """A residual as kernels take it: contiguous, bfloat16 or fp32; itself, if it is that already."""
-    return residual.detach().contiguous() if residual.dtype == torch.bfloat16 else single(residual)
+    """A residual as kernels take it; itself, if it is that already."""
+    return residual.detach() if is_kept_so(residual) else single(residual)
