@@ -4,11 +4,8 @@ A *scenario* is a function of a module in this folder that takes a :class:`proce
 scenario or many in sequence (importing torch is what costs), and every rank reports what each returned or raised.
 """
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +15,7 @@ from typing import Any
 
 import torch
 
-TESTS = Path(__file__).parent.parent
+from processes.fork_server import Forked, fork_server
 
 
 @dataclass
@@ -62,23 +59,20 @@ class Launch:
         self._port = free_port()
         self._processes = [self._spawn(rank, module, scenarios, arguments or {}) for rank in range(world)]
 
-    def _spawn(self, rank: int, module: str, scenarios: Sequence[str], arguments: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        environment = os.environ | {
+    def _spawn(self, rank: int, module: str, scenarios: Sequence[str], arguments: Mapping[str, str]) -> Forked:
+        environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world),
             "LOCAL_RANK": str(rank),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
             "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")])),
-            "OMP_NUM_THREADS": "1",
             # The server of a TCPStore looks up the name of every client; a slow name server stalls it for seconds.
             "RES_OPTIONS": "timeout:1 attempts:1",
         }
         environment |= {f"SCENARIO_{key.upper()}": value for key, value in arguments.items()}
-        command = [sys.executable, "-m", "processes.worker", module, ",".join(scenarios), self._folder.name]
-        with self._file(rank, "out").open("wb") as out, self._file(rank, "err").open("wb") as err:
-            return subprocess.Popen(command, env=environment, stdout=out, stderr=err, start_new_session=True)
+        command = [module, ",".join(scenarios), self._folder.name]
+        return fork_server(rank).fork(command, environment, self._file(rank, "out"), self._file(rank, "err"))
 
     def _file(self, rank: int, kind: str) -> Path:
         return Path(self._folder.name) / f"{rank}.{kind}"
