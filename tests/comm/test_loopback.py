@@ -225,6 +225,27 @@ def test_every_rank_draws_as_in_a_process_of_its_own() -> None:
     assert together[0][1] != together[1][1]
 
 
+@pytest.mark.parametrize("seeds", [(0, 0, 0, 0), (0, 1, 0, 2)], ids=str)
+def test_normal_numbers_that_come_in_pairs_stay_with_their_rank(seeds: tuple[int, ...]) -> None:
+    """NumPy draws two at a time, and holds the second back; ranks that hold one and that hold none have the same bits."""
+
+    def body(rank: int, seed: int) -> list[float]:
+        np.random.seed(seed)
+        drawn = []
+        for step in range(12):
+            drawn += [float(np.random.standard_normal()) for _ in range((0, 1, 1, 2)[(rank + step) % 4])]
+            if rank == 2 and step == 5:
+                np.random.seed(seed)
+            run(lambda: all_reduce(torch.zeros(1)))
+        return drawn
+
+    together = loopback(lambda rank: body(rank, seeds[rank]), 4)
+    for rank in range(4):
+        alone = []
+        loopback(lambda _, rank=rank: alone.append(body(rank, seeds[rank])), 1)
+        assert together[rank] == alone[0]
+
+
 def test_the_callers_generators_are_left_alone() -> None:
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     expected = draws()

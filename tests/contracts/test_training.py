@@ -1,6 +1,7 @@
 """One battery over every registered algorithm, through ``replicate()`` and a whole training loop in loopback."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -39,6 +40,12 @@ def train(
     return weights(model)
 
 
+@functools.cache
+def train_alone(steps: int, data_of: int, dtype: torch.dtype = torch.float32, other: torch.dtype | None = None) -> Tensor:
+    """The weights of one that communicates with nobody."""
+    return train(None, 0, steps, data_of=data_of, dtype=dtype, other=other)
+
+
 @of_gradients
 @worlds_and_dtypes
 def test_replicas_stay_bit_identical(algorithm: Algorithm, world: int, dtypes: tuple[torch.dtype, torch.dtype | None]) -> None:
@@ -51,9 +58,8 @@ def test_replicas_stay_bit_identical(algorithm: Algorithm, world: int, dtypes: t
 @worlds_and_dtypes
 def test_replicas_stay_close(algorithm: Algorithm, world: int, dtypes: tuple[torch.dtype, torch.dtype | None]) -> None:
     """Different data push the replicas apart; after ten steps they are closer than without communication."""
-    run = {"dtype": dtypes[0], "other": dtypes[1]}
-    together = torch.stack(loopback(lambda rank: train(algorithm, rank, 10, **run), world))
-    alone = torch.stack([train(None, 0, 10, data_of=rank, **run) for rank in range(world)])
+    together = torch.stack(loopback(lambda rank: train(algorithm, rank, 10, dtype=dtypes[0], other=dtypes[1]), world))
+    alone = torch.stack([train_alone(10, rank, *dtypes) for rank in range(world)])
     assert together.isfinite().all()
     assert together.std(0).norm() < 0.6 * alone.std(0).norm()
 
@@ -71,7 +77,7 @@ def test_exact_algorithms_equal_one_worker_with_the_whole_batch(algorithm: Algor
 @pytest.mark.parametrize("algorithm", [a for a in (*algorithms(), *mixed()) if not a.takes_momentum], ids=repr)
 def test_a_world_of_one_trains_as_alone(algorithm: Algorithm) -> None:
     """With and without a loopback world around it."""
-    alone = train(None, 0, 5)
+    alone = train_alone(5, 0)
     assert same_bits(train(algorithm, 0, 5), alone)
     assert same_bits(loopback(lambda rank: train(algorithm, rank, 5), 1)[0], alone)
 
@@ -80,7 +86,7 @@ def test_a_world_of_one_trains_as_alone(algorithm: Algorithm) -> None:
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_equal_data_make_gossip_the_identity(algorithm: Algorithm, world: int) -> None:
     replicas = loopback(lambda rank: train(algorithm, rank, 5, data_of=0), world)
-    assert all(same_bits(replica, train(None, 0, 5)) for replica in replicas)
+    assert all(same_bits(replica, train_alone(5, 0)) for replica in replicas)
 
 
 @everyone

@@ -5,7 +5,6 @@ the state of the random number generators travels with it, so a run is determini
 it would draw in a process of its own. Ranks that disagree raise at once; ranks that wait for each other in vain, too.
 """
 
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,11 +12,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gossamer.comm import ops
+from gossamer.comm.generators import Generators, Turns
 from gossamer.comm.ops import Decide, Flow, Group, Op
 from gossamer.comm.runner import InlineRunner, Meter, Ticket
 from gossamer.errors import CommunicationError, ConfigurationError, DisagreementError
@@ -56,7 +55,7 @@ class World:
         self._finished: set[int] = set()
         self._meetings: dict[Place, Meeting] = {}
         self._channels = [0] * size
-        self._random: list[Any] = [random_state() for _ in range(size)]
+        self._generators = Turns(size)
 
     def open_channel(self, rank: int) -> int:
         """A number for a new runner, equal on all ranks that open runners in the same order."""
@@ -93,7 +92,7 @@ class World:
         """Wait for the first turn."""
         with self._lock:
             self._turns[rank].wait_for(lambda: self._running == rank or self.failure is not None)
-        restore_random_state(self._random[rank])
+        self._generators.enter(rank)
 
     def finish(self, rank: int, error: BaseException | None) -> None:
         """End this rank's turn for good."""
@@ -119,7 +118,7 @@ class World:
             self._turns[rank].notify()
 
     def _pass_baton(self, rank: int, wait: bool = True) -> None:
-        self._random[rank] = random_state()
+        self._generators.leave(rank)
         with self._lock:
             after = [(rank + k) % self.size for k in range(1, self.size + 1)]
             following = next((r for r in after if self._runnable(r)), None)
@@ -130,7 +129,7 @@ class World:
             if wait:
                 self._turns[rank].wait_for(lambda: self._running == rank or self.failure is not None)
         if wait:
-            restore_random_state(self._random[rank])
+            self._generators.enter(rank)
 
     def _deadlock(self) -> str:
         waiting = "; ".join(
@@ -197,7 +196,7 @@ def loopback(fn: Callable[[int], T], world: int) -> list[T]:
     """
     ranks = World(world)
     results: list[Any] = [None] * world
-    before, cores = random_state(), torch.get_num_threads()
+    before, cores = Generators.now(), torch.get_num_threads()
 
     def body(rank: int) -> None:
         _here.place = (ranks, rank)
@@ -213,7 +212,7 @@ def loopback(fn: Callable[[int], T], world: int) -> list[T]:
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(world)]
     _join(threads, ranks)
-    restore_random_state(before)
+    before.put()
     if ranks.failure is not None:
         raise ranks.failure
     return results
@@ -251,15 +250,3 @@ def carry_out(brought: list[Op]) -> list[Tensor]:
     if isinstance(first, ops.AllGather):
         return [torch.stack(tensors) for _ in tensors]
     raise TypeError(f"the loopback runner does not know {first}")
-
-
-def random_state() -> tuple[Any, ...]:
-    """The state of Python's, NumPy's and PyTorch's (CPU) generators."""
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def restore_random_state(state: tuple[Any, ...]) -> None:
-    """Put a state of :func:`random_state` back."""
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
