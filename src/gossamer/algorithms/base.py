@@ -46,9 +46,12 @@ class Context:
         return self.nodes if self.nodes is not None else tuple((rank,) for rank in range(self.world))
 
     def seed(self, *what: int) -> int:
-        """A number for this step, this worker and ``what`` else: below 2^63, for codecs that round at random."""
+        """A number for this step, this worker and ``what`` else: below 2^63, for codecs that round at random.
+
+        Another one for every worker there is, also where this one is among those of its machine only.
+        """
         value = 0x9E3779B97F4A7C15
-        for part in (self.step, self.rank, *what):
+        for part in (self.step, self.members[self.rank], *what):
             value = ((value ^ part) * 0xBF58476D1CE4E5B9) % 2**64
             value ^= value >> 29
         return value >> 1
