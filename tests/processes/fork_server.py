@@ -1,8 +1,8 @@
 """A fork server: a process that has imported torch, and becomes a rank as often as it is asked to.
 
 Importing is most of what a short launch costs. The child goes on as an ordinary main program, to the interpreter's own
-end, so that exits, signals and threads are those of a script. There is a server for each rank number: ranks share no seed
-of Python's hashes and of generators, as they would not on machines of their own.
+end, so that exits, signals and threads are those of a script. There is a server for each rank number: the ranks of one launch
+share no seed of Python's hashes and of generators, as they would not on machines of their own. Launches after each other do.
 """
 
 import contextlib
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent.parent
+
+ANSWER_SECONDS = 120.0  # importing torch for the first time, on a machine that does much else
 
 
 class Forked:
@@ -43,7 +45,8 @@ class Forked:
     def send_signal(self, number: signal.Signals) -> None:
         """Send it a signal, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # ended since
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it by force."""
@@ -54,36 +57,51 @@ class ForkServer:
     """The client's side of one server, which ends with this process. ``environment``: beside that of this process."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = os.environ | {**environment}
+        self._environment = {**environment}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "processes.fork_server"],
-            env=self._environment,
+            env=os.environ | self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            bufsize=0,  # what a buffer holds, select() does not see
             start_new_session=True,
         )
+        self._ready = False
         self._ended: dict[int, int] = {}
+
+    def wait_until_ready(self) -> None:
+        """Wait until it has imported what it imports."""
+        if not self._ready:
+            self._read()
+            self._ready = True
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> Forked:
         """Begin a rank: ``processes.worker`` with these arguments, and with this besides in its environment."""
-        whole = self._environment | {**environment}
-        request = {"arguments": [*arguments], "environment": whole, "out": str(out), "err": str(err)}
+        self.wait_until_ready()
+        for file in (out, err):
+            file.touch()  # they are there when this returns, whenever the child opens them
+        whole = os.environ | self._environment | {**environment}
+        request = {"arguments": [*arguments], "environment": whole, "folder": os.getcwd(), "out": str(out), "err": str(err)}
         assert self._process.stdin is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
         while "pid" not in (answer := self._read()):
             self._ended |= {answer["ended"]: answer["code"]}
         return Forked(self, answer["pid"])
 
     def ended(self) -> dict[int, int]:
         """Exit statuses of those that have ended and were not asked after yet."""
-        while select.select([self._process.stdout], [], [], 0)[0]:
+        while self._answers(within=0.0):
             answer = self._read()
             self._ended |= {answer["ended"]: answer["code"]}
         return self._ended
 
+    def _answers(self, within: float) -> bool:
+        return bool(select.select([self._process.stdout], [], [], within)[0])
+
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
+        if not self._answers(within=ANSWER_SECONDS):
+            raise TimeoutError(f"the fork server {self._process.pid} did not answer within {ANSWER_SECONDS:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the fork server has ended with status {self._process.wait()}; stderr says why")
@@ -92,9 +110,17 @@ class ForkServer:
 
 @functools.cache
 def fork_server(rank: int) -> ForkServer:
-    """The server for this rank number."""
+    """The server for this rank number, begun if there is none yet."""
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
     return ForkServer({"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+
+
+def fork_servers(world: int) -> list[ForkServer]:
+    """The servers of this many ranks, ready: those that must be begun import at the same time."""
+    servers = [fork_server(rank) for rank in range(world)]
+    for server in servers:
+        server.wait_until_ready()
+    return servers
 
 
 def serve() -> None:
@@ -109,6 +135,7 @@ def serve() -> None:
     def answer(**what: int) -> None:
         print(json.dumps(what), file=answers, flush=True)
 
+    answer(ready=1)
     while True:
         readable, _, _ = select.select([requests, woken], [], [])
         if woken in readable:
@@ -143,6 +170,7 @@ def become(request: dict[str, Any]) -> None:
         os.close(source)
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.chdir(request["folder"])
     sys.argv = ["processes.worker", *request["arguments"]]
 
 

@@ -1,7 +1,7 @@
-"""Harness: real processes on this machine, each one rank of a Gloo group, started as torchrun would start them.
+"""Harness: real processes on this machine, each one rank of a Gloo group, with the environment that torchrun would give it.
 
 A *scenario* is a function of a module in this folder that takes a :class:`processes.worker.Here`. One launch runs one
-scenario or many in sequence (importing torch is what costs), and every rank reports what each returned or raised.
+scenario or many in sequence, and every rank reports what each returned or raised.
 """
 
 import signal
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from processes.fork_server import Forked, fork_server
+from processes.fork_server import Forked, ForkServer, fork_servers
 
 
 @dataclass
@@ -54,12 +54,14 @@ class Launch:
         timeout: float = 60.0,
         arguments: Mapping[str, str] | None = None,
     ) -> None:
+        servers = fork_servers(world)
         self.world, self._end, self._begin = world, time.monotonic() + timeout, time.time()
         self._folder = tempfile.TemporaryDirectory(prefix="gossamer-test-")
         self._port = free_port()
-        self._processes = [self._spawn(rank, module, scenarios, arguments or {}) for rank in range(world)]
+        command = [module, ",".join(scenarios), self._folder.name]
+        self._processes = [self._spawn(servers[rank], rank, command, arguments or {}) for rank in range(world)]
 
-    def _spawn(self, rank: int, module: str, scenarios: Sequence[str], arguments: Mapping[str, str]) -> Forked:
+    def _spawn(self, server: ForkServer, rank: int, command: Sequence[str], arguments: Mapping[str, str]) -> Forked:
         environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world),
@@ -71,8 +73,7 @@ class Launch:
             "RES_OPTIONS": "timeout:1 attempts:1",
         }
         environment |= {f"SCENARIO_{key.upper()}": value for key, value in arguments.items()}
-        command = [module, ",".join(scenarios), self._folder.name]
-        return fork_server(rank).fork(command, environment, self._file(rank, "out"), self._file(rank, "err"))
+        return server.fork(command, environment, self._file(rank, "out"), self._file(rank, "err"))
 
     def _file(self, rank: int, kind: str) -> Path:
         return Path(self._folder.name) / f"{rank}.{kind}"
