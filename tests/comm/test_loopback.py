@@ -246,6 +246,34 @@ def test_normal_numbers_that_come_in_pairs_stay_with_their_rank(seeds: tuple[int
         assert together[rank] == alone[0]
 
 
+def test_a_normal_number_that_is_held_back_tells_apart_what_was_seeded_alike() -> None:
+    """After one number and after two the generator itself is the same; a turn that seeds anew may end with either."""
+
+    def body(rank: int) -> list[float]:
+        drawn = []
+        for numbers in ((2, 1), (1, 2), (1, 1))[rank]:
+            np.random.seed(0)
+            np.random.standard_normal(numbers)
+            run(lambda: all_reduce(torch.zeros(1)))
+            drawn.append(float(np.random.standard_normal()))
+        return drawn
+
+    together = loopback(body, 3)
+    for rank in range(3):
+        alone = []
+        loopback(lambda _, rank=rank: alone.append(body(rank)), 1)
+        assert together[rank] == alone[0]
+
+
+def test_a_generator_of_another_kind_is_refused_and_nobody_waits() -> None:
+    mersenne = np.random.get_bit_generator()
+    try:
+        with pytest.raises(ValueError, match="PCG64"):
+            loopback(lambda rank: np.random.set_bit_generator(np.random.PCG64(0)) if rank == 0 else None, 3)
+    finally:
+        np.random.set_bit_generator(mersenne)
+
+
 def test_the_callers_generators_are_left_alone() -> None:
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     expected = draws()

@@ -82,6 +82,7 @@ class World:
         """The result for ``rank``; passes the baton until every rank has come."""
         if meeting.results is None:
             self._waits[rank] = meeting
+            self._generators.leave(rank)
             self._pass_baton(rank)
             self._waits.pop(rank, None)
         if meeting.results is None:
@@ -100,6 +101,7 @@ class World:
             if error is not None and self.failure is None:
                 self.failure = error
             self._finished.add(rank)
+        self._generators.end()
         self._pass_baton(rank, wait=False)
 
     def stop(self, error: BaseException) -> None:
@@ -118,7 +120,6 @@ class World:
             self._turns[rank].notify()
 
     def _pass_baton(self, rank: int, wait: bool = True) -> None:
-        self._generators.leave(rank)
         with self._lock:
             after = [(rank + k) % self.size for k in range(1, self.size + 1)]
             following = next((r for r in after if self._runnable(r)), None)
@@ -202,8 +203,8 @@ def loopback(fn: Callable[[int], T], world: int) -> list[T]:
         _here.place = (ranks, rank)
         torch.set_num_threads(cores)  # each thread has a setting of its own, and sums depend on it
         error: BaseException | None = None
-        ranks.enter(rank)
         try:
+            ranks.enter(rank)
             if ranks.failure is None:
                 results[rank] = fn(rank)
         except BaseException as caught:
