@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer import ChunkSparse, PowerSGD, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.hierarchical import inside, machine
+from gossamer.algorithms.hierarchical import inside, leaders_of, machine
 from gossamer.buckets import Bucket, make_layout
 from gossamer.codecs import Quantize
 from gossamer.codecs.residual import keep
@@ -106,9 +106,10 @@ def test_what_is_too_large_for_fewer_bits_is_kept_as_the_largest() -> None:
 
 
 def test_no_two_workers_round_alike() -> None:
-    """Not even those that are the same among the workers of their machine: noise that is one's own averages out."""
+    """Not even those that are the same among the workers of their machine, nor one of them as a leader as it did there:
+    noise that is one's own averages out."""
     machines = ((0, 1), (2, 3))
     whole = [Context(3, rank, (0, 1, 2, 3), machines) for rank in range(4)]
     seeds = [inside(ctx, machine(ctx, machines)).seed(5) for ctx in whole]
-    assert len(set(seeds)) == 4
-    assert seeds == [ctx.seed(5) for ctx in whole]
+    leaders = [inside(whole[rank], leaders_of(machines)).seed(5) for rank in leaders_of(machines)]
+    assert len({*seeds, *leaders}) == 6

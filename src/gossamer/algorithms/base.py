@@ -48,10 +48,11 @@ class Context:
     def seed(self, *what: int) -> int:
         """A number for this step, this worker and ``what`` else: below 2^63, for codecs that round at random.
 
-        Another one for every worker there is, also where this one is among those of its machine only.
+        Another one for every worker there is, also where this one is among those of its machine only; and for one that
+        leads its machine another one there than among the leaders, even of two.
         """
         value = 0x9E3779B97F4A7C15
-        for part in (self.step, self.members[self.rank], *what):
+        for part in (self.step, self.members[self.rank], self.members[-1], *what):
             value = ((value ^ part) * 0xBF58476D1CE4E5B9) % 2**64
             value ^= value >> 29
         return value >> 1
