@@ -10,7 +10,7 @@ FULL_PRECISION_MOMENTA := --sides "OneBitAdam(lr=0.001, warmup=1000000, residual
   "OneBitAdam(lr=0.001, warmup=100, residual='fp32')" "QAdam(lr=0.001, warmup=100, residual='fp32')"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow test-triton test-gpu check format readme topologies bench-exchanges bench-speed bench-kernels bench-overhead bench-threads bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality clean
+.PHONY: help setup peers demo test test-slow test-triton test-gpu check format readme topologies bench-exchanges bench-speed bench-kernels bench-overhead bench-threads bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality bench-quality-beside clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -179,11 +179,15 @@ bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, besi
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
 	  --save-to benchmarks/results --sides ddp compute "with_optimizer(in_parts(2, Gossip(wire='fp16')), GossipAdamW())" \
 	  'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' ddp-fp16 ddp-powersgd
+	$(RUN) -m gossamer.bench.readme
+
+BESIDE := quality-beside
+
+bench-quality-beside: $(READY) ## the GPT's time to quality with what is sent ahead, computing timed beside each run; BESIDE names the folder
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
-	  --save-to benchmarks/results/quality-beside --sides ddp 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' \
+	  --save-to benchmarks/results/$(BESIDE) --sides ddp 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' \
 	  'with_optimizer(in_parts(3, Gossip()), GossipAdamW())' 'with_optimizer(in_parts(2, Gossip(ahead=1.0)), GossipAdamW())' \
 	  'with_optimizer(in_parts(3, Gossip(ahead=1.0)), GossipAdamW())'
-	$(RUN) -m gossamer.bench.readme
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (on a processor ten seconds)
 	$(RUN) -m gossamer.bench.kernels --save-to benchmarks/results

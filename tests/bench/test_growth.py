@@ -2,19 +2,19 @@
 
 import pytest
 
+from gossamer.algorithms import registry
 from gossamer.bench.in_lab import lab_json
+from gossamer.bench.sides import OPTIMIZERS
 from gossamer.lab import LabSpec
 
 SIDES = (
-    "AllReduce()",
-    "ScatterReduce()",
-    "ChunkSparse()",
-    "PowerSGD()",
-    "Gossip(wire='bf16')",
-    "QuantizedGossip()",
-    "GossipGraD()",
+    *(f"{name}()" for name in registry()),
+    *(f"{name}(warmup=50)" for name in OPTIMIZERS),
+    "Gossip(ahead=1.0)",
     "Gossip(lag=2)",
-    "OneBitAdam(warmup=50)",
+    "Hierarchical(Gossip(), ranks_per_node=1)",
+    "in_parts(4, Gossip())",
+    "overlap_forward(AllReduce())",
 )
 
 SCRIPT = """
