@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.bench import convergence, exchanges, kernels, matrix, overhead, shuffle_time, speed, threads, time_to_quality
+from gossamer.bench import (
+    convergence,
+    exchanges,
+    kernels,
+    matrix,
+    overhead,
+    scale,
+    shuffle_time,
+    speed,
+    threads,
+    time_to_quality,
+)
 from gossamer.bench.readme import TABLES, insert
 from gossamer.bench.rows import read_rows
 
@@ -74,15 +85,22 @@ def test_the_short_table_of_speed():
     assert (RESULTS / "speed-summary.md").read_text() == speed.page(json.loads((RESULTS / "speed.json").read_text()), True)
 
 
-@pytest.mark.parametrize("stem", ["convnet", "gpt"])
-def test_times_to_quality(stem, monkeypatch):
+@pytest.mark.parametrize(
+    ("folder", "stem"), [(".", "convnet"), (".", "gpt"), ("quality-beside", "gpt"), ("quality-slower", "gpt")]
+)
+def test_times_to_quality(folder, stem, monkeypatch):
     monkeypatch.chdir(ROOT)
-    rows = [row for row in read_rows(RESULTS / "quality.jsonl") if row["workload"].endswith(f"{stem}.py")]
+    rows = [row for row in read_rows(RESULTS / folder / "quality.jsonl") if row["workload"].endswith(f"{stem}.py")]
     first = {row["seed"]: row for row in rows if row["side"] == "ddp"}
     targets = {seed: 0.905 if stem == "convnet" else time_to_quality.target_after(row, 300.0) for seed, row in first.items()}
-    found = (RESULTS / f"{stem}-quality.md").read_text().splitlines()
+    found = (RESULTS / folder / f"{stem}-quality.md").read_text().splitlines()
     # Sides stand there in the order in which they were asked for.
     assert sorted(found) == sorted(time_to_quality.page(rows, targets))
+
+
+def test_scale():
+    rows = read_rows(RESULTS / "scale" / "results.jsonl")
+    assert (RESULTS / "scale" / "scale.md").read_text() == lines(scale.table(scale.points(rows)))
 
 
 @pytest.mark.parametrize("table", TABLES)
