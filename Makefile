@@ -169,7 +169,7 @@ bench-efficiency: $(READY) ## papers' runs in slow motion, 8 hosts: GossipGraD a
 	  --rounds 3 --steps 2 --warmup 4 --save-to benchmarks/results/efficiency
 	# DDP beside these two would be 3.2 GB in each of the 8 processes, so it has a run of its own.
 	$(VENV)/bin/gossamer lab --hosts 8 --rate 71mbit -- -m gossamer.bench.paired --workload 'AlexNet(16)' \
-	  --sides compute 'ChunkSparse()' --rounds 2 --steps 2 --warmup 3 --save-to benchmarks/results/efficiency/alexnet.json
+	  --sides compute 'ChunkSparse()' --rounds 4 --steps 2 --warmup 3 --save-to benchmarks/results/efficiency/alexnet.json
 	$(VENV)/bin/gossamer lab --hosts 8 --rate 71mbit -- -m gossamer.bench.paired --workload 'AlexNet(16)' \
 	  --sides compute ddp --rounds 2 --steps 1 --warmup 1 --save-to benchmarks/results/efficiency/alexnet-ddp.json
 
