@@ -14,6 +14,7 @@ from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.gossip_adamw import stop_telling, tell_how_many
+from gossamer.optim.nested import in_nested_step
 from gossamer.sync import checkpoint
 from gossamer.sync.agreement import same_from_rank
 from gossamer.sync.backward import Backward, alarming
@@ -23,6 +24,7 @@ from gossamer.sync.exact import changing
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.hooks import OwnHook
 from gossamer.sync.join import Event, Join, state_from_rank
+from gossamer.sync.line_search import decides_by_loss, with_mean_loss
 from gossamer.sync.module_buffers import (
     Buffers,
     beside_parameters,
@@ -141,7 +143,7 @@ class Replica:
         tensors: dict[str, Tensor] = {**floating(self._trainable), **beside_parameters(self._model)}
         self._at_average = True
         try:
-            with at_average(self._runner, tensors, self._weights.weigh):
+            with at_average(self._runner, self._optimizers, tensors, self._weights.weigh):
                 yield self._model
         finally:
             self._at_average = False
@@ -345,26 +347,30 @@ class Replica:
         self.step += 1
 
     def _before_step(self, index: int) -> Any:
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self._overlap.updating:  # a part of a step that the user took before
-                return
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+            if self._overlap.updating or in_nested_step(optimizer):  # a part of a step that the user took
+                return None
             with alarming(self._runner):
                 self._watch.check()
                 if self._at_average:
                     raise UsageError("optimizer.step() inside replica.consensus(): the model's own weights come back after it")
                 # A closure (LBFGS) runs backward inside the step. The first argument is the optimizer itself.
-                at_once = len(args) == 1 and kwargs.get("closure") is None
+                closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+                at_once = closure is None
                 if at_once and not self._join.shadowing:
                     self._turns.require_backward(index, self.step)
                 self._tell_how_many(optimizer)
                 if self._weights and not self.algorithm.lands_late:
                     self._weights.prepare(index, self.step, at_once)
+                if closure is None or not self._means_losses or not decides_by_loss(optimizer):
+                    return None
+                return args[:1], {**kwargs, "closure": with_mean_loss(self._runner, closure)}
 
         return before_step
 
     def _after_step(self, index: int) -> Any:
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self._overlap.updating:  # a part of a step that the user took before
+            if self._overlap.updating or in_nested_step(optimizer):
                 return
             with alarming(self._runner):
                 self._overlap.ask()
@@ -376,6 +382,11 @@ class Replica:
             self._turns.note_step(index)
 
         return after_step
+
+    @property
+    def _means_losses(self) -> bool:
+        """Whether a closure's gradients are means over the ranks, so that its loss is to be one, too."""
+        return self._gradients is not None and self._runner.world > 1 and self._backward.synchronise and not self._join.on
 
     def _tell_how_many(self, optimizer: Optimizer) -> None:
         """Of how many gradients the mean update is made, if the optimizer asks for it."""

@@ -539,3 +539,21 @@ def test_a_scaled_step_without_any_gradient_does_nothing() -> None:
     optimizer.found_inf = 0  # as a GradScaler leaves it there
     optimizer.step()
     assert same(before, values(model))
+
+
+def test_a_state_that_is_saved_at_the_average_leaves_the_copies_as_they_were() -> None:
+    def body(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        model = model_of()
+        optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, gossamer.Gossip())
+        train(model, optimizer, 3, begin=10 * rank)
+        before = [copy.clone() for copy in masters(optimizer)]
+        with replica.consensus():
+            optimizer.state_dict()
+        optimizer.state_dict()
+        after = [copy.clone() for copy in masters(optimizer)]
+        replica.close()
+        return before, after
+
+    for before, after in loopback(body, 2):
+        assert same(before, after)

@@ -232,3 +232,40 @@ def test_a_step_for_every_pass_needs_no_memory_for_the_way_back(overlap: bool) -
 
     for found in loopback(body, 2):
         assert found == [3] * 8
+
+
+class AgainstTheOrder(nn.Module):
+    """Gradients come in another order than parameters are written in, so that the first pass shows another plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.discriminator = nn.Linear(8, 8, bias=False)
+        self.generator = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.discriminator(self.generator(x))
+        return out
+
+
+def test_saving_after_the_very_first_pass_changes_nothing_and_holds_nothing_of_it() -> None:
+    def body(rank: int, saves: bool) -> tuple[Tensor, list[str]]:
+        model = AgainstTheOrder()
+        generator, discriminator = (SGD(each.parameters(), lr=0.1) for each in (model.generator, model.discriminator))
+        algorithm = ScatterReduce(codec=Quantize(bits=2), residual="fp32", bucket_bytes=1)
+        replica = gossamer.replicate(model, [generator, discriminator], algorithm)
+        model(random(0, 0, rank)).sum().backward()
+        generator.step()
+        state = replica.state_dict() if saves else {}
+        generator.zero_grad()
+        discriminator.zero_grad()
+        model(random(1, 0, rank)).square().sum().backward()
+        grad = model.discriminator.weight.grad
+        assert grad is not None
+        found = grad.clone()
+        replica.close()
+        return found, sorted(state.get(f"rank{rank}", {}).get("residual", {}))
+
+    saved, unsaved = loopback(lambda rank: body(rank, True), 2), loopback(lambda rank: body(rank, False), 2)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(saved, unsaved, strict=True))
+    assert [names for _, names in saved] == [["generator.weight"]] * 2

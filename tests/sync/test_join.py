@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import AllReduce, Gossip, UsageError, loopback
+from gossamer import AllReduce, DisagreementError, Gossip, GossipGraD, UsageError, loopback
 from gossamer.comm.connect import connect
 from gossamer.sync.join import Event, Join
 
@@ -184,3 +184,17 @@ def test_workers_of_a_machine_that_would_end_apart_are_refused() -> None:
 
     with pytest.raises(UsageError, match="both gradients and weights"):
         loopback(body, 4)
+
+
+def test_histories_of_a_rank_without_any_batch_are_refused_with_the_reason() -> None:
+    def body(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        replica = gossamer.replicate(model, optimizer, GossipGraD())
+        with replica.join():
+            for _ in range(2 * rank):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+
+    with pytest.raises(DisagreementError, match=r"rank 0: nothing; .*no batch before .*history=False"):
+        loopback(body, 2)

@@ -454,3 +454,40 @@ def test_a_model_that_was_compiled_in_place_is_refused() -> None:
     model.compile()
     with pytest.raises(ConfigurationError, match="give the model as it is, uncompiled"):
         gossamer.replicate(model, sgd(model.parameters()), overlap_forward=True)
+
+
+class Mixed(nn.Module):
+    """A body in bfloat16, of which a part is left out in every second step, and a head in float32, which has no copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH).bfloat16()
+        self.branch = nn.Linear(WIDTH, WIDTH).bfloat16()
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor, branch: bool) -> Tensor:
+        x = self.body(x.bfloat16())
+        out: Tensor = self.head((self.branch(x) if branch else x).float())
+        return out
+
+
+def test_master_weights_update_no_parameter_with_a_gradient_that_is_not_averaged() -> None:
+    """The update of a part that was left out is taken when backward has begun, and the head has its next gradient."""
+
+    def trained(overlap_forward: bool) -> list[Tensor]:
+        def body(rank: int) -> Tensor:
+            torch.manual_seed(0)
+            model = Mixed()
+            optimizer = MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.01)
+            replica = gossamer.replicate(model, optimizer, AllReduce(bucket_bytes=32), overlap_forward=overlap_forward)
+            for step in range(8):
+                optimizer.zero_grad()
+                model(batch(rank, step), step % 2 == 0).square().mean().backward()
+                optimizer.step()
+            replica.close()
+            return torch.cat([parameter.detach().float().flatten() for parameter in model.parameters()])
+
+        return loopback(body, WORLD)
+
+    expected = trained(False)[0]
+    assert all(torch.equal(found, expected) for found in trained(True))

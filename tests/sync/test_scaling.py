@@ -178,3 +178,22 @@ def test_a_step_that_not_all_would_skip_is_refused() -> None:
 
     for scaled in (True, False):
         loopback(lambda rank, scaled=scaled: body(rank, scaled), 2)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_sparse_gradients_beside_weights_that_are_exchanged(broken: bool) -> None:
+    def body(rank: int) -> tuple[float, bool]:
+        torch.manual_seed(0)
+        model = nn.Embedding(5, 3, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        replica = gossamer.replicate(model, optimizer, Gossip(), scaler=scaler)
+        before = model.weight.detach().clone()
+        factor = float("inf") if broken and rank == 1 else 1.0
+        scaler.scale((model(torch.tensor([rank, rank, 3])) * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        replica.close()
+        return scaler.get_scale(), torch.equal(model.weight, before)
+
+    assert loopback(body, 2) == [(2.0 if broken else 4.0, broken)] * 2

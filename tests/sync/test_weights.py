@@ -506,3 +506,24 @@ def test_a_resumed_run_exchanges_the_history_that_it_did_before() -> None:
         again = loopback(lambda rank: run(rank, range(4, 8), saved[rank], everywhere)[1], 2)
         for one, other in zip(whole, again, strict=True):
             assert all(a.equal(b) for a, b in zip(one, other, strict=True))
+
+
+def test_history_is_followed_from_the_first_step_that_is_taken() -> None:
+    """An optimizer that leaves a step out by itself, because a ``GradScaler`` has found an overflow, remembers nothing yet."""
+
+    def body(rank: int) -> list[list[str] | None]:
+        model = nn.Linear(2, 2).half()
+        optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.01, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        replica = gossamer.replicate(model, optimizer, GossipGraD(), scaler=scaler)
+        found = []
+        for slope in (10.0, 1e-3):
+            optimizer.zero_grad()
+            scaler.scale((model(torch.ones(1, 2).half()).float() * slope).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            found.append(replica._weights[0].history_names)
+        replica.close()
+        return found
+
+    assert loopback(body, 2) == [[None, ["momentum_buffer of weight", "momentum_buffer of bias"]]] * 2

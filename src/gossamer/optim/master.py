@@ -95,7 +95,8 @@ class MasterWeights(Optimizer):
         self._copy_options(self.param_groups, self._inner.param_groups)
         if closure is None:
             self._bring_gradients()
-            loss = self._inner.step()
+            with self._only_those_held():
+                loss = self._inner.step()
         else:
             loss = self._inner.step(lambda: self._evaluate(closure))
         self._copy_options(self._inner.param_groups, self.param_groups)
@@ -220,6 +221,26 @@ class MasterWeights(Optimizer):
                 master.grad = own.grad.float()
             if scale is not None and master.grad is not None:
                 master.grad.div_(scale.to(master.grad.device))
+
+    @contextmanager
+    def _only_those_held(self) -> Iterator[None]:
+        """Inside, nothing but what the groups hold now has a gradient: whoever takes a step in parts (``overlap_forward``)
+        leaves the other parameters out of them, and those that have no copy may have their next gradient already."""
+        held = {id(master) for _, master in self._pairs()}
+        parameters = (p for group in self._inner.param_groups for p in group["params"])
+        others = [(p, p.grad) for p in parameters if id(p) not in held and p.grad is not None]
+        for parameter, _ in others:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in others:
+                parameter.grad = gradient
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer that updates the copies."""
+        return self._inner
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         self._write_model()

@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from gossamer.errors import ConfigurationError
 from gossamer.optim.loan import give_back, save_as_given
+from gossamer.optim.nested import in_nested_step
 
 _LENT, _DECAY = "momentum lent to gossamer", "weight decay lent to gossamer"
 _LOAN = {"momentum": _LENT, "weight_decay": _DECAY}
@@ -72,6 +73,8 @@ def _lend_loaded(momentum: float, optimizer: Optimizer) -> None:
 
 def _decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Before a step: what the weight decay does, beside what gradients do. A ``closure``, which makes them, comes first."""
+    if in_nested_step(optimizer):
+        return None
     _check_lent(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:

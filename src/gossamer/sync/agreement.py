@@ -19,8 +19,9 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def agree(runner: Runner, facts: Mapping[str, str]) -> None:
-    """Raise :class:`DisagreementError` on every rank unless all ranks hold the same ``facts`` (topic: description)."""
+def agree(runner: Runner, facts: Mapping[str, str], hint: str = "") -> None:
+    """Raise :class:`DisagreementError` on every rank unless all ranks hold the same ``facts`` (topic: description). ``hint``:
+    what may be the reason, and what to do."""
     if runner.world == 1:
         return
     mine = torch.tensor([digest(text) for text in facts.values()], dtype=torch.int64)
@@ -28,7 +29,8 @@ def agree(runner: Runner, facts: Mapping[str, str]) -> None:
     for column, (topic, text) in enumerate(facts.items()):
         if len(set(everyone[:, column].tolist())) > 1:
             texts = _exchange_texts(runner, _first_that_differs(runner, text.split("\n")))
-            raise DisagreementError(f"rank {runner.rank}: ranks differ in {topic}: {_describe(texts)}")
+            reason = hint and f". {hint}"
+            raise DisagreementError(f"rank {runner.rank}: ranks differ in {topic}: {_describe(texts)}{reason}")
 
 
 def _first_that_differs(runner: Runner, lines: list[str]) -> str:

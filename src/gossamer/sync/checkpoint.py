@@ -78,10 +78,9 @@ def collect(
         for key, tensors in sync.state_by_name().items():
             own.setdefault(prefix + key, {}).update(tensors)
     if gradients is not None:
-        gradients.adopt_learned()
         own |= gradients.exchange.state_by_name(confirmed=True)
         order = gradients.exchange.order if gradients.arranged else None
-        plan = gradients.exchange.plan.to_dict() | {"learned": gradients.learned, "order": order}
+        plan = gradients.next_plan.to_dict() | {"learned": gradients.learned, "order": order}
     return {
         "format": FORMAT,
         "algorithm": repr(algorithm),
@@ -92,7 +91,9 @@ def collect(
         "history": [sync.history_names for sync in weights if isinstance(sync, WeightSync)],
         "plan": plan,
         rank_key(runner.rank): _copied(own),
-        extras_key(runner.rank): [_copied(sync.exchange.extras_by_name(confirmed=sync is gradients)) for sync in syncs],
+        extras_key(runner.rank): [
+            _copied(gradients.extras_to_save() if sync is gradients else sync.exchange.extras_by_name()) for sync in syncs
+        ],
     }
 
 

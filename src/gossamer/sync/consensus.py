@@ -21,8 +21,13 @@ WHAT = "the average of the replicas"
 
 
 @contextmanager
-def at_average(runner: Runner, tensors: Mapping[str, Tensor], weigh: Weigh) -> Iterator[None]:
-    """Inside, ``tensors`` hold their average over all ranks; afterwards what they were. Collective."""
+def at_average(runner: Runner, optimizers: Iterable[Optimizer], tensors: Mapping[str, Tensor], weigh: Weigh) -> Iterator[None]:
+    """Inside, ``tensors`` hold their average over all ranks; afterwards what they were. Collective.
+
+    What optimizers keep of them in more bits follows them when a state is saved inside, and would come back rounded.
+    """
+    copies = [copy.detach() for each in optimizers for p in held_by(each) if (copy := exact(each, p)) is not p]
+    kept = [copy.clone() for copy in copies]
     places = {name: tensor.detach() for name, tensor in tensors.items()}
     own = [place.clone() for place in places.values()]
     try:
@@ -31,7 +36,7 @@ def at_average(runner: Runner, tensors: Mapping[str, Tensor], weigh: Weigh) -> I
         yield
     finally:
         with torch.no_grad():
-            torch._foreach_copy_(list(places.values()), own)
+            torch._foreach_copy_([*places.values(), *copies], [*own, *kept])
 
 
 @torch.no_grad()

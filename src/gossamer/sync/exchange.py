@@ -74,7 +74,7 @@ class Exchange:
 
     def adopt(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
-        kept, extras = self.state_by_name(), self.extras_by_name()
+        kept, extras = self.state_by_name(), of_any_plan(self.extras_by_name())
         self.plan, self.buckets = plan, [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
         self.handlers = [self._routing.of(layout.label) for layout in plan.layouts]
         if self._overtakes:
@@ -84,7 +84,7 @@ class Exchange:
             self.step_states.setdefault(layout.label, State(torch.zeros(())))
         self._prompt = self._alone and all(handler.prompt for handler in self.handlers)
         self._finishers = self._by_label(index for index, handler in enumerate(self.handlers) if handler.finishes)
-        self.load_state_by_name(kept, {key: owned for key, owned in extras.items() if not key.startswith(_BUCKET)})
+        self.load_state_by_name(kept, extras)
 
     def _by_label(self, indices: Iterable[int]) -> dict[str, list[int]]:
         """Buckets of one label together."""
@@ -364,6 +364,11 @@ class Exchange:
 
 def _squared(tensors: list[Tensor]) -> float:
     return sum(float(torch.linalg.vector_norm(wide(tensor))) ** 2 for tensor in tensors)
+
+
+def of_any_plan(extras: Kept) -> Kept:
+    """Of :meth:`Exchange.extras_by_name`, what does not belong to buckets as they are cut."""
+    return {key: owned for key, owned in extras.items() if not key.startswith(_BUCKET)}
 
 
 def _of_place(extras: Mapping[str, Mapping[str, Tensor]], place: str) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from gossamer.errors import ConfigurationError
 from gossamer.sync.agreement import agree
 from gossamer.sync.backward import Backward, alarming, current_task
 from gossamer.sync.discarded import Discarded
-from gossamer.sync.exchange import Exchange
+from gossamer.sync.exchange import Exchange, Kept, of_any_plan
 from gossamer.sync.owners import ByOwner
 from gossamer.sync.slots import OpenStep, Slot
 from gossamer.sync.statistics import Statistics
@@ -339,6 +339,17 @@ class GradientSync:
         agree(self._runner, {"the plan of buckets": plan.digest()})
         if plan.names != self.exchange.plan.names:
             self._learned_plan = plan
+
+    @property
+    def next_plan(self) -> Plan:
+        """That of the next pass. What was learned is laid out when it begins, and not when a state is saved: what was kept back
+        of gradients that nobody used could not be taken back any more."""
+        return self.exchange.plan if self._learned_plan is None else self._learned_plan
+
+    def extras_to_save(self) -> Kept:
+        """What the algorithm keeps in other shapes than the parameters', as far as the next pass will know it."""
+        extras = self.exchange.extras_by_name(confirmed=True)
+        return extras if self._learned_plan is None else of_any_plan(extras)
 
     def adopt_learned(self) -> None:
         """Lay the buckets out as learned. Not at once: the parameters' gradients still lie in the old ones, and both together

@@ -30,6 +30,13 @@ def history(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str,
     }
 
 
+def skips(optimizer: Optimizer) -> bool:
+    """Whether the optimizer leaves out the step that is being taken, because its ``GradScaler`` has found an overflow. (Others
+    are not called then.)"""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and float(found) > 0
+
+
 def weight_of(name: str) -> str:
     """The weight that something is remembered of; a weight's own name is its own."""
     return name.partition(_OF)[2] or name

@@ -19,12 +19,17 @@ def agree_on_overflow(runner: Runner, scaler: Any, owners: Sequence[Iterable[Par
     """
     if scaler is None or not scaler.is_enabled() or runner.world == 1:
         return
-    gradients = [[p.grad.detach() for p in parameters if p.grad is not None] for parameters in owners]
+    gradients = [[_values(p.grad) for p in parameters if p.grad is not None] for parameters in owners]
     found = torch.cat(list(map(any_non_finite, gradients)))
     overflow = runner.run(lambda: maximum(found, runner.world), "the agreement on overflow")
     for of_one, broken in zip(gradients, overflow.tolist(), strict=True):
         if broken > 0 and of_one:
             torch._foreach_add_(of_one, float("inf"))
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """What a gradient consists of; of a sparse one its values, which may be several for one place."""
+    return gradient.detach()._values() if gradient.is_sparse else gradient.detach()
 
 
 class LossScale:

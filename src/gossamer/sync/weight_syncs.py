@@ -14,7 +14,7 @@ from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
 from gossamer.optim.carrying import Cargo, Carrier
 from gossamer.sync.exact import changing, exact
-from gossamer.sync.history import history
+from gossamer.sync.history import history, skips
 from gossamer.sync.hooks import OwnHook
 from gossamer.sync.lagging import catch_up
 from gossamer.sync.module_buffers import averaged, beside_parameters
@@ -54,7 +54,7 @@ class WeightSyncs:
             wanted = {name for name, t in tensors.items() if of_weights.of(of_weights.route(name, t)).exchanges_history}
             own = {name: p for name, p in parameters.items() if name in wanted}
             remembered = partial(history, optimizer, own) if own else None
-            self._all.append(WeightSync(runner, of_weights, tensors, statistics, remembered))
+            self._all.append(WeightSync(runner, of_weights, tensors, statistics, remembered, partial(skips, optimizer)))
 
     def __iter__(self) -> Iterator[WeightSync]:
         return iter(self._all)

@@ -16,6 +16,7 @@ from torch import Tensor
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.difference import Difference
 from gossamer.buckets import make_plan
+from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
 from gossamer.memory import wide
 from gossamer.pieces import cut, part_of
@@ -35,10 +36,17 @@ EXCHANGES = "(exchanges)"
 """The name under which their number is saved, where ranks may lag."""
 
 
+_WHY_HISTORIES_DIFFER = (
+    "It is known when every rank has taken a step: one that has had no batch before (in join()) remembers nothing. Give every "
+    "rank one, or leave histories where they are (history=False)"
+)
+
+
 class WeightSync:
     """Exchanges the weights that one optimizer updates (and the floating-point buffers given to it).
 
-    ``history``: what else belongs to the weights, once the optimizer has made it; see ``gossamer.sync.history``.
+    ``history``: what else belongs to the weights, once the optimizer has made it; see ``gossamer.sync.history``. ``skipped``:
+    whether it leaves out the step that is being taken.
     """
 
     def __init__(
@@ -48,9 +56,10 @@ class WeightSync:
         tensors: Mapping[str, Tensor],
         statistics: Statistics,
         history: Callable[[], dict[str, Tensor]] | None = None,
+        skipped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._runner, self._algorithm, self._statistics = runner, algorithm, statistics
-        self._history, self._extended = history, False
+        self._history, self._skipped, self._extended = history, skipped, False
         self._tensors = dict(tensors)
         self.exchange = Exchange(runner, algorithm, settles=False)
         self._ahead = Ahead()
@@ -117,10 +126,20 @@ class WeightSync:
         if self._extended:
             self.follow(tensors)
             return
-        agree(self._runner, {"what the optimizer remembers": "\n".join(tensors) or "nothing"})
+        if self._skipped_anywhere():
+            return
+        agree(self._runner, {"what the optimizer remembers": "\n".join(tensors) or "nothing"}, _WHY_HISTORIES_DIFFER)
         self._extended = True
         self._tensors |= tensors
         self._lay_out()
+
+    def _skipped_anywhere(self) -> bool:
+        """Whether a ``GradScaler`` has had any rank leave the step out. If it is the first one, nobody knows yet what will be
+        remembered; asked until that is known."""
+        if self._runner.world == 1:
+            return False
+        skipped = torch.tensor([self._skipped()], dtype=torch.uint8)
+        return bool(self._runner.run(lambda: maximum(skipped, self._runner.world), "the question who skips the step").any())
 
     @torch.no_grad()
     def prepare(self, step: int, carried: bool) -> Freight | None:
