@@ -56,10 +56,10 @@ def test_every_algorithm_is_public() -> None:
 
 @pytest.mark.alone
 def test_importing_costs_at_most_a_third_of_a_second_beyond_torch() -> None:
-    """CPU time of the process, so that a busy machine does not matter; the least of five."""
+    """CPU time of the process, so that a busy machine does not matter; once in five times is enough."""
     code = "import time, torch; begin = time.process_time(); import gossamer; print(time.process_time() - begin)"
-    seconds = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5)]
-    assert min(seconds) <= 0.3
+    seconds = (float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5))
+    assert any(each <= 0.3 for each in seconds)
 
 
 def test_importing_starts_nothing() -> None:

@@ -62,7 +62,8 @@ def test_the_mean_moves_its_full_length(algorithm: gossamer.Algorithm) -> None:
         assert (moved / expected - 1).abs().max() < 0.01
 
 
-ALONE = [(algorithm, world) for algorithm in (*WIRES, GossipPGA(period=1)) for world in (4, 16)] + [(GossipPGA(period=1), 64)]
+ALONE = [(algorithm, world) for algorithm in (*WIRES, GossipPGA(period=1)) for world in (4, 8)]
+ALONE.append(pytest.param(GossipPGA(period=1), 64, marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize(("algorithm", "world"), ALONE, ids=repr)

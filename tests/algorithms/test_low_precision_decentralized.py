@@ -121,7 +121,7 @@ COARSE = [
 ]
 
 
-@pytest.mark.parametrize("topology", [Ring(), Complete()], ids=repr)
+@pytest.mark.parametrize("topology", [Ring(), pytest.param(Complete(), marks=pytest.mark.slow)], ids=repr)
 @pytest.mark.parametrize("codec", COARSE, ids=repr)
 def test_coarse_codecs_bring_replicas_closer_at_the_default_rate(codec: Codec, topology: Topology) -> None:
     tensors = noise(5, 300, torch.float64)

@@ -32,6 +32,7 @@ def launch(tmp_path, *words):
     return subprocess.run([*command, *words], env=wide, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_torchrun_measures_on_the_network_that_is_there(tmp_path):
     done = launch(tmp_path, "--side", "AllReduce()")
     assert done.returncode == 0, done.stderr
@@ -97,6 +98,10 @@ def test_a_side_that_fails_under_torchrun_is_named_and_the_others_are_shown(tmp_
     assert "GossipAdamW: " in done.stderr
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert ["failed" in row for row in rows] == [False, False, False, True]
+    assert {(row["network"], row["hosts"]) for row in rows} == {("as is, 2 workers per host", 1)}
+    assert rows[0]["tcp_bits_per_second"] > 1e8
+    assert rows[2]["bound_seconds"] >= 0.02
+    assert done.stdout.count("results.jsonl hold 4 rows") == 1, "one rank shows the table"
     assert "AllReduce()" in done.stdout
     assert "failed: " in done.stdout
     assert "`AllReduce()`" in (tmp_path / "results.md").read_text()

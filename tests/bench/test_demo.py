@@ -156,7 +156,7 @@ class TestOptions:
 class TestWhole:
     def test_tiny(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.chdir(tmp_path)
-        arguments = ["--hosts", "2", "--rate", "1gbit", "--steps", "6", "--eval-every", "2", "--save-to", "assets"]
+        arguments = ["--hosts", "2", "--rate", "1gbit", "--steps", "6", "--eval-every", "3", "--save-to", "assets"]
         assert demo.main(arguments) == 0
         output = capsys.readouterr().out
         assert "assets/demo.png" in output
@@ -169,7 +169,7 @@ class TestWhole:
         shaped = "DDP's traffic cannot be shaped here" not in table + output
         second = "1-ddp.jsonl" if shaped else "1-allreduce-fp32.jsonl"
         assert [log.name for log in logs] == ["0-none.jsonl", second, "2-gossip-bf16.jsonl"]
-        assert len(logs[1].read_text().splitlines()) == 1 + 6 + 3
+        assert len(logs[1].read_text().splitlines()) == 1 + 6 + 2
 
     def test_a_rank_that_fails(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +43,10 @@ from gossamer.comm.ops import Decide, Flow, Start, Wait
 from gossamer.state import State
 
 WORLDS = [1, 2, 3, 8]
+
+OFTEN = (2, 3, 4, 5, 7, 8, 12, 16, 24)
+EVERY_WORLD = [world if world in OFTEN else pytest.param(world, marks=pytest.mark.slow) for world in range(2, 25)]
+"""2 to 24 workers; ``make test`` takes some of each kind: odd, even, prime, powers of two."""
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "odd": [(7,), (3, 5), (), (2, 3, 1, 5)],

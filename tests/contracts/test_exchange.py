@@ -6,7 +6,7 @@ import torch
 from gossamer.algorithms import Algorithm, Hierarchical
 
 from . import laws
-from .cases import SHAPES, WORLDS, algorithms
+from .cases import EVERY_WORLD, SHAPES, WORLDS, algorithms
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -83,7 +83,7 @@ def test_among_one_nothing_is_kept_back(algorithm: Algorithm, dtype: torch.dtype
 
 
 @keep_the_mean
-@pytest.mark.parametrize("world", range(2, 25))
+@pytest.mark.parametrize("world", EVERY_WORLD)
 def test_the_mean_of_the_weights_is_kept(algorithm: Algorithm, world: int) -> None:
     laws.the_mean_of_the_weights_is_kept(algorithm, world)
 

@@ -28,7 +28,7 @@ CODECS = [codec for codec in all_codecs() if not isinstance(codec, ErrorFeedback
 STEPS = 3
 """One that averages exactly or in full precision, and two that do what the algorithm is for."""
 
-worlds = pytest.mark.parametrize("world", range(2, 25))
+worlds = pytest.mark.parametrize("world", contract_cases.EVERY_WORLD)
 
 
 def serves(topology: Topology, world: int) -> bool:

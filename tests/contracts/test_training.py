@@ -90,7 +90,7 @@ def test_equal_data_make_gossip_the_identity(algorithm: Algorithm, world: int) -
 
 
 @everyone
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3, 5])
 def test_a_run_resumes_bit_identically(algorithm: Algorithm, world: int) -> None:
     """Saved in mid-run and loaded into new objects made from another seed: the rest of the run is the same."""
 
@@ -134,7 +134,7 @@ class Ramp(nn.Module):
 
 
 @pytest.mark.parametrize("wire", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("world", [3, 4, 8])
+@pytest.mark.parametrize("world", [3, 4])
 def test_gossip_keeps_the_whole_step(wire: str, world: int) -> None:
     """A constant update of 1e-4 of the weights' size, different on every rank: the mean moves its full length."""
     steps = 400

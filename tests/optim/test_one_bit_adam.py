@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -141,6 +142,33 @@ def test_a_run_resumes_bit_identically(saved_at: int) -> None:
 
     for (whole, _), again in zip(runs, loopback(resumed, 3), strict=True):
         assert same_bits(whole, again)
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, QAdam])
+def test_memory_of_the_warm_up_ends_with_it(kind: Any) -> None:
+    """Its buckets are as large as the model; a run that goes back to the warm-up gets them again."""
+
+    def body(rank: int) -> None:
+        model = make_model()
+        optimizer = kind(model.parameters(), lr=1e-2, warmup=10)
+        replica = gossamer.replicate(model, optimizer)
+        parts = (model, optimizer, replica)
+        train(model, optimizer, rank, range(5))
+        saved = copy.deepcopy([part.state_dict() for part in parts])
+        exact = [weakref.ref(bucket) for bucket in replica._links[0]._exact.buckets]
+        train(model, optimizer, rank, range(5, 15))
+        once, ratio = weights(model).clone(), replica.metrics()["compression_ratio"]
+        assert exact
+        assert not any(bucket() for bucket in exact)
+        for part, state in zip(parts, saved, strict=True):
+            part.load_state_dict(state)
+        train(model, optimizer, rank, range(5, 15))
+        assert same_bits(weights(model), once)
+        assert ratio > 1  # what was exchanged exactly before is counted, too
+        assert replica.metrics()["compression_ratio"] == pytest.approx(ratio, rel=0.2)
+        replica.close()
+
+    loopback(body, 2)
 
 
 @pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 3)])

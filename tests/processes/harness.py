@@ -129,6 +129,21 @@ def launch(module: str, scenarios: Sequence[str], world: int, **options: Any) ->
     return Launch(module, scenarios, world, **options).wait()
 
 
+def launch_side_by_side(module: str, parts: Sequence[Sequence[str]], world: int, **options: Any) -> list[Process]:
+    """The same for scenarios that mostly sleep: each part has processes of its own, and a rank's are reported as one."""
+    launches = [Launch(module, part, world, **options) for part in parts]
+    return [_as_one(processes) for processes in zip(*(each.wait() for each in launches), strict=True)]
+
+
+def _as_one(processes: Sequence[Process]) -> Process:
+    one = processes[0]
+    for other in processes[1:]:
+        one.code, one.seconds = one.code or other.code, max(one.seconds, other.seconds)
+        one.output, one.errors = one.output + other.output, one.errors + other.errors
+        one.reports |= other.reports
+    return one
+
+
 def _without_lookups(text: str) -> str:
     """What a process said, without what torch's store says of a name server that does not answer."""
     return "".join(line for line in text.splitlines(keepends=True) if "hostname of the client socket cannot be" not in line)

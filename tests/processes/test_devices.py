@@ -7,7 +7,7 @@ import torch
 
 from gossamer import loopback
 from processes.harness import launch, require
-from processes.scenarios_devices import BACKENDS, JUDGED, WORLDS
+from processes.scenarios_devices import BACKENDS, JUDGED, WORLDS, on_devices
 from processes.scenarios_runners import algorithms, train_exact
 
 
@@ -20,7 +20,7 @@ def seen() -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", sorted(name for name in algorithms() if "PowerSGD" not in name))  # its QR is not exact
+@pytest.mark.parametrize("name", sorted(name for name in on_devices() if "PowerSGD" not in name))  # its QR is not exact
 def test_a_device_gives_the_bits_of_the_host(seen: dict[str, list[Any]], name: str, backend: str, world: int) -> None:
     inside = loopback(lambda rank: train_exact(algorithms()[name], rank, world), world)
     for rank in range(world):

@@ -86,6 +86,7 @@ def test_a_store_that_is_stopped_is_silent_and_may_go_on(host: tuple[subprocess.
     store = QuietStore(connect(port), within=0.5)
     store.set("key", "value")
     process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # until all of its threads have stopped
     begin = time.monotonic()
     for _ in range(20):  # only the first one waits
         with pytest.raises(StoreSilentError, match=r"the process of rank 0, which hosts it, has not answered for 0\.5 s"):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
-from gossamer.buckets import make_plan
+from gossamer.buckets import Plan, make_plan
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import CONTROL, Runner
 from gossamer.memory import wide
@@ -50,6 +50,8 @@ class OptimizerSync:
     def mean(self, write: Write, compressed: bool, step: int) -> list[Tensor]:
         """The means over the workers, in the order of the parameters."""
         exchange = self.exchange if compressed else self._exact
+        if compressed and self._exact.buckets:
+            self._exact.adopt(Plan(()))  # that phase is over, and its buckets are as large as the model
         self._adopt(exchange)
         if compressed:
             for bucket, used in zip(exchange.buckets, self._older, strict=False):
