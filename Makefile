@@ -130,7 +130,7 @@ bench-memory: $(READY) ## memory of the relaxations beside DDP's, ResNet-50 with
 	  --side "ScatterReduce(residual='fp32')" --side "ChunkSparse(residual='fp32')" --side "PowerSGD(residual='fp32')" \
 	  --side 'QuantizedGossip()' --side 'in_parts(8, Gossip())' --side 'Gossip(ahead=1.0)' --side 'LocalSGD(every=2)' \
 	  --side 'DiLoCo(every=2)' --side 'overlap_forward(AllReduce())' --side 'OneBitAdam(warmup=2)' --side 'QAdam(warmup=2)' \
-	  --side 'GossipGraD()' --side 'GossipPGA(period=2)' --side 'DecentralizedSGD()' --side 'PushSum()' \
+	  --side 'GossipGraD()' --side 'GossipGraD(history=False)' --side 'GossipPGA(period=2)' --side 'DecentralizedSGD()' --side 'PushSum()' \
 	  --side 'LowPrecisionDecentralized()' --save-to benchmarks/results/memory
 
 bench-peers: peers ## step time beside whatever else a user of PyTorch could take, 4 hosts at 200 Mbit/s and 1 Gbit/s (about 40 minutes)
