@@ -11,6 +11,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from gossamer.bench import cluster, line
+from gossamer.bench.catalogue import digest
 from gossamer.bench.cluster import absent_here, agree, cases_here, joined
 from gossamer.bench.matrix import Case
 from gossamer.cli import app
@@ -25,9 +26,9 @@ def alone():
     dist.destroy_process_group()
 
 
-def launch(tmp_path, *words):
+def launch(tmp_path, *words, workload="Convnet(0.02)"):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gossamer.bench"]
-    command += ["Convnet(0.02)", "--rounds", "2", "--steps", "1", "--warmup", "1", "--no-memory", "--save-to", str(tmp_path)]
+    command += [workload, "--rounds", "2", "--steps", "1", "--warmup", "1", "--no-memory", "--save-to", str(tmp_path)]
     wide = os.environ | {"COLUMNS": "200"}
     return subprocess.run([*command, *words], env=wide, capture_output=True, text=True, timeout=200)
 
@@ -43,6 +44,31 @@ def test_torchrun_measures_on_the_network_that_is_there(tmp_path):
     assert rows[2]["bound_seconds"] >= 0.02
     assert done.stdout.count("results.jsonl hold 3 rows") == 1, "one rank shows the table"
     assert "AllReduce()" in done.stdout
+
+
+OF_A_USER = """
+import torch
+
+def build_model():
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+
+def random_batch(generator):
+    return torch.randn(32, 8, generator=generator), torch.randint(4, (32,), generator=generator)
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_measures_the_model_of_a_file_with_two_functions(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(OF_A_USER)
+    done = launch(tmp_path / "out", "--side", "Gossip()", workload=str(mine))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [row["side"] for row in rows] == ["ddp", "compute", "Gossip()"]
+    assert {row["digest"] for row in rows} == {digest(str(mine))}
+    parameters = 8 * 16 + 16 + 16 * 4 + 4
+    assert rows[2]["payload_bytes"] >= 2 * parameters, "a message of the weights in 16 bits per step"
+    assert all(row["step_seconds"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize(
