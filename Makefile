@@ -10,7 +10,7 @@ FULL_PRECISION_MOMENTA := --sides "OneBitAdam(lr=0.001, warmup=1000000, residual
   "OneBitAdam(lr=0.001, warmup=100, residual='fp32')" "QAdam(lr=0.001, warmup=100, residual='fp32')"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow test-triton test-gpu check format readme topologies bench-exchanges bench-speed bench-kernels bench-overhead bench-threads bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality bench-quality-beside clean
+.PHONY: help setup peers demo test test-slow test-triton test-gpu check format readme topologies bench-exchanges bench-speed bench-kernels bench-overhead bench-threads bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality bench-quality-beside bench-quality-hooks clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -141,13 +141,14 @@ bench-peers: peers ## step time beside whatever else a user of PyTorch could tak
 	  --side deepspeed-fp16 --side torchft-ddp --side hivemind --side torchft-streaming-diloco --side horovod --side horovod-fp16 \
 	  --side bagua --side bluefog --save-to benchmarks/results/peers
 
-bench-bounds: $(READY) ## step time beside its bound with emulated compute, on every kind of network (about 40 minutes)
+bench-bounds: $(READY) ## step time beside its bound with emulated compute, on every kind of network (about an hour)
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 20mbit --network 100mbit --network 200mbit --network 500mbit --network 1gbit \
 	  --network unshaped --network 200mbit/slow-link=50mbit --network 200mbit/slow-host=2x --network 200mbit+2ms --hosts 4 \
 	  --side 'AllReduce()' --side 'ScatterReduce()' --side 'ChunkSparse()' --side "Gossip(wire='bf16')" --side 'QuantizedGossip()' \
 	  --side 'QuantizedGossip(bits=8)' --side 'overlap_forward(AllReduce())' --no-memory --rounds 4 --steps 4 --warmup 3 --save-to benchmarks/results/bounds
-	$(VENV)/bin/gossamer bench 'ResNet50(3)' --network 500mbit --network 1gbit --hosts 4 --side 'AllReduce()' \
-	  --side 'overlap_forward(AllReduce())' --no-memory --rounds 3 --steps 3 --warmup 4 --save-to benchmarks/results/bounds
+	$(VENV)/bin/gossamer bench 'ResNet50(6)' --network 250mbit --network 500mbit --hosts 4 --side 'AllReduce()' \
+	  --side 'overlap_forward(AllReduce())' --side 'ScatterReduce()' --side 'ChunkSparse()' --side "Gossip(wire='bf16')" \
+	  --side 'QuantizedGossip(bits=8)' --no-memory --rounds 3 --steps 2 --warmup 3 --save-to benchmarks/results/bounds
 
 bench-hosts: $(READY) ## step time over 2 to 16 emulated hosts, without and with 2 ms per message (about 20 minutes)
 	$(VENV)/bin/gossamer bench 'Convnet(0.6)' --network 50mbit --network 50mbit+2ms --hosts 2 --hosts 4 --hosts 8 --hosts 16 \
@@ -190,6 +191,11 @@ bench-quality-beside: $(READY) ## the GPT's time to quality with what is sent ah
 	  --save-to benchmarks/results/$(BESIDE) --sides ddp 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' \
 	  'with_optimizer(in_parts(3, Gossip()), GossipAdamW())' 'with_optimizer(in_parts(2, Gossip(ahead=1.0)), GossipAdamW())' \
 	  'with_optimizer(in_parts(3, Gossip(ahead=1.0)), GossipAdamW())'
+
+bench-quality-hooks: $(READY) ## the GPT's time to quality beside DDP's fp16 hook, 5 seeds (an hour and a quarter)
+	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
+	  --save-to benchmarks/results/quality-hooks --sides ddp 'with_optimizer(in_parts(2, Gossip(ahead=1.0)), GossipAdamW())' \
+	  'with_optimizer(in_parts(3, Gossip(ahead=1.0)), GossipAdamW())' ddp-fp16
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (on a processor ten seconds)
 	$(RUN) -m gossamer.bench.kernels --save-to benchmarks/results

@@ -193,6 +193,8 @@ def test_the_table_shows_bounds_where_there_are_some_and_says_what_is_noisy():
     assert "400.0 | 1.250" in lines[3]
     assert "noisy" not in lines[3]
     assert "noisy" in lines[4]
+    both = table([a_row("overlap_forward(AllReduce())", bound_seconds=0.4, layered_bound_seconds=0.5)])[2]
+    assert "| 400.0 (layer by layer 500.0) | 1.250 (layer by layer 1.000) |" in both
 
 
 def test_memory_is_measured_on_a_network_without_limits_whatever_the_case_has(monkeypatch):

@@ -171,8 +171,8 @@ def test_the_busiest_host_counts(alone, monkeypatch):
 
 
 def test_bounds_follow_from_when_an_exchange_may_travel():
-    step, ready = 10.0, Ready((4.0, 8.0), (0.5, 0.5), 10.0)
-    sides = {name: a_side(when=name) for name in ("joined", "overlapped", "after")}
+    step, ready = 10.0, Ready((4.0, 8.0), (0.5, 0.5), 10.0, (2.0, 0.0))
+    sides = {name: a_side(when=name) for name in ("joined", "layered", "overlapped", "after")}
     sides |= {"compute": a_side(), "unknown": a_side()}
     figures = {name: {"step_seconds": step if name == "compute" else 99.0} for name in sides}
     ranks = [{name: Sent(0.0 if name == "compute" else each, 1.0) for name in sides} for each in (1e6, 8e6)]
@@ -180,11 +180,13 @@ def test_bounds_follow_from_when_an_exchange_may_travel():
         sent["unknown"] = Sent(None, 0.0)
     _add_bounds(figures, ranks, [8e6, 8e6], ready, sides)
     bounds = {name: figure.get("bound_seconds") for name, figure in figures.items()}
-    assert bounds == {"compute": 10.0, "joined": 12.0, "overlapped": 10.0, "after": 18.0, "unknown": None}
+    assert bounds == {"compute": 10.0, "joined": 12.0, "layered": 10.0, "overlapped": 10.0, "after": 18.0, "unknown": None}
+    by_layers = {name: figure.get("layered_bound_seconds") for name, figure in figures.items()}
+    assert by_layers == {"compute": None, "joined": None, "layered": 12.0, "overlapped": None, "after": None, "unknown": None}
 
 
 def test_a_bound_is_never_above_that_of_a_side_that_may_travel_less():
-    step, ready = 3.0, Ready((1.0, 1.5, 2.5), (0.2, 0.7, 0.1), 3.0)
+    step, ready = 3.0, Ready((1.0, 1.5, 2.5), (0.2, 0.7, 0.1), 3.0, (0.9, 0.5, 0.0))
     for payload in (0.0, 1e5, 1e6, 1e7):
         sides = {"compute": a_side()} | {name: a_side(when=name) for name in ("overlapped", "joined", "after")}
         figures = {name: {"step_seconds": step} for name in sides}
@@ -205,7 +207,7 @@ def test_a_bound_is_never_above_that_of_a_side_that_may_travel_less():
         ("torchft-streaming-diloco", "overlapped"),
         ("AllReduce()", "joined"),
         ("Gossip()", "overlapped"),
-        ("overlap_forward(AllReduce())", "overlapped"),
+        ("overlap_forward(AllReduce())", "layered"),
         ("OneBitAdam()", "joined"),
     ],
 )

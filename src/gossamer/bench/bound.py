@@ -15,45 +15,61 @@ import torch
 from gossamer.bench.clock import clock_for
 from gossamer.bench.workload import Workload
 
-When = Literal["joined", "overlapped", "after"]
-"""When a side's exchange may travel: from a gradient's readiness to the optimizer's step; beside all of the compute; or only
-between the optimizer's step and the next forward pass, while nothing is computed."""
+When = Literal["joined", "layered", "overlapped", "after"]
+"""When a side's exchange may travel: from a gradient's readiness to the optimizer's step, or to the next use of its layer;
+beside all of the compute; or only between the optimizer's step and the next forward pass, while nothing is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """When gradients come in a step of ``step`` seconds without communication: seconds from its start, and each one's
-    share of all bytes."""
+    """When gradients come in a step of ``step`` seconds without communication: seconds from its start, each one's share of
+    all bytes, and the seconds at which the forward pass comes to their parameters."""
 
     seconds: tuple[float, ...]
     shares: tuple[float, ...]
     step: float
+    used: tuple[float, ...]
 
     def within(self, step: float) -> "Ready":
         """The same in a step of that many seconds."""
-        return Ready(tuple(seconds * step / self.step for seconds in self.seconds), self.shares, step)
+        factor = step / self.step
+        return Ready(
+            tuple(seconds * factor for seconds in self.seconds), self.shares, step, tuple(each * factor for each in self.used)
+        )
 
 
 def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
-    """Watch the gradients of a fresh model come; medians over ``repeats`` steps after one that is not counted."""
+    """Watch the gradients of a fresh model come; medians over ``repeats`` steps after one that is not counted.
+
+    A parameter is used when the module that holds it is called. Where that never happens (another one takes it), it is used
+    when its gradient is there, at the latest: a bound may be too low, and must not be too high.
+    """
     torch.manual_seed(0)
     model, generator = workload.build_model(), torch.Generator().manual_seed(seed)
     optimizer = workload.build_optimizer(model)
     clock = clock_for(next(model.parameters()).device)
     noted: dict[int, Any] = {}
+    called: dict[int, Any] = {}
     came: dict[int, list[float]] = {}
+    used: dict[int, list[float]] = {}
     steps = []
 
     def note(parameter: torch.Tensor) -> None:
         noted[id(parameter)] = clock.now()
 
+    def call(module: torch.nn.Module, inputs: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            called.setdefault(id(parameter), clock.now())
+
     parameters = {id(p): p for p in model.parameters() if p.requires_grad}
     handles: list[Any] = [p.register_post_accumulate_grad_hook(note) for p in parameters.values()]
+    handles += [module.register_forward_pre_hook(call) for module in model.modules()]
     for _ in range(repeats + 1):
         inputs, targets = workload.random_batch(generator)
         optimizer.zero_grad()
         clock.finish()
         noted.clear()
+        called.clear()
         begin = clock.now()
         workload.loss(model(inputs), targets).backward()
         optimizer.step()
@@ -62,12 +78,21 @@ def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
         steps.append(clock.seconds(begin, end))
         for key, moment in noted.items():
             came.setdefault(key, []).append(clock.seconds(begin, moment))
+            used.setdefault(key, []).append(clock.seconds(begin, called.get(key, moment)))
     for handle in handles:
         handle.remove()
-    order = sorted((statistics.median(times[1:] or times), parameters[key].nbytes) for key, times in came.items())
-    whole = sum(nbytes for _, nbytes in order)
-    step = statistics.median(steps[1:])
-    return Ready(tuple(seconds for seconds, _ in order), tuple(nbytes / whole for _, nbytes in order), step)
+    moments = {
+        key: (statistics.median(times[1:] or times), statistics.median(used[key][1:] or used[key]))
+        for key, times in came.items()
+    }
+    order = sorted(moments, key=lambda key: moments[key][0])
+    whole = sum(parameters[key].nbytes for key in order)
+    return Ready(
+        tuple(moments[key][0] for key in order),
+        tuple(parameters[key].nbytes / whole for key in order),
+        statistics.median(steps[1:]),
+        tuple(moments[key][1] for key in order),
+    )
 
 
 def wire(payloads: Sequence[float], lines: Sequence[float]) -> float:
@@ -77,7 +102,7 @@ def wire(payloads: Sequence[float], lines: Sequence[float]) -> float:
 
 def least(when: When, compute: float, wire: float, ready: Ready) -> float:
     """Seconds that a step takes at least, by when its exchange may travel. ``ready``: of a step of any length."""
-    if when == "overlapped":
+    if when in ("layered", "overlapped"):
         return overlapped(compute, wire)
     return after(compute, wire) if when == "after" else joined(compute, wire, ready.within(compute))
 
@@ -90,6 +115,23 @@ def after(compute: float, wire: float) -> float:
 def overlapped(compute: float, wire: float) -> float:
     """Seconds of a step if everything that can overlaps: compute and wire side by side."""
     return max(compute, wire)
+
+
+def layered(compute: float, wire: float, ready: Ready) -> float:
+    """Seconds of a step if the exchange of a gradient begins when it is there, and ends before its layer is used again.
+
+    More than :func:`overlapped`, because a layer that waits for its exchange does not compute. Of any layer, and those whose
+    gradients come no earlier and that are used again no later (in front of it), all must travel between its gradient and its
+    next use: the step is at least what passes from the use to the gradient, plus the wire of all of these. No schedule takes
+    less that exchanges every gradient in every step, computes layer by layer, and uses no layer in parts.
+    """
+    ready = ready.within(compute)
+    layers = list(zip(ready.seconds, ready.used, ready.shares, strict=True))
+    turns = [
+        came - used + wire * sum(share for other, before, share in layers if other >= came and before <= used)
+        for came, used, _ in layers
+    ]
+    return max([overlapped(compute, wire), *turns])
 
 
 def joined(compute: float, wire: float, ready: Ready) -> float:

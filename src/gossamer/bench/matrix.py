@@ -173,7 +173,7 @@ def cells(row: Record, of_file: str | None) -> list[str]:
     measured = day(row["when"]) if "when" in row else ""
     if not is_measured(row):
         return [*case, "", "", reason(row), *[""] * (len(HEAD) - 8), measured]
-    bound = row.get("bound_seconds")
+    bounds = [row[name] for name in ("bound_seconds", "layered_bound_seconds") if row.get(name) is not None]
     gossamers = bool(row["wire_seconds"])
     return [
         *case,
@@ -181,8 +181,8 @@ def cells(row: Record, of_file: str | None) -> list[str]:
         _milliseconds(row["step_seconds"]) + (" (two phases)" if row.get("two_phases") else ""),
         "1" if row["side"] == "ddp" else _ratio(row, "ratio"),
         "1" if row["side"] == BASELINE else _ratio(row, "ratio_to_compute"),
-        "" if bound is None else _milliseconds(bound),
-        "" if bound is None else f"{row['step_seconds'] / bound:.3f}",
+        _two([_milliseconds(bound) for bound in bounds]),
+        _two([f"{row['step_seconds'] / bound:.3f}" for bound in bounds]),
         megabytes(_payload(row)),
         megabytes(row["interface_bytes"]),
         _milliseconds(row["wire_seconds"]) if gossamers else "",
@@ -191,6 +191,11 @@ def cells(row: Record, of_file: str | None) -> list[str]:
         _memory(row),
         measured,
     ]
+
+
+def _two(texts: Sequence[str]) -> str:
+    """The figure of a bound, and if there is one that of what the model's layers allow."""
+    return f"{texts[0]} (layer by layer {texts[1]})" if len(texts) > 1 else "".join(texts)
 
 
 def reason(row: Record) -> str:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from gossamer.bench import peers
-from gossamer.bench.bound import Ready, least, measure_ready, wire
+from gossamer.bench.bound import Ready, layered, least, measure_ready, wire
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.conditions import conditions, load, of_hosts
 from gossamer.bench.counters import Counters
@@ -264,7 +264,8 @@ def _add_bounds(
     ready: Ready,
     sides: dict[str, Trained],
 ) -> None:
-    """Add to each side's figures its bound; ``sent`` and ``lines`` are by rank.
+    """Add to each side's figures its bound, and with the forward pass overlapped what its layers allow; ``sent`` and ``lines``
+    are by rank.
 
     None for a side of which nobody knows what it has to send: what has left the interface is no less than that, so it would
     be no bound.
@@ -275,6 +276,8 @@ def _add_bounds(
         known = [payload for payload in payloads if payload is not None]
         if len(known) == len(payloads):
             figure["bound_seconds"] = least(sides[name].when, step, wire(known, lines), ready)
+            if sides[name].when == "layered":
+                figure["layered_bound_seconds"] = layered(step, wire(known, lines), ready)
 
 
 def _hand_over(text: str, path: Path | None) -> None:

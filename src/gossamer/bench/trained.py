@@ -119,9 +119,9 @@ def exchanged(side: Side) -> When:
     if isinstance(side, str):
         return PEERS[side].when
     algorithm = algorithm_of(side)
-    if overlaps_forward(side) or (algorithm is not None and algorithm.part("gradients") is None):
-        return "overlapped"
-    return "joined"
+    if overlaps_forward(side):
+        return "layered"
+    return "overlapped" if algorithm is not None and algorithm.part("gradients") is None else "joined"
 
 
 def _payload(side: Side, nbytes: int) -> float | None:
