@@ -86,7 +86,8 @@ def test_the_short_table_of_speed():
 
 
 @pytest.mark.parametrize(
-    ("folder", "stem"), [(".", "convnet"), (".", "gpt"), ("quality-beside", "gpt"), ("quality-slower", "gpt")]
+    ("folder", "stem"),
+    [(".", "convnet"), (".", "gpt"), ("quality-beside", "gpt"), ("quality-slower", "gpt"), ("quality-hooks", "gpt")],
 )
 def test_times_to_quality(folder, stem, monkeypatch):
     monkeypatch.chdir(ROOT)
