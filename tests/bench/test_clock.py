@@ -42,8 +42,10 @@ def test_gradients_are_ready_when_the_device_says_so(monkeypatch: pytest.MonkeyP
     device = Device()
     monkeypatch.setattr(bound, "clock_for", lambda where: device)
     ready = bound.measure_ready(find_workload("Convnet(0.01)"), repeats=1)
-    assert ready.seconds == tuple(range(1, 9))
-    assert ready.step == 9.0
+    # One moment for each of the four layers, then one for each of their eight gradients, then the end.
+    assert ready.used == (4, 4, 3, 3, 2, 2, 1, 1)
+    assert ready.seconds == tuple(range(5, 13))
+    assert ready.step == 13.0
 
 
 def test_each_kind_of_device_has_its_clock() -> None:

@@ -58,8 +58,9 @@ def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
         noted[id(parameter)] = clock.now()
 
     def call(module: torch.nn.Module, inputs: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            called.setdefault(id(parameter), clock.now())
+        own = [id(parameter) for parameter in module.parameters(recurse=False) if id(parameter) not in called]
+        if own:
+            called.update(dict.fromkeys(own, clock.now()))
 
     parameters = {id(p): p for p in model.parameters() if p.requires_grad}
     handles: list[Any] = [p.register_post_accumulate_grad_hook(note) for p in parameters.values()]
