@@ -13,7 +13,7 @@ FULL_PRECISION_MOMENTA := --sides "OneBitAdam(lr=0.001, warmup=1000000, residual
 .PHONY: help setup peers demo test test-slow test-triton test-gpu check format readme topologies bench-exchanges bench-speed bench-kernels bench-overhead bench-threads bench-convergence bench-shuffle bench-shuffle-time bench-relaxations bench-memory bench-peers bench-bounds bench-hosts bench-scale bench-efficiency bench-quality bench-quality-beside bench-quality-hooks clean
 
 help: ## print the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gossamer needs Python 3.11 or later (make PYTHON=python3.12)")'
@@ -176,25 +176,24 @@ bench-efficiency: $(READY) ## papers' runs in slow motion, 8 hosts: GossipGraD a
 	$(VENV)/bin/gossamer lab --hosts 8 --rate 71mbit -- -m gossamer.bench.paired --workload 'AlexNet(16)' \
 	  --sides compute ddp --rounds 2 --steps 1 --warmup 1 --save-to benchmarks/results/efficiency/alexnet-ddp.json
 
+GPT_QUALITY := $(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300
+
 bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, beside DDP (hours, resumable)
 	$(RUN) -m gossamer.bench.time_to_quality --workload examples/02_convnet.py --target 0.905 --save-to benchmarks/results \
 	  --sides ddp compute 'in_parts(8, Gossip())' ddp-powersgd
-	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
-	  --save-to benchmarks/results --sides ddp compute "with_optimizer(in_parts(2, Gossip(wire='fp16')), GossipAdamW())" \
+	$(GPT_QUALITY) --save-to benchmarks/results --sides ddp compute "with_optimizer(in_parts(2, Gossip(wire='fp16')), GossipAdamW())" \
 	  'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' ddp-fp16 ddp-powersgd
 	$(RUN) -m gossamer.bench.readme
 
 BESIDE := quality-beside
 
 bench-quality-beside: $(READY) ## the GPT's time to quality with what is sent ahead, computing timed beside each run; BESIDE names the folder
-	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
-	  --save-to benchmarks/results/$(BESIDE) --sides ddp 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' \
+	$(GPT_QUALITY) --save-to benchmarks/results/$(BESIDE) --sides ddp 'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' \
 	  'with_optimizer(in_parts(3, Gossip()), GossipAdamW())' 'with_optimizer(in_parts(2, Gossip(ahead=1.0)), GossipAdamW())' \
 	  'with_optimizer(in_parts(3, Gossip(ahead=1.0)), GossipAdamW())'
 
 bench-quality-hooks: $(READY) ## the GPT's time to quality beside DDP's fp16 hook, 5 seeds (an hour and a quarter)
-	$(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300 \
-	  --save-to benchmarks/results/quality-hooks --sides ddp 'with_optimizer(in_parts(2, Gossip(ahead=1.0)), GossipAdamW())' \
+	$(GPT_QUALITY) --save-to benchmarks/results/quality-hooks --sides ddp 'with_optimizer(in_parts(2, Gossip(ahead=1.0)), GossipAdamW())' \
 	  'with_optimizer(in_parts(3, Gossip(ahead=1.0)), GossipAdamW())' ddp-fp16
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (on a processor ten seconds)

@@ -50,8 +50,7 @@ def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
     clock = clock_for(next(model.parameters()).device)
     noted: dict[int, Any] = {}
     called: dict[int, Any] = {}
-    came: dict[int, list[float]] = {}
-    used: dict[int, list[float]] = {}
+    watched: dict[int, list[tuple[float, float]]] = {}
     steps = []
 
     def note(parameter: torch.Tensor) -> None:
@@ -78,21 +77,21 @@ def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
         clock.finish()
         steps.append(clock.seconds(begin, end))
         for key, moment in noted.items():
-            came.setdefault(key, []).append(clock.seconds(begin, moment))
-            used.setdefault(key, []).append(clock.seconds(begin, called.get(key, moment)))
+            use_and_arrival = clock.seconds(begin, called.get(key, moment)), clock.seconds(begin, moment)
+            watched.setdefault(key, []).append(use_and_arrival)
     for handle in handles:
         handle.remove()
-    moments = {
-        key: (statistics.median(times[1:] or times), statistics.median(used[key][1:] or used[key]))
-        for key, times in came.items()
-    }
-    order = sorted(moments, key=lambda key: moments[key][0])
-    whole = sum(parameters[key].nbytes for key in order)
+    order = []
+    for key, moments in watched.items():
+        used, came = map(statistics.median, zip(*(moments[1:] or moments), strict=True))
+        order.append((came, parameters[key].nbytes, used))
+    order.sort()
+    whole = sum(nbytes for _, nbytes, _ in order)
     return Ready(
-        tuple(moments[key][0] for key in order),
-        tuple(parameters[key].nbytes / whole for key in order),
+        tuple(came for came, _, _ in order),
+        tuple(nbytes / whole for _, nbytes, _ in order),
         statistics.median(steps[1:]),
-        tuple(moments[key][1] for key in order),
+        tuple(used for _, _, used in order),
     )
 
 

@@ -275,9 +275,10 @@ def _add_bounds(
         payloads = [each[name].payload_bytes for each in sent]
         known = [payload for payload in payloads if payload is not None]
         if len(known) == len(payloads):
-            figure["bound_seconds"] = least(sides[name].when, step, wire(known, lines), ready)
-            if sides[name].when == "layered":
-                figure["layered_bound_seconds"] = layered(step, wire(known, lines), ready)
+            when, on_the_wire = sides[name].when, wire(known, lines)
+            figure["bound_seconds"] = least(when, step, on_the_wire, ready)
+            if when == "layered":
+                figure["layered_bound_seconds"] = layered(step, on_the_wire, ready)
 
 
 def _hand_over(text: str, path: Path | None) -> None:

@@ -121,7 +121,9 @@ def exchanged(side: Side) -> When:
     algorithm = algorithm_of(side)
     if overlaps_forward(side):
         return "layered"
-    return "overlapped" if algorithm is not None and algorithm.part("gradients") is None else "joined"
+    if algorithm is not None and algorithm.part("gradients") is None:
+        return "overlapped"
+    return "joined"
 
 
 def _payload(side: Side, nbytes: int) -> float | None:
