@@ -79,7 +79,7 @@ def test_readiness_follows_the_length_of_the_step():
 
 
 def test_gradients_of_an_emulated_model_are_ready_in_its_backward():
-    ready = measure_ready(find_workload("Convnet(0.2)"), repeats=3)
+    ready = measure_ready(find_workload("Convnet(0.2)"), repeats=3, forward=True)
     assert len(ready.seconds) == 8
     assert list(ready.seconds) == sorted(ready.seconds)
     assert 0.2 / 3 < ready.seconds[0] < ready.seconds[-1] < 0.5
@@ -93,18 +93,35 @@ def test_gradients_of_an_emulated_model_are_ready_in_its_backward():
     assert ready.used[-1] < ready.used[large] < ready.used[0] < ready.seconds[0]
 
 
-def test_a_parameter_that_another_module_takes_is_used_at_the_latest_when_its_gradient_is_there():
+def not_noticed(build_model, forward=True):
+    """For each gradient of a model from 4 to 2 values, whether its parameter counts as used only when it is there itself."""
+
     def batch(generator):
         return torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator)
 
-    class Borrowing(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.held, self.called = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    ready = measure_ready(Workload("small", build_model, usual_optimizer, batch, usual_loss), repeats=3, forward=forward)
+    return sorted(came == used for came, used in zip(ready.seconds, ready.used, strict=True))
 
-        def forward(self, inputs):
-            return self.called(torch.nn.functional.linear(inputs, self.held.weight, self.held.bias))
 
-    ready = measure_ready(Workload("borrowing", Borrowing, usual_optimizer, batch, usual_loss), repeats=3)
-    same = [came == used for came, used in zip(ready.seconds, ready.used, strict=True)]
-    assert sorted(same) == [False, False, True, True]
+class Borrowing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.called = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, inputs):
+        return self.called(torch.nn.functional.linear(inputs, self.held.weight, self.held.bias))
+
+
+def test_a_parameter_that_another_module_takes_is_used_at_the_latest_when_its_gradient_is_there():
+    assert not_noticed(Borrowing) == [False, False, True, True]
+
+
+def test_what_is_scripted_takes_no_hooks_and_is_used_at_the_latest_when_its_gradient_is_there():
+    def partly_scripted():
+        return torch.nn.Sequential(torch.jit.script(torch.nn.Linear(4, 4)), torch.nn.Linear(4, 2))
+
+    assert not_noticed(partly_scripted) == [False, False, True, True]
+
+
+def test_the_forward_pass_is_watched_only_if_asked_for():
+    assert not_noticed(Borrowing, forward=False) == [True] * 4

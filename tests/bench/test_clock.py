@@ -41,7 +41,7 @@ def test_a_batch_is_launched_without_waiting_in_between() -> None:
 def test_gradients_are_ready_when_the_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     monkeypatch.setattr(bound, "clock_for", lambda where: device)
-    ready = bound.measure_ready(find_workload("Convnet(0.01)"), repeats=1)
+    ready = bound.measure_ready(find_workload("Convnet(0.01)"), repeats=1, forward=True)
     # One moment for each of the four layers, then one for each of their eight gradients, then the end.
     assert ready.used == (4, 4, 3, 3, 2, 2, 1, 1)
     assert ready.seconds == tuple(range(5, 13))

@@ -38,11 +38,13 @@ class Ready:
         )
 
 
-def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
+def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5, *, forward: bool = False) -> Ready:
     """Watch the gradients of a fresh model come; medians over ``repeats`` steps after one that is not counted.
 
-    A parameter is used when the module that holds it is called. Where that never happens (another one takes it), it is used
-    when its gradient is there, at the latest: a bound may be too low, and must not be too high.
+    With ``forward`` also when their parameters are used: when the module that holds them is called. It costs a compiled
+    model a break of its graph at each module, as overlapping the forward pass itself does, so it is done only where a bound
+    asks for it. Of a parameter of which nobody knows when it is used (not watched, scripted, or taken by a module that does
+    not hold it) it is when the gradient is there, at the latest: a bound may be too low, and must not be too high.
     """
     torch.manual_seed(0)
     model, generator = workload.build_model(), torch.Generator().manual_seed(seed)
@@ -61,9 +63,12 @@ def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5) -> Ready:
         if own:
             called.update(dict.fromkeys(own, clock.now()))
 
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets
     parameters = {id(p): p for p in model.parameters() if p.requires_grad}
     handles: list[Any] = [p.register_post_accumulate_grad_hook(note) for p in parameters.values()]
-    handles += [module.register_forward_pre_hook(call) for module in model.modules()]
+    if forward:
+        plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]  # those take no hooks
+        handles += [module.register_forward_pre_hook(call) for module in plain]
     for _ in range(repeats + 1):
         inputs, targets = workload.random_batch(generator)
         optimizer.zero_grad()

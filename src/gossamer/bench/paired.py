@@ -136,7 +136,7 @@ def run(
         with named(name):
             made[name] = make_side(workload, name, rank)
     lines_before = plain_tcp()
-    ready = measure_ready(workload, rank)
+    ready = measure_ready(workload, rank, forward=any(side.when == "layered" for side in made.values()))
     for name, side in made.items():
         with named(name):
             warm_up(side, warmup)
