@@ -11,7 +11,6 @@ from gossamer.algorithms import registry
 PUBLIC = {
     "ByteGrad",
     "ChunkSparse",
-    "DDPHook",
     "Hierarchical",
     "PowerSGD",
     "PushSum",

@@ -217,8 +217,6 @@ class Bucket:
 
     holds_shares = False
     """Whether the gradients in ``flat`` are already divided by the number of workers: see ``Algorithm.takes_shares``."""
-    last_of: tuple[object, ...] = ()
-    """The algorithms (none that are made of others) of which no other bucket is launched after it in a step."""
 
     def __init__(self, index: int, layout: Layout) -> None:
         self.index = index
@@ -240,7 +238,7 @@ class Bucket:
         """A bucket of the same layout around another flat tensor."""
         other = Bucket.__new__(Bucket)
         other.index, other.layout, other.flat, other.views = self.index, self.layout, flat, self.split(flat)
-        other._memory, other._made, other._given, other.last_of = Memory(), {}, False, self.last_of
+        other._memory, other._made, other._given = Memory(), {}, False
         other._origin = self if flat is self.flat else None
         return other
 

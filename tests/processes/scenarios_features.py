@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import gossamer
-from gossamer import AllReduce, DDPHook, Gossip, Hierarchical, ScatterReduce, after
+from gossamer import AllReduce, Gossip, Hierarchical, ScatterReduce, after
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
 from gossamer.codecs import Codec, Quantize, Sign
@@ -424,9 +424,6 @@ def forked_processes(here: Here) -> None:
     assert_same_on_all_ranks(here, run.bare)
 
 
-# -- hooks of DDP -------------------------------------------------------------------------------------------------
-
-
 def join_of_an_optimizer_that_communicates(here: Here) -> None:
     """Ranks end after 4, 9 and 14 steps, the first of them while gradients are still averaged exactly."""
     compiled(here, Sign())
@@ -444,67 +441,6 @@ def join_of_an_optimizer_that_communicates(here: Here) -> None:
     moments = [optimizer.state[p][key].reshape(-1) for p in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
     rows = here.gathered(torch.cat(moments))
     assert all(torch.equal(row, rows[0]) for row in rows)
-
-
-def hooks_of_ddp(here: Here) -> None:
-    """A hook gives what DDP with that hook gives; PowerSGD's with several buckets, where DDP on Gloo aborts."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    fused = under_gossamer(here, with_adamw(mlp), algorithm=DDPHook(default_hooks.allreduce_hook, None, bucket_bytes=2048))
-    plain(fused)
-    assert_same_on_all_ranks(here, fused.bare)
-    exact = under_gossamer(here, with_adamw(mlp))
-    plain(exact)
-    for one, other in zip(fused.bare.parameters(), exact.bare.parameters(), strict=True):
-        assert (one - other).abs().max() < 1e-10
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
-    hook = DDPHook(powerSGD_hook.powerSGD_hook, state, bucket_bytes=2048)
-    low_rank = under_gossamer(here, with_adamw(mlp), algorithm=hook)
-    plain(low_rank)
-    assert_same_on_all_ranks(here, low_rank.bare)
-    assert state.iter == STEPS, "it counts a step by its last bucket"
-    assert state.error_dict, "it compresses from then on"
-    assert max((a - b).abs().max() for a, b in zip(low_rank.bare.parameters(), exact.bare.parameters(), strict=True)) > 1e-6
-
-
-def more_hooks_of_ddp(here: Here) -> None:
-    """Narrow wires, wrappers around other hooks, hooks that read views, and a state of one's own."""
-    import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    def trained(hook: Any, state: Any = None) -> Tensor:
-        run = under_gossamer(here, with_adamw(lambda: mlp().float()), DDPHook(hook, state, bucket_bytes=2048))
-        for batch in steps(run):
-            loss_of(run, batch.float()).backward()
-            run.optimizer.step()
-        assert_same_on_all_ranks(here, run.bare)
-        return values(run.bare)
-
-    def by_views(state: list[int], bucket: Any) -> Any:
-        state.append(bucket.index())
-        for view in bucket.gradients():
-            view.div_(dist.get_world_size())
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
-
-    exact, seen = trained(default_hooks.allreduce_hook), []
-    assert (trained(by_views, seen) - exact).abs().max() < 1e-6
-    assert len(set(seen)) > 1
-    assert seen[: len(set(seen))] == sorted(set(seen))
-    wrapped = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
-    for narrow in (default_hooks.fp16_compress_hook, wrapped):
-        assert 0 < (trained(narrow) - exact).abs().max() < 0.02
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
-    half = default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
-    assert (trained(half, state) - exact).abs().max() > 1e-6
-
-
-def hooks_that_return_something_else(here: Here) -> None:
-    def half(state: Any, bucket: Any) -> Any:
-        return bucket.buffer()[::2].clone()
-
-    run = under_gossamer(here, with_adamw(mlp), algorithm=DDPHook(half))
-    with raises(gossamer.ConfigurationError, "DDPHook.exchange returned shape"):
-        plain(run)
 
 
 # -- precision ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ for _module in pkgutil.iter_modules(__path__):
 from gossamer.algorithms.all_reduce import AllReduce  # noqa: E402  (after the registry is complete)
 from gossamer.algorithms.byte_grad import ByteGrad  # noqa: E402
 from gossamer.algorithms.chunk_sparse import ChunkSparse  # noqa: E402
-from gossamer.algorithms.ddp_hook import DDPHook  # noqa: E402
 from gossamer.algorithms.decentralized_sgd import DecentralizedSGD  # noqa: E402
 from gossamer.algorithms.diloco import DiLoCo  # noqa: E402
 from gossamer.algorithms.gossip import Gossip  # noqa: E402
@@ -34,7 +33,6 @@ __all__ = [
     "AllReduce",
     "ByteGrad",
     "ChunkSparse",
-    "DDPHook",
     "DecentralizedSGD",
     "DiLoCo",
     "Gossip",

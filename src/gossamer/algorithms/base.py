@@ -77,10 +77,6 @@ class Algorithm(ABC):
     thread of its own has to run it."""
     averages_buffers: ClassVar[bool] = True
     """Whether buffers may travel with the weights (``buffers="average"``)."""
-    serial: ClassVar[bool] = False
-    """Whether flows must run one after the other, on one lane."""
-    needs_everyone: ClassVar[bool] = False
-    """Whether it talks to all ranks of the process group by itself, and so cannot run among some of them."""
     weighs: ClassVar[bool] = False
     """Whether replicas do not all count alike in the mean that is kept: see :meth:`counted`."""
     moves_mean: ClassVar[bool] = False
@@ -261,11 +257,6 @@ class Algorithm(ABC):
     def of(self, label: str) -> "Algorithm":
         """The algorithm for the buckets with this label."""
         return self
-
-    @property
-    def leaves(self) -> tuple["Algorithm", ...]:
-        """The algorithms that it is made of, where it is a combination, down to those that are none."""
-        return (self,)
 
     def overtaking(self) -> "Algorithm":
         """The same for buckets of which some are needed while longer ones are on the line (``overlap_forward``)."""

@@ -27,20 +27,6 @@ class Combination(Algorithm, register=False):
         object.__setattr__(self, "bucket_bytes", part.bucket_bytes)
 
     @property
-    def leaves(self) -> tuple[Algorithm, ...]:
-        return tuple(leaf for part in self.parts for leaf in part.leaves)
-
-    @property
-    def serial(self) -> bool:  # type: ignore[override]
-        """As the strictest part."""
-        return any(part.serial for part in self.parts)
-
-    @property
-    def needs_everyone(self) -> bool:  # type: ignore[override]
-        """As soon as one part does."""
-        return any(part.needs_everyone for part in self.parts)
-
-    @property
     def keeps_back(self) -> bool:
         return any(part.keeps_back for part in self.parts)
 

@@ -76,11 +76,6 @@ class DiLoCo(LocalSGD):
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
         return replace(self, averaging=self.averaging.attach(optimizers))
 
-    @property
-    def serial(self) -> bool:  # type: ignore[override]
-        """As the algorithm that averages."""
-        return self.averaging.serial
-
     def route(self, name: str, tensor: Tensor) -> str:
         return _BUFFERS if is_buffer(part_of(name)[0]) else f":{self.averaging.route(name, tensor)}"
 
@@ -126,7 +121,7 @@ def _check(averaging: object) -> None:
         raise ConfigurationError(f"averaging must be an instance of a gossamer algorithm; got {averaging!r}")
     if averaging.subject != "gradients":
         raise ConfigurationError(f"averaging takes an algorithm over gradients; {averaging!r} moves weights")
-    if isinstance(averaging, Combination) or averaging.finishes or averaging.takes_momentum or averaging.needs_everyone:
+    if isinstance(averaging, Combination) or averaging.finishes or averaging.takes_momentum:
         raise ConfigurationError(
             f"averaging takes an algorithm that averages one bucket by itself, such as ScatterReduce(); {averaging!r} does not"
         )

@@ -147,12 +147,6 @@ class Hierarchical(Combination, register=False):
         self.outer.check(len(sizes))
         for size in set(sizes):
             self.inner.check(size)
-        shared = max(sizes) > 1
-        for part, by_some in ((self.outer, shared), (self.inner, shared and len(sizes) > 1)):
-            if by_some and part.needs_everyone:
-                raise ConfigurationError(
-                    f"{part!r} communicates by itself with all ranks, and inside Hierarchical only some of them run it"
-                )
 
     def owed(self, state: State, ctx: Context) -> Tensor | None:
         machines = machines_of(ctx, self.ranks_per_node)
@@ -257,15 +251,6 @@ class Inside(Algorithm, register=False):
 
     inner: Algorithm
     ranks_per_node: int | None
-
-    @property
-    def leaves(self) -> tuple[Algorithm, ...]:
-        return self.inner.leaves
-
-    @property
-    def serial(self) -> bool:  # type: ignore[override]
-        """As what runs inside."""
-        return self.inner.serial
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         node = machine(ctx, machines_of(ctx, self.ranks_per_node))

@@ -27,7 +27,7 @@ def after(steps: int, then: Algorithm, *, before: Algorithm | None = None) -> Al
     nothing is lost; if ``then`` moves weights, to the gradient of that step, which each worker keeps to itself, and travels in
     the weights (that of a parameter which nobody uses in that step is lost). One may move gradients and the other weights;
     where ``then`` moves gradients, replicas stay as far apart as they are when it begins (``close(average=True)`` brings them
-    together). What a :class:`DDPHook` remembers is its own and stays there.
+    together).
     """
     return Switch(steps=steps, then=then, before=AllReduce() if before is None else before)
 

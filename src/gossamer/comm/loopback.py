@@ -157,7 +157,6 @@ class LoopbackPort:
         self._counts: Counter[Group] = Counter()
 
     def start(self, op: Op, group: Group | None = None) -> Meeting:
-        ops.refuse_foreign(op, "loopback")
         group = self._everyone if group is None else group
         self._meter.count(op, len(group), group.index(self._rank))
         self._counts[group] += 1

@@ -186,31 +186,6 @@ class Broadcast(Op):
         return f"rank {self.source}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Foreign(Op):
-    """Whatever ``call`` does by itself over ``torch.distributed``; it returns a future of the result, or the result.
-
-    For the torch runner alone: the others cannot know what is said.
-    """
-
-    name: ClassVar[str] = "foreign"
-    what: str
-    call: Callable[[], Any]
-
-    def traffic(self, world: int) -> Traffic:
-        """Unknown; counted as an all-reduce of the tensor."""
-        return AllReduce(self.tensor).traffic(world)
-
-    def detail(self) -> str:
-        return f", {self.what}"
-
-
-def refuse_foreign(op: Op, runner: str) -> None:
-    """Raise ConfigurationError for an operation that only the torch runner can carry out."""
-    if isinstance(op, Foreign):
-        raise ConfigurationError(f"{op.what} communicates by itself over torch.distributed: {runner} cannot run it")
-
-
 Group = tuple[int, ...]
 """Some of the members, by index, in order. Ranks and worlds of an operation count within it."""
 
@@ -330,11 +305,6 @@ def within(flow: Flow[T], group: Group) -> Flow[T]:
             inner = command.group
             command = Start(command.op, group if inner is None else tuple(group[rank] for rank in inner))
         reply = yield command
-
-
-def foreign(tensor: Tensor, what: str, call: Callable[[], Any]) -> Flow[Tensor]:
-    """What ``call`` makes of ``tensor`` (a future of it, or it), over ``torch.distributed``."""
-    return (yield from perform(Foreign(tensor, what, call)))
 
 
 def result_like(op: Op, world: int, rank: int = 0) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.flow import Port, drive
-from gossamer.comm.ops import AllReduce, Broadcast, Decide, Flow, Foreign, Group, Op, Push, result_like
+from gossamer.comm.ops import AllReduce, Broadcast, Decide, Flow, Group, Op, Push, result_like
 
 T = TypeVar("T")
 
@@ -197,7 +197,7 @@ class LocalPort:
 
 def alone(op: Op) -> Tensor:
     """What an operation gives in a world of one: as elsewhere, the tensor itself only where the operation works in place."""
-    if isinstance(op, AllReduce | Broadcast | Foreign):
+    if isinstance(op, AllReduce | Broadcast):
         return op.tensor
     result = result_like(op, 1)
     return result if isinstance(op, Push) else result.copy_(op.tensor)

@@ -12,7 +12,7 @@ from gossamer.comm.device import Device
 from gossamer.comm.ops import Decide, Group, Op
 from gossamer.comm.runner import Meter, Ticket, alone
 from gossamer.comm.shaper import Shaper
-from gossamer.comm.torch_ports import REDUCE, Circle, GlooPort, Peers, Pending, call_foreign
+from gossamer.comm.torch_ports import REDUCE, Circle, GlooPort, Peers, Pending
 
 options: Any = distributed_c10d
 """Where torch keeps the options of its collectives. ``torch.distributed``'s own functions know only groups in its list."""
@@ -61,8 +61,6 @@ class DevicePort:
 
     def _issue(self, op: Op, circle: Circle) -> Pending:
         group, rank, world = circle.up, circle.rank, circle.world
-        if isinstance(op, ops.Foreign):
-            return call_foreign(op)
         if isinstance(op, ops.AllReduce):
             reduction = options.AllreduceOptions()
             reduction.reduceOp = REDUCE[op.reduce]
@@ -135,7 +133,7 @@ class StagedPort(GlooPort):
         self._device = device
 
     def start(self, op: Op, group: Group | None = None) -> Any:
-        if isinstance(op, ops.Foreign) or not self._device.holds(op.tensor):
+        if not self._device.holds(op.tensor):
             return super().start(op, group)
         return Staged(op, super().start(self._on_host(op), group))
 

@@ -7,7 +7,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -113,7 +112,7 @@ class GlooPort:
         if self._shaper is not None and pending.works:  # none: a rank that has a bye
             traffic = op.traffic(circle.world)
             pending.due = self._shaper.due(traffic, time.perf_counter())
-            pending.latency = 0.0 if isinstance(op, ops.Foreign) else self._shaper.after(traffic)
+            pending.latency = self._shaper.after(traffic)
         return pending
 
     def _circle(self, group: Group) -> Circle:
@@ -163,10 +162,8 @@ class GlooPort:
         return decision.fn()
 
     def _issue(self, op: Op, circle: Circle) -> Pending:
-        if isinstance(op, ops.Foreign | ops.AllReduce | ops.Broadcast):
+        if isinstance(op, ops.AllReduce | ops.Broadcast):
             self._outbox.empty()
-        if isinstance(op, ops.Foreign):
-            return call_foreign(op)
         if isinstance(op, ops.AllReduce):
             options = dist.AllreduceOptions()
             options.reduceOp = REDUCE[op.reduce]
@@ -270,22 +267,3 @@ def _receive(circle: Circle, source: int, tensor: Tensor) -> list[Any]:
 def _send(circle: Circle, destination: int, tensor: Tensor) -> list[Any]:
     group = circle.up if destination > circle.rank else circle.down
     return [group.send([piece], destination, 0) for piece in pieces(tensor)]
-
-
-class Answer:
-    """The future that a foreign operation returned; its value becomes the result."""
-
-    def __init__(self, future: Any, pending: Pending) -> None:
-        self._future, self._pending = future, pending
-
-    def wait(self) -> None:
-        """Block until it is there."""
-        value = self._future.wait() if isinstance(self._future, torch._C.Future) else self._future
-        self._pending.result = value[0] if isinstance(value, list | tuple) else value
-
-
-def call_foreign(op: ops.Foreign) -> Pending:
-    """Let an operation communicate by itself."""
-    pending = Pending(op, [], op.tensor)
-    pending.works = [Answer(op.call(), pending)]
-    return pending

@@ -51,7 +51,6 @@ class Wire:
 
     def start(self, op: Op, group: Group | None = None) -> UnderWay:
         """Hand an operation over now. As on the real wire, empty tensors are not sent."""
-        ops.refuse_foreign(op, "simulation")
         group = self._everyone if group is None else group
         traffic = op.traffic(len(group))
         self.meter.count(op, len(group), group.index(0))

@@ -42,7 +42,7 @@ class Part:
         overtakes: bool = False,
     ) -> None:
         self.algorithm = algorithm
-        self._lanes = [0] * len(plan.layouts) if algorithm.serial else plan.lanes(lanes)
+        self._lanes = plan.lanes(lanes)
         self.buckets = [Bucket(index, replace(layout, device=META)) for index, layout in enumerate(plan.layouts)]
         self.under_way: list[Event] = []
         self.finishing: list[Event] = []

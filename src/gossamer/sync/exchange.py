@@ -98,9 +98,6 @@ class Exchange:
         self.order = list(order)
         lanes = Plan(tuple(self.plan.layouts[index] for index in self.order)).lanes(self.runner.lanes)
         self._lanes = tuple(lane for _, lane in sorted(zip(self.order, lanes, strict=True)))
-        last = {id(leaf): (leaf, index) for index in self.order for leaf in self.handlers[index].leaves}
-        for bucket in self.buckets:
-            bucket.last_of = tuple(leaf for leaf, index in last.values() if index == bucket.index)
 
     def let_overtake(self) -> None:
         """Some buckets are needed while longer ones are under way (``overlap_forward``): on all ranks, for good."""
@@ -147,8 +144,7 @@ class Exchange:
         bucket, self._step = self.buckets[index], step
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
         make_flow = partial(self._checked, exchange, bucket, self.states[index], self.context(step))
-        lane = 0 if self.algorithm.serial else self._lanes[index]
-        self._tickets[index] = self.runner.submit(make_flow, label, lane, prompt=self._prompt)
+        self._tickets[index] = self.runner.submit(make_flow, label, self._lanes[index], prompt=self._prompt)
         self.exchanged_bytes += bucket.layout.nbytes
 
     def _checked(self, exchange: Callable[..., Flow[Any]], bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
