@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
-CONVERGE := $(RUN) -m gossamer.bench.convergence --save-to benchmarks/results
+CONVERGE := $(RUN) -m benchmarks.studies.convergence --save-to benchmarks/results
 FULL_PRECISION := --sides "ScatterReduce(residual='fp32')" "ScatterReduce(codec=Quantize(bits=4), residual='fp32')" \
   "ScatterReduce(codec=Sign(), residual='fp32')" "ChunkSparse(residual='fp32')" "PowerSGD(residual='fp32')"
 FULL_PRECISION_MOMENTA := --sides "OneBitAdam(lr=0.001, warmup=1000000, residual='fp32')" \
@@ -54,19 +54,19 @@ format: $(READY) ## format the code and mend what can be mended
 
 readme: $(READY) ## run the demo and put its table and picture into the README
 	$(RUN) -m gossamer.bench.demo --save-to docs/assets
-	$(RUN) -m gossamer.bench.readme
+	$(RUN) -m benchmarks.studies.readme
 
 topologies: $(READY) ## draw the topologies and how they mix, for docs/topologies.md
-	$(RUN) -m gossamer.bench.topologies
+	$(RUN) -m benchmarks.studies.topologies
 
 bench-exchanges: $(READY) ## measure single exchanges and collectives beside plain TCP on emulated networks (about 15 minutes)
-	$(RUN) -m gossamer.bench.exchanges --save-to benchmarks/results
+	$(RUN) -m benchmarks.studies.exchanges --save-to benchmarks/results
 
 bench-speed: $(READY) ## measure the step time of exact all-reduce and gossip beside DDP (about an hour)
-	$(RUN) -m gossamer.bench.speed --networks 200mbit --save-to benchmarks/results
-	$(RUN) -m gossamer.bench.speed --networks 1gbit unshaped --rounds 40 --save-to benchmarks/results
-	$(RUN) -m gossamer.bench.speed --networks 100mbit 500mbit 200mbit/slow-host=2x --steps 4 --save-to benchmarks/results
-	$(RUN) -m gossamer.bench.speed --networks 20mbit 200mbit/slow-link=50mbit --steps 2 --save-to benchmarks/results
+	$(RUN) -m benchmarks.studies.speed --networks 200mbit --save-to benchmarks/results
+	$(RUN) -m benchmarks.studies.speed --networks 1gbit unshaped --rounds 40 --save-to benchmarks/results
+	$(RUN) -m benchmarks.studies.speed --networks 100mbit 500mbit 200mbit/slow-host=2x --steps 4 --save-to benchmarks/results
+	$(RUN) -m benchmarks.studies.speed --networks 20mbit 200mbit/slow-link=50mbit --steps 2 --save-to benchmarks/results
 
 bench-convergence: $(READY) ## train every relaxation with 1 to 64 workers in one process (hours, resumable)
 	$(CONVERGE) --workload examples/02_convnet.py --steps 351
@@ -114,10 +114,10 @@ bench-convergence: $(READY) ## train every relaxation with 1 to 64 workers in on
 	$(CONVERGE) --workload examples/01_gpt.py --steps 200 --workers 16 --seeds 1 --lr 0.006 --sides 'Gossip()' 'GossipGraD()'
 
 bench-shuffle: $(READY) ## gossip on shards sorted by label, without and with samples that travel (more than an hour, resumable)
-	$(RUN) -m gossamer.bench.shuffle --save-to benchmarks/results
+	$(RUN) -m benchmarks.studies.shuffle --save-to benchmarks/results
 
 bench-shuffle-time: $(READY) ## what samples that travel add to the step, 4 emulated hosts at 200 Mbit/s (about 10 minutes)
-	$(RUN) -m gossamer.bench.shuffle_time --save-to benchmarks/results
+	$(RUN) -m benchmarks.studies.shuffle_time --save-to benchmarks/results
 
 bench-relaxations: $(READY) ## step time of the relaxations of gradients and weights on 4 hosts at 200 Mbit/s and 1 Gbit/s (about 5 minutes)
 	$(VENV)/bin/gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --hosts 4 --no-memory --rounds 12 \
@@ -163,7 +163,7 @@ bench-scale: $(READY) ## every pattern but the hierarchical one with 2 to 32 wor
 	# What a worker needs of memory does not depend on how many there are; 32 processes need all of it for two sides at a time.
 	$(SCALE) --hosts 16 --at-once 9 --no-memory
 	$(SCALE) --hosts 32 --at-once 2 --no-memory
-	$(RUN) -m gossamer.bench.scale benchmarks/results/scale
+	$(RUN) -m benchmarks.studies.scale benchmarks/results/scale
 
 bench-efficiency: $(READY) ## papers' runs in slow motion, 8 hosts: GossipGraD and sparse chunks on ResNet-50, sparse chunks and DDP on AlexNet (an hour)
 	$(VENV)/bin/gossamer bench 'ResNet50(12)' --network 90mbit --hosts 8 --no-memory --side "GossipGraD(wire='bf16')" \
@@ -176,14 +176,14 @@ bench-efficiency: $(READY) ## papers' runs in slow motion, 8 hosts: GossipGraD a
 	$(VENV)/bin/gossamer lab --hosts 8 --rate 71mbit -- -m gossamer.bench.paired --workload 'AlexNet(16)' \
 	  --sides compute ddp --rounds 2 --steps 1 --warmup 1 --save-to benchmarks/results/efficiency/alexnet-ddp.json
 
-GPT_QUALITY := $(RUN) -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300
+GPT_QUALITY := $(RUN) -m benchmarks.studies.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25 --seconds 300
 
 bench-quality: $(READY) ## time to a stated quality at 200 Mbit/s, 5 seeds, beside DDP (hours, resumable)
-	$(RUN) -m gossamer.bench.time_to_quality --workload examples/02_convnet.py --target 0.905 --save-to benchmarks/results \
+	$(RUN) -m benchmarks.studies.time_to_quality --workload examples/02_convnet.py --target 0.905 --save-to benchmarks/results \
 	  --sides ddp compute 'in_parts(8, Gossip())' ddp-powersgd
 	$(GPT_QUALITY) --save-to benchmarks/results --sides ddp compute "with_optimizer(in_parts(2, Gossip(wire='fp16')), GossipAdamW())" \
 	  'with_optimizer(in_parts(2, Gossip()), GossipAdamW())' ddp-fp16 ddp-powersgd
-	$(RUN) -m gossamer.bench.readme
+	$(RUN) -m benchmarks.studies.readme
 
 BESIDE := quality-beside
 
@@ -197,13 +197,13 @@ bench-quality-hooks: $(READY) ## the GPT's time to quality beside DDP's fp16 hoo
 	  'with_optimizer(in_parts(3, Gossip(ahead=1.0)), GossipAdamW())' ddp-fp16
 
 bench-kernels: $(READY) ## measure how fast codecs encode and decode beside a memory copy (on a processor ten seconds)
-	$(RUN) -m gossamer.bench.kernels --save-to benchmarks/results
+	$(RUN) -m benchmarks.studies.kernels --save-to benchmarks/results
 
 bench-overhead: $(READY) ## what exact all-reduce adds to a step where nothing travels, beside DDP (two minutes)
-	$(RUN) -m gossamer.bench.overhead --save-to benchmarks/results
+	$(RUN) -m benchmarks.studies.overhead --save-to benchmarks/results
 
 bench-threads: $(READY) ## whose processor time a step takes: loop, lanes, transport (about 7 minutes)
-	$(RUN) -m gossamer.bench.threads --save-to benchmarks/results
+	$(RUN) -m benchmarks.studies.threads --save-to benchmarks/results
 
 clean: ## remove what was built, and out/ with what was measured and not saved elsewhere
 	rm -rf $(VENV) out build dist .mypy_cache .ruff_cache src/*.egg-info

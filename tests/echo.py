@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from gossamer.bench.absent import EchoPort
+from benchmarks.studies.absent import EchoPort
 from gossamer.comm.device import Device
 from gossamer.comm.runner import CONTROL, InlineRunner, Meter, Ticket
 from gossamer.lanes import StreamLanes

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.studies.shuffle_time import exposed, fed, main, measure, options_of, share_of, table, verdict
 from gossamer.bench.matrix import Turns
-from gossamer.bench.shuffle_time import exposed, fed, main, measure, options_of, share_of, table, verdict
 from gossamer.bench.workload import Workload
 
 SMALL = Workload(
@@ -102,7 +102,7 @@ def test_cases_that_are_not_asked_for_again_are_kept(tmp_path: Path, monkeypatch
     old, gossip = row([0.1] * 6, [0.101] * 6), row([0.1] * 6, [0.102] * 6) | {"side": "Gossip()"}
     (tmp_path / "shuffle-time.json").write_text(json.dumps([old, gossip]))
     new = row([0.2] * 6, [0.201] * 6)
-    monkeypatch.setattr("gossamer.bench.shuffle_time.in_lab", lambda options: iter([new]))
+    monkeypatch.setattr("benchmarks.studies.shuffle_time.in_lab", lambda options: iter([new]))
     monkeypatch.setattr("sys.argv", ["shuffle_time", "--workloads", "Convnet(0.1)", "--save-to", str(tmp_path)])
     main()
     assert json.loads((tmp_path / "shuffle-time.json").read_text()) == [new, gossip]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.bench import kernels
+from benchmarks.studies import kernels
 
 
 def test_it_writes_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

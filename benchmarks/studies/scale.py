@@ -1,7 +1,7 @@
 """Scale: time, bytes, messages and memory per worker over the number of workers, beside what the clocked runner predicts.
 
 gossamer bench 'Convnet(1)' --network 40mbit --hosts 2 --hosts 4 --hosts 8 --side 'Gossip()' --save-to out/scale
-python -m gossamer.bench.scale out/scale
+python -m benchmarks.studies.scale out/scale
 
 The measurements are those of ``gossamer bench``, of emulated models: what a layer takes is known. A prediction is made of
 nothing but the model, the layers' times, the rate of plain TCP in the same run, and compute alone in the same run.

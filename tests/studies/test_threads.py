@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from gossamer.bench import threads
+from benchmarks.studies import threads
+from benchmarks.studies.threads import LANES, LOOP, OTHERS, TRANSPORT, Spent, kind, table
 from gossamer.bench.rows import read_rows
-from gossamer.bench.threads import LANES, LOOP, OTHERS, TRANSPORT, Spent, kind, table
 
 
 def test_threads_are_told_apart():

@@ -1,6 +1,6 @@
 """Overhead: what exact all-reduce adds to a step where nothing travels, beside what PyTorch's DDP adds to it.
 
-    python -m gossamer.bench.overhead --save-to benchmarks/results
+    python -m benchmarks.studies.overhead --save-to benchmarks/results
 
 One process. With a world of one there is nobody to send to; with several ranks torch's fake process group stands for the
 others: its operations are over as soon as they begin. What remains is the work beside the network: hooks, copies into
@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import gossamer
+from benchmarks.studies.absent import AbsentRunner
 from gossamer.algorithms import AllReduce
-from gossamer.bench.absent import AbsentRunner
 from gossamer.bench.clock import clock_for, seconds_of
 from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.emulated import MODELS, Emulated

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.bench import speed
+from benchmarks.studies import speed
 
 
 def a_row(rate: str, seconds: float, machine: str) -> dict[str, object]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import gossamer
-from gossamer.bench import shuffle
-from gossamer.bench.convergence import Training, run_all, table
-from gossamer.bench.shuffle import ARMS, MIXED, SHUFFLED, shard, staying, train_on, travelling
+from benchmarks.studies import shuffle
+from benchmarks.studies.convergence import Training, run_all, table
+from benchmarks.studies.shuffle import ARMS, MIXED, SHUFFLED, shard, staying, train_on, travelling
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gossamer.bench import scale
+from benchmarks.studies import scale
 from gossamer.bench.rows import write_rows
 from gossamer.errors import ConfigurationError
 

@@ -1,6 +1,6 @@
 """Convergence: what training ends with under each relaxation, many workers in one process, paired by seed.
 
-python -m gossamer.bench.convergence --workload examples/02_convnet.py --steps 351 --save-to benchmarks/results
+python -m benchmarks.studies.convergence --workload examples/02_convnet.py --steps 351 --save-to benchmarks/results
 
 Every run is written down when it ends, and not done again unless the workload's file has changed: stop and go on as you like.
 """

@@ -1,6 +1,6 @@
 """Kernels: how fast codecs encode and decode on one thread, as shares of a memory copy in the same run.
 
-python -m gossamer.bench.kernels --save-to benchmarks/results
+python -m benchmarks.studies.kernels --save-to benchmarks/results
 """
 
 import argparse

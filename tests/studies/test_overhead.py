@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gossamer.bench import overhead
-from gossamer.bench.absent import AbsentRunner
+from benchmarks.studies import overhead
+from benchmarks.studies.absent import AbsentRunner
 
 
 def test_every_side_is_timed_beside_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

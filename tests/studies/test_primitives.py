@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.bench import exchanges
-from gossamer.bench.primitives import PATTERNS, payload
+from benchmarks.studies import exchanges
+from benchmarks.studies.primitives import PATTERNS, payload
 from gossamer.comm.loopback import current_runner, loopback
 
 WORLD, SIZE = 4, 64

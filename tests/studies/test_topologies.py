@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.bench import topologies
+from benchmarks.studies import topologies
 from gossamer.comm.topology import FAMILY, Dissemination, Ring
 
 PAGE = Path(__file__).parents[2] / "docs" / "topologies.md"

@@ -1,6 +1,6 @@
 """Threads: whose processor time a training step takes: the loop's, the lanes', the transport's, and the whole machine's.
 
-    python -m gossamer.bench.threads --save-to benchmarks/results
+    python -m benchmarks.studies.threads --save-to benchmarks/results
 
 A profile of what stands beside the model's own computation, on emulated hosts. Linux only: it reads ``/proc``.
 """
@@ -155,7 +155,7 @@ def main() -> None:
         for workload in options.workloads:
             console.log(f"{workload} on {options.network}: {len(options.sides)} sides, {options.steps} steps of each")
             before = load()
-            command = ["-m", "gossamer.bench.threads", "--as-rank", "--workloads", workload, "--steps", str(options.steps)]
+            command = ["-m", "benchmarks.studies.threads", "--as-rank", "--workloads", workload, "--steps", str(options.steps)]
             row = lab_result(spec, [*command, "--sides", *options.sides], "threads") | {"network": options.network}
             save(options.save_to, row | conditions(options.sides, before, 0))
     except GossamerError as error:

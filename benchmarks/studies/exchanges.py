@@ -1,6 +1,6 @@
 """Exchanges: runs single exchanges and collectives on several emulated networks; writes their rate beside plain TCP's.
 
-python -m gossamer.bench.exchanges --save-to benchmarks/results
+python -m benchmarks.studies.exchanges --save-to benchmarks/results
 """
 
 import argparse
@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.studies.primitives import PATTERNS
 from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.in_lab import lab_json
-from gossamer.bench.primitives import PATTERNS
 from gossamer.bench.rows import days, markdown, merged
 from gossamer.errors import GossamerError
 from gossamer.lab import LabSpec
@@ -77,7 +77,7 @@ def main() -> None:
         for hosts, rate in map(networks.__getitem__, options.networks):
             console.log(f"{hosts} hosts, {rate}")
             load_before = load()
-            command = ["-m", "gossamer.bench.primitives", "--repeats", str(options.repeats)]
+            command = ["-m", "benchmarks.studies.primitives", "--repeats", str(options.repeats)]
             command += ["--mbytes", *options.mbytes, "--patterns", *options.patterns]
             found = lab_json(LabSpec(hosts=hosts, rate=rate), command)
             told = conditions([], load_before, {}) | {"when": round(time.time())}

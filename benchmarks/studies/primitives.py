@@ -2,7 +2,7 @@
 
 A script of the lab; rank 0 prints one JSON object per pattern and size:
 
-    gossamer lab --hosts 4 --rate 200mbit -- -m gossamer.bench.primitives --mbytes 8 16
+    gossamer lab --hosts 4 --rate 200mbit -- -m benchmarks.studies.primitives --mbytes 8 16
 """
 
 import argparse

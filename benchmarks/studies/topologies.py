@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.studies.readme import insert
 from gossamer.bench.plots import COLOURS, require_matplotlib
-from gossamer.bench.readme import insert
 from gossamer.comm.mixing import messages, slowest_spread, spectral_gap, typical_disagreement
 from gossamer.comm.topology import FAMILY, Hypercube, RandomMatching, Topology, rotated
 

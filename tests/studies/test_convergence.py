@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gossamer.bench import convergence
-from gossamer.bench.convergence import Training, cut, run_all, table, train
+from benchmarks.studies import convergence
+from benchmarks.studies.convergence import Training, cut, run_all, table, train
 from gossamer.bench.rows import append_row
 from gossamer.bench.sides import parse_optimizer
 from gossamer.bench.workload import Workload

@@ -2,7 +2,7 @@
 
 A script of the lab (or of torchrun); rank 0 prints JSON lines: a header, evaluations, and in between where it is.
 
-    gossamer lab --hosts 4 --rate 200mbit -- -m gossamer.bench.quality_run --workload examples/02_convnet.py \\
+    gossamer lab --hosts 4 --rate 200mbit -- -m benchmarks.studies.quality_run --workload examples/02_convnet.py \\
         --side ddp --until 0.905 --seconds 1200
 """
 
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.studies.crossing import crossing
 from gossamer.bench.catalogue import find_workload
-from gossamer.bench.crossing import crossing
 from gossamer.bench.peers import BASELINE, PEERS, Joined
 from gossamer.bench.ranks import of_all
 from gossamer.bench.sides import join, parse_side

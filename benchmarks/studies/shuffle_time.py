@@ -1,6 +1,6 @@
 """Shuffle time: what samples that travel add to the step, beside the same samples that stay, on emulated hosts.
 
-python -m gossamer.bench.shuffle_time --save-to benchmarks/results
+python -m benchmarks.studies.shuffle_time --save-to benchmarks/results
 
 Two sides train in the same processes and take turns: one on batches of a share that stays in its worker's memory, one on
 those of a RingShuffle of the same share. What is exposed is the difference of their step times in the same round, whatever
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks.studies.shuffle import Shard, endless, staying
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_result
@@ -32,7 +33,6 @@ from gossamer.bench.paired import take_turns, warm_up
 from gossamer.bench.peers import BASELINE
 from gossamer.bench.ratios import ENOUGH, compare, ends, require_scipy, spread
 from gossamer.bench.rows import markdown, merged
-from gossamer.bench.shuffle import Shard, endless, staying
 from gossamer.bench.sides import parse_side
 from gossamer.bench.trained import MODEL_SEED, make_side, pace
 from gossamer.bench.workload import Workload
@@ -203,7 +203,7 @@ def in_lab(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         console.log(f"{workload}, {side}, samples kept as {stored}: {options.rounds} rounds")
         case = {"--workloads": workload, "--sides": side, "--stored": stored, "--samples-of": options.samples_of}
         case |= {f"--{name}": str(getattr(options, name)) for name in ("batches", "rounds", "steps", "warmup")}
-        command = ["-m", "gossamer.bench.shuffle_time", "--in-place", *itertools.chain(*case.items())]
+        command = ["-m", "benchmarks.studies.shuffle_time", "--in-place", *itertools.chain(*case.items())]
         row = lab_result(LabSpec(hosts=options.hosts, rate=options.rate), command, "waited_seconds")
         console.log(f"exposed, % of the step: {exposed(row)[1].told(100, 1)}")
         yield row

@@ -1,6 +1,6 @@
 """Speed beside DDP: runs the paired timing on several emulated networks and writes a table and the raw figures.
 
-python -m gossamer.bench.speed --save-to benchmarks/results
+python -m benchmarks.studies.speed --save-to benchmarks/results
 """
 
 import argparse

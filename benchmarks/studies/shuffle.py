@@ -1,6 +1,6 @@
 """Shuffle: gossip on shards sorted by label, without and with samples that travel, beside globally shuffled data.
 
-python -m gossamer.bench.shuffle --save-to benchmarks/results
+python -m benchmarks.studies.shuffle --save-to benchmarks/results
 
 Every run is written down when it ends, and not done again unless the workload's file has changed.
 """
@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks.studies.convergence import Training, run_all, table, train
 from gossamer.bench.catalogue import digest, find_workload
-from gossamer.bench.convergence import Training, run_all, table, train
 from gossamer.bench.workload import Workload
 from gossamer.data import RingShuffle
 from gossamer.errors import ConfigurationError

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossamer.bench import quality_run, time_to_quality
+from benchmarks.studies import quality_run, time_to_quality
+from benchmarks.studies.crossing import crossing, smoothed
+from benchmarks.studies.time_to_quality import Runs, main, seconds_to, table, target_after
 from gossamer.bench.catalogue import digest
-from gossamer.bench.crossing import crossing, smoothed
 from gossamer.bench.plots import require_matplotlib
-from gossamer.bench.time_to_quality import Runs, main, seconds_to, table, target_after
 from gossamer.errors import GossamerError
 
 RISING = [(float(second), quality) for second, quality in enumerate([0.1, 0.2, 0.9, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])]

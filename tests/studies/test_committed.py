@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.bench import (
+from benchmarks.studies import (
     convergence,
     exchanges,
     kernels,
-    matrix,
     overhead,
     scale,
     shuffle_time,
@@ -19,7 +18,8 @@ from gossamer.bench import (
     threads,
     time_to_quality,
 )
-from gossamer.bench.readme import TABLES, insert
+from benchmarks.studies.readme import TABLES, insert
+from gossamer.bench import matrix
 from gossamer.bench.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def test_every_row_of_convergence_is_one_that_make_asks_for(monkeypatch):
     monkeypatch.chdir(ROOT)
     commands = subprocess.run(["make", "-n", "bench-convergence"], capture_output=True, text=True, check=True).stdout
     words = [shlex.split(line, comments=True) for line in commands.replace("\\\n", " ").splitlines()]
-    module = "gossamer.bench.convergence"
+    module = "benchmarks.studies.convergence"
     lines = [convergence.make_parser().parse_args(line[line.index(module) + 1 :]) for line in words if module in line]
     keys = [run.key() for line in lines for run in convergence.asked_for(line)[1]]
     for row in read_rows(RESULTS / "convergence.jsonl"):

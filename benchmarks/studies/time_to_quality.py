@@ -1,7 +1,7 @@
 """Time to quality: how long ways to train take to a stated quality, in the lab, beside the first of them.
 
-    python -m gossamer.bench.time_to_quality --workload examples/02_convnet.py --target 0.905
-    python -m gossamer.bench.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25
+    python -m benchmarks.studies.time_to_quality --workload examples/02_convnet.py --target 0.905
+    python -m benchmarks.studies.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25
 
 The clock stands still during evaluations. What counts is when the median of five evaluations first reaches the target.
 While it stands still, steps of the workload without communication are timed too, now and then in every run: with as many steps
@@ -21,9 +21,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from benchmarks.studies.crossing import Points, crossing, smoothed
 from gossamer.bench.catalogue import digest, find_workload, is_of
 from gossamer.bench.conditions import busy_machine, conditions, load
-from gossamer.bench.crossing import Points, crossing, smoothed
 from gossamer.bench.in_lab import Record, lab_json
 from gossamer.bench.matrix import Case
 from gossamer.bench.peers import BASELINE
@@ -94,7 +94,7 @@ def target_after(run: Record, seconds: float) -> float:
 
 def train(key: Record, seconds: float, until: float | None, told: Callable[[Record], None]) -> Record:
     """A run in the lab, as a row. Raises GossamerError if it fails."""
-    command = ["-m", "gossamer.bench.quality_run", "--workload", key["workload"], "--side", key["side"]]
+    command = ["-m", "benchmarks.studies.quality_run", "--workload", key["workload"], "--side", key["side"]]
     numbers = {"--seed": key["seed"], "--eval-every": key["eval_every"], "--seconds": seconds}
     numbers["--alone-every"] = 0 if key["side"] == BASELINE else ALONE_EVERY
     command += [str(part) for pair in numbers.items() for part in pair]
