@@ -1,6 +1,7 @@
 """Who may import whom, read from the source."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 
 
 def place(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
 
 
 def imports(path: Path) -> set[str]:
@@ -113,6 +114,31 @@ def test_the_lab_itself_needs_no_torch() -> None:
 
 def test_simulation_needs_no_network() -> None:
     assert offenders("simulate/", "gossamer.comm.torch_runner", "gossamer.comm.torch_ports", "gossamer.replica") == []
+
+
+def unpickled(path: Path) -> list[str]:
+    """The calls of a file that may unpickle something."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            call, options = ast.unparse(node.func), {each.arg: ast.unparse(each.value) for each in node.keywords}
+            careless = call == "torch.load" and options.get("weights_only") != "True"
+            if careless or re.search(r"pickle\.|_object(_list)?$|^pickle", call):
+                found.append(f"{place(path)}: {call}")
+    return found
+
+
+def test_nothing_is_unpickled() -> None:
+    """Neither from a file nor from another rank: a pickle runs what its writer likes."""
+    assert [call for path in SOURCES for call in unpickled(path)] == []
+    assert offenders("", "pickle") == []
+
+
+def test_the_reader_sees_what_unpickles(tmp_path: Path) -> None:
+    text = "torch.load(f)\ntorch.load(f, weights_only=False)\ndist.all_gather_object(a, b)\ntorch.load(f, weights_only=True)"
+    file = tmp_path / "file.py"
+    file.write_text(text)
+    assert len(unpickled(file)) == 3
 
 
 def test_only_what_a_user_starts_knows_the_tools() -> None:

@@ -24,6 +24,7 @@ from gossamer.sync.exact import changing
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.hooks import OwnHook
 from gossamer.sync.join import Event, Join, state_from_rank
+from gossamer.sync.line_search import decides_by_loss, with_mean_loss
 from gossamer.sync.module_buffers import (
     Buffers,
     beside_parameters,
@@ -111,8 +112,9 @@ class Replica:
         over all ranks, or with its weights as they are) until all have left. The model then is that of the ranks that
         trained to the end, and so is, where gradients are exchanged, what the optimizer remembers (not the state of a
         scheduler). Costs one small message per exchange. An optimizer that communicates by itself (``OneBitAdam``)
-        goes on taking its steps there, without gradients. Where some have left early, the others' optimizers are sent to them,
-        as pickled. Not with a ``scaler=``, nor where gradients and weights both move (``Hierarchical(Gossip())``, ``after``).
+        goes on taking its steps there, without gradients. Where some have left early, the others' optimizers are sent to them
+        (numbers, strings and tensors; one that keeps anything else is refused). Not with a ``scaler=``, nor where gradients and
+        weights both move (``Hierarchical(Gossip())``, ``after``).
         """
         if self.algorithm.may_lag:
             raise UsageError("join() is not needed where exchanges may lag: a rank may have as many batches as it likes")
@@ -346,14 +348,14 @@ class Replica:
         self.step += 1
 
     def _before_step(self, index: int) -> Any:
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             if self._overlap.updating or in_nested_step(optimizer):  # a part of a step that the user took
-                return
+                return None
             with alarming(self._runner):
                 self._watch.check()
                 if self._at_average:
                     raise UsageError("optimizer.step() inside replica.consensus(): the model's own weights come back after it")
-                # A closure runs backward inside the step. The first argument is the optimizer itself.
+                # A closure (LBFGS) runs backward inside the step. The first argument is the optimizer itself.
                 closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
                 at_once = closure is None
                 if at_once and not self._join.shadowing:
@@ -361,6 +363,9 @@ class Replica:
                 self._tell_how_many(optimizer)
                 if self._weights and not self.algorithm.lands_late:
                     self._weights.prepare(index, self.step, at_once)
+                if closure is None or not self._means_losses or not decides_by_loss(optimizer):
+                    return None
+                return args[:1], {**kwargs, "closure": with_mean_loss(self._runner, closure)}
 
         return before_step
 
@@ -378,6 +383,11 @@ class Replica:
             self._turns.note_step(index)
 
         return after_step
+
+    @property
+    def _means_losses(self) -> bool:
+        """Whether a closure's gradients are means over the ranks, so that its loss is to be one, too."""
+        return self._gradients is not None and self._runner.world > 1 and self._backward.synchronise and not self._join.on
 
     def _tell_how_many(self, optimizer: Optimizer) -> None:
         """Of how many gradients the mean update is made, if the optimizer asks for it."""
@@ -431,7 +441,8 @@ class Replica:
         if uneven and not self._links:  # those that communicate took their steps on all ranks
             for optimizer in self._optimizers:
                 with changing(optimizer):
-                    optimizer.load_state_dict(state_from_rank(self._runner, optimizer.state_dict(), last))
+                    what = f"the state of {type(optimizer).__name__}"
+                    optimizer.load_state_dict(dict(state_from_rank(self._runner, optimizer.state_dict(), last, what)))
 
     def _refuse_in_join(self, what: str) -> None:
         if self._join.on:

@@ -1,5 +1,7 @@
 """Ranks with different numbers of batches."""
 
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -163,6 +165,47 @@ def test_optimizers_are_equal_again_and_so_are_the_steps_after_it() -> None:
     found = loopback(body, 3)
     assert found[0][0], "it remembers something"
     assert found == [found[0]] * 3
+
+
+def uneven(optimizer_class: type[torch.optim.Optimizer], **options: object) -> list[list[float]]:
+    """The weights of two ranks with one and three batches, and one more on both."""
+
+    def body(rank: int) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = optimizer_class(model.parameters(), lr=0.1, **options)
+        replica = gossamer.replicate(model, optimizer)
+        for count in (1 + 2 * rank, 1):
+            with replica.join():
+                for _ in range(count):
+                    optimizer.zero_grad()
+                    model(torch.randn(4, 3)).square().mean().backward()
+                    optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+    return loopback(body, 2)
+
+
+def test_nothing_is_unpickled_from_what_ranks_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("unpickled")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, refuse)
+    first, second = uneven(torch.optim.AdamW, amsgrad=True)
+    assert first == second
+
+
+class Remembers(torch.optim.SGD):
+    """Keeps an object of the user's beside its numbers."""
+
+    def state_dict(self) -> dict[str, object]:
+        return super().state_dict() | {"history": [object()]}
+
+
+def test_an_optimizer_that_keeps_objects_is_refused_on_every_rank() -> None:
+    with pytest.raises(UsageError, match=r"rank \d: .*the state of Remembers of rank 1 .*state\['history'\]\[0\] is a object"):
+        uneven(Remembers)
 
 
 def test_a_scaler_and_join_are_refused() -> None:

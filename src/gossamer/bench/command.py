@@ -4,7 +4,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from itertools import compress
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +26,7 @@ from gossamer.bench.listing import everything, listing
 from gossamer.bench.matrix import (
     HEAD,
     RATIO,
+    Case,
     Turns,
     absent,
     case_of,
@@ -154,7 +155,8 @@ def _on_cluster(
         )
         writes = dist.get_rank() == 0
         results = Results(folder / RESULTS, writes)
-        results.rows, chosen = of_all((results.rows, cases_here(workloads)))[0]
+        results.rows, rows = of_all((results.rows, [astuple(case) for case in cases_here(workloads)]))[0]
+        chosen = [Case(*row) for row in rows]
         with _concluded(folder, writes), _progress(quiet=not writes) as progress:
             Session(CLUSTER, plan, results, progress).run(chosen)
 

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,9 @@ def run(
         if side.phase(side.timed(warmup) + rounds * common.of(side).taken - 1) != begun[name]:
             figures[name]["two_phases"] = True
     if lines and BASELINE in figures:
-        _add_bounds(figures, of_all(sent), lines, ready, made)
+        rows = of_all({name: astuple(each) for name, each in sent.items()})
+        everyone = [{name: Sent(*row) for name, row in each.items()} for each in rows]
+        _add_bounds(figures, everyone, lines, ready, made)
     _close(made)
     return {
         "workload": workload.name,

@@ -6,16 +6,25 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
+
+from gossamer.sync.plain import read, written
 
 T = TypeVar("T")
 
 
 def of_all(value: T) -> list[T]:
-    """What every rank has, by rank. Collective."""
-    found: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    """What every rank has, by rank: numbers, strings, and containers of them. Collective."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    own = written(value).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=device))
+    longest = max(int(size) for size in sizes)
+    rows = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(rows, pad(own, (0, longest - len(own))))
+    return [read(row[: int(size)].cpu()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def own_address(family: int = socket.AF_UNSPEC) -> str:

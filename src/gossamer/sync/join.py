@@ -1,6 +1,5 @@
 """Join: ranks whose data end early keep answering, until the data of all have ended."""
 
-import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
@@ -12,6 +11,7 @@ from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
 from gossamer.sync.agreement import same_from_rank
+from gossamer.sync.plain import read, written
 
 _NO_EVENT = 2**30
 
@@ -82,18 +82,31 @@ class Join:
         return mirrored
 
 
-def state_from_rank(runner: Runner, state: dict[str, Any], source: int) -> dict[str, Any]:
-    """The ``state_dict`` of rank ``source``, on every rank; its tensors are on the host where it is another's."""
-    written = io.BytesIO()
+def state_from_rank(runner: Runner, state: Mapping[str, Any], source: int, what: str) -> Mapping[str, Any]:
+    """The ``state_dict`` of rank ``source``, on every rank; its tensors are on the host where it is another's. Collective.
+
+    Raises:
+        UsageError: on every rank, if ``what`` (whose state it is) keeps something that is no number, string or tensor.
+    """
+    mine, refusal = torch.empty(0, dtype=torch.uint8), ""
     if runner.rank == source:
-        torch.save(state, written)
-    size = torch.tensor([written.tell()])
-    same_from_rank(runner, [size], source)
-    told = torch.frombuffer(bytearray(written.getvalue().ljust(int(size))), dtype=torch.uint8)
+        try:
+            mine = written(state, "state")
+        except TypeError as error:
+            refusal, mine = str(error), torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)
+    told = torch.tensor([len(mine), bool(refusal)])
     same_from_rank(runner, [told], source)
+    size, refused = told.tolist()
+    message = mine if runner.rank == source else torch.empty(size, dtype=torch.uint8)
+    same_from_rank(runner, [message], source)
+    if refused:
+        raise UsageError(
+            f"rank {runner.rank}: ranks had different numbers of batches inside join(), and {what} of rank {source} cannot be "
+            f"sent to the others: {message.numpy().tobytes().decode()}"
+        )
     if runner.rank == source:
         return state
-    found: dict[str, Any] = torch.load(io.BytesIO(told.numpy().tobytes()), map_location="cpu", weights_only=False)
+    found: Mapping[str, Any] = read(message)
     return found
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossamer.bench.peers.base import LOCAL_STEPS, Joined, Peer, from_extra, wait_for
-from gossamer.bench.ranks import own_address
+from gossamer.bench.ranks import of_all, own_address
 
 _PATIENCE = 120.0
 
@@ -53,13 +53,10 @@ def _table(stack: ExitStack) -> Any:
     own = own_address()
     maddr = f"/ip{6 if ':' in own else 4}/{own}/tcp/0"
     where: dict[str, Any] = {"host_maddrs": [maddr], "use_relay": False, "nat_port_map": False}
-    told: list[Any] = [None]
-    if dist.get_rank() == 0:
-        dht: Any = DHT(start=True, **where)
-        told = [[str(each) for each in dht.get_visible_maddrs()]]
-    dist.broadcast_object_list(told)
-    if dist.get_rank() > 0:
-        dht = DHT(initial_peers=told[0], start=True, **where)
+    dht: Any = DHT(start=True, **where) if dist.get_rank() == 0 else None
+    peers = of_all([] if dht is None else [str(each) for each in dht.get_visible_maddrs()])[0]
+    if dht is None:
+        dht = DHT(initial_peers=peers, start=True, **where)
     stack.callback(wait_for, "hivemind's hash table", dht.shutdown)
     stack.callback(dist.barrier)  # nodes go when nobody looks for anybody any more
     return dht

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossamer.bench.peers.base import Joined, Peer, nothing, wait_for
-from gossamer.bench.ranks import own_address
+from gossamer.bench.ranks import of_all, own_address
 
 _GET = (
     "the source distribution (0.28.1) does not compile against today's PyTorch as it is; unpack it, write 17 for 14 in "
@@ -49,14 +49,13 @@ def _rendezvous() -> tuple[dict[str, str], Callable[[], None]]:
     from horovod.runner.http.http_server import RendezvousServer
 
     server: Any = RendezvousServer()
-    told: list[Any] = [(own_address(), server.start()) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told)
+    address, port = of_all((own_address(), server.start() if dist.get_rank() == 0 else 0))[0]
     torchrun = {"RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE"}
     torchrun |= {"CROSS_RANK": "GROUP_RANK", "CROSS_SIZE": "GROUP_WORLD_SIZE"}
     variables = {f"HOROVOD_{ours}": os.environ[theirs] for ours, theirs in torchrun.items()}
     variables |= {"HOROVOD_HOSTNAME": f"host{os.environ['GROUP_RANK']}", "HOROVOD_CONTROLLER": "gloo"}
-    variables |= {"HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": told[0][0]}
-    variables |= {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(told[0][1])}
+    variables |= {"HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": address}
+    variables |= {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
     if "GLOO_SOCKET_IFNAME" in os.environ:
         variables["HOROVOD_GLOO_IFACE"] = os.environ["GLOO_SOCKET_IFNAME"]
     if dist.get_rank() == 0:

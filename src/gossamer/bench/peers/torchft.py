@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from gossamer.bench.bound import When
 from gossamer.bench.peers.base import LOCAL_STEPS, Joined, Peer, from_extra, wait_for
-from gossamer.bench.ranks import own_address
+from gossamer.bench.ranks import of_all, own_address
 
 _PATIENCE = timedelta(seconds=60)
 
@@ -47,19 +47,19 @@ def _meet(asynchronous: bool = False) -> _Quorum:
     from torchft.coordination import LighthouseServer
 
     rank, world, host = dist.get_rank(), dist.get_world_size(), own_address()
-    stack, told = ExitStack(), [""]
+    stack, own = ExitStack(), ""
     if rank == 0:
         lighthouse = LighthouseServer(bind="[::]:0", min_replicas=world)
         stack.callback(wait_for, "torchft's lighthouse", lighthouse.shutdown)
-        told = [f"http://{_in_url(host)}:{urlsplit(lighthouse.address()).port}"]
-    dist.broadcast_object_list(told)
+        own = f"http://{_in_url(host)}:{urlsplit(lighthouse.address()).port}"
+    address = of_all(own)[0]
     stack.callback(dist.barrier)  # the lighthouse goes when no manager needs it any more
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     group = _reachable(host)
     stack.callback(wait_for, "torchft's process group", group.shutdown)
     manager = Manager(
         pg=group, load_state_dict=None, state_dict=None, min_replica_size=world, rank=0, world_size=1,
-        use_async_quorum=asynchronous, store_addr=host, store_port=store.port, lighthouse_addr=told[0],
+        use_async_quorum=asynchronous, store_addr=host, store_port=store.port, lighthouse_addr=address,
         replica_id=f"replica_{rank}", hostname=host,
         heartbeat_interval=timedelta(seconds=1), init_sync=False, max_retries=0, timeout=_PATIENCE, quorum_timeout=_PATIENCE,
     )  # fmt: skip
