@@ -281,7 +281,6 @@ class Replica:
                 beside = beside_parameters(self._model)
                 become_average(self._runner, self._optimizers, floating(self._trainable), beside, self._weights.weigh)
         finally:
-            self._weights.release()
             self._runner.close()
 
     # -- what the hooks call ------------------------------------------------------------------------------------
@@ -356,12 +355,11 @@ class Replica:
                     raise UsageError("optimizer.step() inside replica.consensus(): the model's own weights come back after it")
                 # A closure runs backward inside the step. The first argument is the optimizer itself.
                 closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-                at_once = closure is None
-                if at_once and not self._join.shadowing:
+                if closure is None and not self._join.shadowing:
                     self._turns.require_backward(index, self.step)
                 self._tell_how_many(optimizer)
                 if self._weights and not self.algorithm.lands_late:
-                    self._weights.prepare(index, self.step, at_once)
+                    self._weights.prepare(index, self.step)
 
         return before_step
 
