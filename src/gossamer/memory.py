@@ -57,6 +57,11 @@ def widened(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as a view of its real numbers, ``[…, 2]``; any other as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 class Memory:
     """Tensors of one bucket that are used again in every step.
 

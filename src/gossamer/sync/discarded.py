@@ -59,6 +59,5 @@ class Discarded:
     def _held(self, names: Set[str]) -> Iterator[Tensor]:
         """What lies in buckets and is the gradient of one of these parameters."""
         for slot in map(self._slots.__getitem__, names):
-            grad = slot.parameter.grad
-            if grad is not None and grad.data_ptr() == slot.view.data_ptr():
+            if slot.holds:
                 yield slot.view

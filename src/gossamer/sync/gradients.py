@@ -23,7 +23,7 @@ from gossamer.sync.backward import Backward, alarming, current_task
 from gossamer.sync.discarded import Discarded
 from gossamer.sync.exchange import Exchange, Kept, of_any_plan
 from gossamer.sync.owners import ByOwner
-from gossamer.sync.slots import OpenStep, Slot
+from gossamer.sync.slots import OpenStep, Slot, like_gradient
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.usage import USAGE, with_usage
 
@@ -59,6 +59,8 @@ class GradientSync:
         self.parameters = dict(parameters)
         self._runner, self._algorithm, self._statistics = runner, algorithm, statistics
         self._slots = {name: Slot(name, parameter) for name, parameter in parameters.items()}
+        self._copies = any(parameter.is_complex() for parameter in parameters.values())
+        """Whether any gradient does not lie in its bucket."""
         self._handles: dict[str, RemovableHandle] = {}
         self._arrived: list[str] = []
         self._idle = False
@@ -93,8 +95,9 @@ class GradientSync:
                 )  # fmt: skip
                 return
 
-    def _make_plan(self, parameters: Mapping[str, Tensor]) -> Plan:
-        return make_plan(with_usage(parameters, self._routing), self._routing)
+    def _make_plan(self, parameters: Mapping[str, Parameter]) -> Plan:
+        gradients = {name: like_gradient(parameter) for name, parameter in parameters.items()}
+        return make_plan(with_usage(gradients, self._routing), self._routing)
 
     def adopt_plan(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
@@ -219,12 +222,12 @@ class GradientSync:
                     self._open.nowhere = self._nowhere(self._open.unused, self._open.asked)
                 bucket = self.exchange.buckets[index]
                 bucket.adopt(self.exchange.result(index))
-                gradients = list(self._adopted(bucket, self._open.nowhere))
+                slots = list(self._adopted(bucket, self._open.nowhere))
                 self._open.buckets.discard(index)
         except BaseException:
             self._open = None
             raise
-        return gradients
+        return [(slot.parameter, slot.gradient()) for slot in slots]
 
     def conclude(self) -> None:
         """All buckets are placed: the end of their step, where all ranks are at the same place, since it may communicate."""
@@ -297,19 +300,19 @@ class GradientSync:
         # Unused on every rank: the gradient stays None, because a zero would move the parameter under AdamW.
         nowhere = self._nowhere(unused, asked)
         for bucket in self.exchange.buckets:
-            if moved[bucket.index] or unused:
-                for parameter, view in self._adopted(bucket, nowhere):
-                    parameter.grad = view
+            if moved[bucket.index] or unused or self._copies:
+                for slot in self._adopted(bucket, nowhere):
+                    slot.parameter.grad = slot.gradient()
 
-    def _adopted(self, bucket: Bucket, nowhere: set[str]) -> Iterator[tuple[Parameter, Tensor]]:
-        """The parameters of a bucket whose content is a result, with their gradients: all but those that are used nowhere."""
+    def _adopted(self, bucket: Bucket, nowhere: set[str]) -> Iterator[Slot]:
+        """The slots of a bucket whose content is a result: all but those of parameters that are used nowhere."""
         for segment, view in zip(bucket.segments, bucket.views, strict=True):
             if segment.name == USAGE:
                 continue
             slot = self._slots[segment.name]
             slot.view = view
             if segment.name not in nowhere:
-                yield slot.parameter, view
+                yield slot
             else:
                 self.exchange.take_back(bucket.index, segment)
 
@@ -360,12 +363,12 @@ class GradientSync:
     def load_plan(self, buckets: list[list[str]], learned: bool, order: list[int] | None, anew: bool = False) -> None:
         """Restore a saved plan, and the order of launch if one was chosen. ``anew``: only the order of the parameters, because
         the algorithm has other settings."""
-        known: dict[str, Tensor] = {name: slot.parameter for name, slot in self._slots.items()}
+        known: dict[str, Tensor] = {name: like_gradient(slot.parameter) for name, slot in self._slots.items()}
         names = [name for bucket in buckets for name in bucket if name != USAGE] or list(reversed(known))
         if sorted(names) != sorted(known):
             raise ConfigurationError("the saved plan names other parameters than this model has")
         if anew or not buckets:
-            self.adopt_plan(self._make_plan({name: known[name] for name in names}))
+            self.adopt_plan(self._make_plan({name: self.parameters[name] for name in names}))
             self.learned, self.arranged = learned, False
             return
         if USAGE in (name for bucket in buckets for name in bucket):

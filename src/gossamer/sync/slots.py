@@ -8,39 +8,75 @@ from torch.nn import Parameter
 
 from gossamer.comm.runner import Ticket
 from gossamer.errors import ConfigurationError, UsageError
+from gossamer.memory import as_real
 
 
 class Slot:
     """One parameter's place: its bucket, its view in the bucket's flat tensor, and whether its gradient has come.
 
-    ``share``: what the gradient is multiplied by on its way into the bucket, if it is.
+    ``share``: what the gradient is multiplied by on its way into the bucket, if it is. A gradient lies in the bucket if its
+    memory does, whatever tensor it is: ``p.grad.data = …`` and ``model.to(…)`` move a gradient and keep the object. A complex
+    one is copied in and out, because its place among real numbers may begin between two halves.
     """
 
-    __slots__ = ("bucket", "name", "parameter", "ready", "share", "view")
+    __slots__ = ("bucket", "copy", "name", "parameter", "ready", "share", "view")
 
     def __init__(self, name: str, parameter: Parameter) -> None:
         self.name, self.parameter = name, parameter
         self.bucket, self.view, self.ready = 0, parameter.detach(), False
         self.share: Tensor | None = None
+        self.copy: Tensor | None = None
+        """The complex gradient that the last exchange has given."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the gradient is what the last exchange gave, or was added to it in its place."""
+        grad, place = self.parameter.grad, self.view if self.copy is None else self.copy
+        return grad is not None and grad.data_ptr() == place.data_ptr()
 
     def collect(self) -> None:
-        """Lay the gradient into the bucket, and make the bucket's view the gradient."""
+        """Copy the gradient into the bucket, unless it lies there, and make its place there the gradient."""
         grad, view, share = self.parameter.grad, self.view, self.share
         if grad is None:
             raise UsageError(f"parameter {self.name!r} lost its gradient during backward")
         if grad.layout is not torch.strided:
             raise ConfigurationError(f"parameter {self.name!r} has a sparse gradient; use sparse=False in its module")
-        if grad.data_ptr() == view.data_ptr():
+        in_place = grad.data_ptr() == view.data_ptr()
+        if in_place and grad.stride() == view.stride():
             if share is not None:
                 view.mul_(share)
             return
         if grad.requires_grad:  # create_graph=True
             grad = grad.detach()
+        if in_place:  # in another order
+            grad = grad.clone()
+        own = as_real(grad)
+        if own.dtype != view.dtype:
+            raise ConfigurationError(
+                f"parameter {self.name!r} has a gradient of {grad.dtype}, and its place in the bucket is {view.dtype}: "
+                "set its grad_dtype to that before replicate()"
+            )
         if share is not None:
-            torch.mul(grad, share, out=view)
+            torch.mul(own, share, out=view)
         else:
-            view.copy_(grad)
-        self.parameter.grad = view
+            view.copy_(own)
+        if own is grad:
+            self.parameter.grad = view.detach()
+
+    def gradient(self) -> Tensor:
+        """What lies in the bucket, as a gradient: another tensor over the same memory. The view itself stays where it is,
+        whatever is done to that."""
+        if not self.parameter.is_complex():
+            return self.view.detach()
+        self.copy = torch.view_as_complex(self.view.clone())
+        return self.copy
+
+
+def like_gradient(parameter: Parameter) -> Tensor:
+    """A tensor with the shape, strides, type and device that the parameter's gradient has in a bucket."""
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # since torch 2.10
+    own = parameter.detach()
+    return as_real(own if dtype == own.dtype else torch.empty_like(own, dtype=dtype))
 
 
 @dataclass(slots=True)
