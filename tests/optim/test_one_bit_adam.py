@@ -191,7 +191,7 @@ def test_what_was_not_sent_is_shared_out_among_other_numbers_of_ranks(before: in
         replica = gossamer.replicate(model, optimizer)
         for part, saved in zip((model, optimizer, replica), (*states[0][:2], merged), strict=True):
             part.load_state_dict(saved)
-        owed = copy.deepcopy(replica.state_dict()[f"rank{rank}"].get("residual", {}))  # a rank that is new owes nothing
+        owed = copy.deepcopy(replica.state_dict()[f"rank{rank}"][0].get("residual", {}))  # a rank that is new owes nothing
         train(model, optimizer, rank, range(15, 20))
         replica.close()
         return owed, weights(model)
@@ -201,7 +201,7 @@ def test_what_was_not_sent_is_shared_out_among_other_numbers_of_ranks(before: in
     assert all(same_bits(each, found[0][1]) for _, each in found)
     for name in found[0][0]:
         kept = sum(owed[name] for owed, _ in found if owed) / now
-        had = sum(merged[f"rank{rank}"]["residual"][name] for rank in range(before)) / before
+        had = sum(merged[f"rank{rank}"][0]["residual"][name] for rank in range(before)) / before
         torch.testing.assert_close(kept, had, rtol=1e-5, atol=1e-7)
         assert had.any() == (had.ndim > 1)
 
@@ -252,7 +252,7 @@ def test_what_was_kept_back_of_a_momentum_is_owed_on_while_nobody_uses_its_param
             sum(model[name](inputs).square().sum() for name in used).backward()
             optimizer.step()
             owed.append(
-                replica.state_dict()[f"rank{rank}"].get("residual", {}).get("sometimes.weight", torch.zeros(8, 8)).clone()
+                replica.state_dict()[f"rank{rank}"][0].get("residual", {}).get("sometimes.weight", torch.zeros(8, 8)).clone()
             )
         return owed[5:]
 

@@ -310,7 +310,8 @@ def gan(here: Here) -> float:
 def closures(here: Here) -> float:
     def build() -> tuple[nn.Module, Sequence[Optimizer]]:
         model = mlp()
-        return model, [SGD(model.parameters(), lr=0.1, momentum=0.9)]
+        lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, tolerance_grad=0, tolerance_change=0)
+        return model, [lbfgs]
 
     def train(run: Run) -> None:
         for step in range(4):
@@ -528,7 +529,7 @@ def non_finite_gradients_and_state(here: Here) -> None:
             (loss * float("nan") if here.rank == 1 and step == 1 else loss).backward()
             if step != 1:
                 run.optimizers[0].step()
-            kept = run.replica.state_dict()[f"rank{here.rank}"]["residual"]
+            kept = run.replica.state_dict()[f"rank{here.rank}"][0]["residual"]
             seen.append(torch.cat([tensor.reshape(-1) for tensor in kept.values()]))
         assert all(tensor.isfinite().all() for tensor in seen)
         assert torch.equal(seen[0], seen[1])

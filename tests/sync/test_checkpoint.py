@@ -54,7 +54,7 @@ def reloaded(algorithm: Algorithm, state: dict[str, Any], world: int) -> list[di
     def run(rank: int) -> dict[str, Any]:
         model, optimizer, replica = training(algorithm)
         replica.load_state_dict(state)
-        mine = copy.deepcopy(replica.state_dict())[f"rank{rank}"]
+        mine = copy.deepcopy(replica.state_dict())[f"rank{rank}"][0]
         step(model, optimizer, rank)
         assert all(parameter.isfinite().all() for parameter in model.parameters())
         replica.close()
@@ -85,8 +85,8 @@ def test_the_mean_of_what_was_not_sent_stays(algorithm: Algorithm, keys: list[st
     with pytest.warns(UserWarning, match=f"a state of {before} ranks is loaded by {now}"):
         after = reloaded(algorithm, state, now)
     for key in keys:
-        for name, had in state["rank0"][key].items():
-            kept, expected = mean(after, key, name), mean([state[f"rank{rank}"] for rank in range(before)], key, name)
+        for name, had in state["rank0"][0][key].items():
+            kept, expected = mean(after, key, name), mean([state[f"rank{rank}"][0] for rank in range(before)], key, name)
             assert kept.shape == had.shape
             torch.testing.assert_close(kept, expected, rtol=1e-5, atol=1e-7)
 
@@ -103,8 +103,8 @@ def test_leaders_of_before_still_send_what_they_owe(before: int, now: int, per_m
 
     algorithm, state = of(per_machine), saved(of(2), before)
     owed = {
-        name: 2 * sum(state[f"rank{rank}"][key][name] for rank in range(before) if key in state[f"rank{rank}"]) / before
-        for key, tensors in state["rank0"].items()
+        name: 2 * sum(state[f"rank{rank}"][0][key][name] for rank in range(before) if key in state[f"rank{rank}"][0]) / before
+        for key, tensors in state["rank0"][0].items()
         if key.endswith("outer: residual")
         for name in tensors
     }
@@ -169,10 +169,10 @@ def test_momentum_of_means_stays_the_same_on_all_ranks(before: int, now: int) ->
     with pytest.warns(UserWarning, match="shared out"):
         found = loopback(lambda rank: run(rank, merged), now)
     assert all(weights == found[0][1] for _, weights in found)
-    biases = [name for name in merged["rank0"]["momentum"] if name.endswith("bias")]
+    biases = [name for name in merged["rank0"][0]["momentum"] if name.endswith("bias")]
     assert biases
     for name in biases:
-        held = [state[f"rank{rank}"]["momentum"][name] for rank, (state, _) in enumerate(found)]
+        held = [state[f"rank{rank}"][0]["momentum"][name] for rank, (state, _) in enumerate(found)]
         assert all(torch.equal(held[0], other) for other in held)
 
 
@@ -190,7 +190,7 @@ def test_with_other_settings_what_is_owed_is_kept(before: Algorithm, now: Algori
     with pytest.warns(UserWarning, match=f"other settings.*{told}.*what was not sent yet is kept"):
         loaded = reloaded(now, state, 2)
     for rank, found in enumerate(loaded):
-        for name, owed in state[f"rank{rank}"]["residual"].items():
+        for name, owed in state[f"rank{rank}"][0]["residual"].items():
             assert torch.equal(found["residual"][name], owed)
 
 
@@ -230,9 +230,9 @@ def test_a_residual_goes_on_in_as_many_bits_as_the_new_run_has_for_it() -> None:
         def run(rank: int, state: Any = state, now: Any = now) -> tuple[Any, Any]:
             model, optimizer, replica = training(PowerSGD(residual=now))
             replica.load_state_dict(state)
-            loaded = copy.deepcopy(replica.state_dict())[f"rank{rank}"]["residual"]
+            loaded = copy.deepcopy(replica.state_dict())[f"rank{rank}"][0]["residual"]
             step(model, optimizer, rank)
-            later = copy.deepcopy(replica.state_dict())[f"rank{rank}"]["residual"]
+            later = copy.deepcopy(replica.state_dict())[f"rank{rank}"][0]["residual"]
             replica.close()
             return loaded, later
 
@@ -240,7 +240,7 @@ def test_a_residual_goes_on_in_as_many_bits_as_the_new_run_has_for_it() -> None:
             warnings.simplefilter("error")
             found = loopback(run, 2)
         for rank, (loaded, later) in enumerate(found):
-            assert all(torch.equal(loaded[name], had) for name, had in state[f"rank{rank}"]["residual"].items())
+            assert all(torch.equal(loaded[name], had) for name, had in state[f"rank{rank}"][0]["residual"].items())
             assert {tensor.dtype for name, tensor in later.items() if "weight" in name} == {kept}
 
 
@@ -267,8 +267,7 @@ def test_as_many_ranks_on_other_machines_begin_anew_what_machines_share() -> Non
         "world": 2,
         "machines": repr(((0, 1),)),
         "algorithm": repr(Hierarchical(ChunkSparse())),
-        "rank0": held,
-        "rank0, extras": [{"outer: chosen chunks": {}}],
+        "rank0": (held, [{"outer: chosen chunks": {}}], ""),
     }
     runner: Any = SimpleNamespace(world=2, rank=0, nodes=((0,), (1,)))
     gradients: Any = SimpleNamespace()
@@ -277,7 +276,7 @@ def test_as_many_ranks_on_other_machines_begin_anew_what_machines_share() -> Non
     assert torch.equal(own["residual"]["weight"], torch.ones(2))
     assert extras == [{}]
     runner.nodes = ((0, 1),)
-    assert _entries(state, runner, Hierarchical(ChunkSparse()), gradients, [])[1] is state["rank0, extras"]
+    assert _entries(state, runner, Hierarchical(ChunkSparse()), gradients, [])[1] is state["rank0"][1]
 
 
 def test_a_plan_with_several_dtypes_is_restored() -> None:

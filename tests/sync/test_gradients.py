@@ -207,8 +207,8 @@ def test_a_gradient_that_is_not_finite_reaches_no_state_of_any_rank(bad: float) 
             if step != 2:
                 optimizer.step()
         state = replica.state_dict()
-        assert all(count.eq(3).all() for count in state[f"rank{rank}"]["count"].values())
-        assert state[f"rank{rank}, extras"][0]["step : finished"][""] == 3
+        assert all(count.eq(3).all() for count in state[f"rank{rank}"][0]["count"].values())
+        assert state[f"rank{rank}"][1][0]["step : finished"][""] == 3
 
     loopback(body, 2)
 

@@ -119,12 +119,12 @@ def test_a_state_is_loaded_with_the_scale_that_it_is_of() -> None:
         train(1024.0)
         state = replica.state_dict()
         assert state["scale"] == 1024.0
-        residual = state[f"rank{rank}"]["residual"]["weight"].clone()
+        residual = state[f"rank{rank}"][0]["residual"]["weight"].clone()
         train(2.0)
         replica.load_state_dict(state)
         scaler.update(1024.0)
         replica._begin_backward()
-        assert torch.equal(replica.state_dict()[f"rank{rank}"]["residual"]["weight"], residual)
+        assert torch.equal(replica.state_dict()[f"rank{rank}"][0]["residual"]["weight"], residual)
 
     loopback(body, 2)
 
@@ -154,7 +154,7 @@ def test_what_is_owed_survives_the_beginning_and_the_end_of_scaling(before: floa
 
         first = run(before, None)
         then = run(now, first)
-        residuals = [each[f"rank{rank}"]["residual"]["weight"] / each["scale"] for each in (first, then)]
+        residuals = [each[f"rank{rank}"][0]["residual"]["weight"] / each["scale"] for each in (first, then)]
         assert residuals[0].any()
         torch.testing.assert_close(*residuals)
 

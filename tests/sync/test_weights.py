@@ -423,7 +423,7 @@ def test_a_result_need_not_lie_without_gaps() -> None:
             optimizer.zero_grad()
             ((rank + 1) * model(torch.ones(1, 5))).sum().backward()
             optimizer.step()
-        kept = replica.state_dict()[f"rank{rank}"]["seen"]
+        kept = replica.state_dict()[f"rank{rank}"][0]["seen"]
         replica.close()
         return [*(p.detach() for p in model.parameters()), *kept.values()]
 

@@ -1,10 +1,16 @@
-"""Checkpoint: a replica's state as a plain dictionary, keyed by rank and by parameter name."""
+"""Checkpoint: a replica's state as a plain dictionary, keyed by rank and by parameter name.
+
+Note [what differs from rank to rank]
+What all ranks share stands under names; what differs stands under a key with the rank, as one tuple.
+``torch.distributed.checkpoint`` takes tensors under one key to be the same on all ranks, and loads only what the dictionary of
+a new replica already has, which remembers nothing yet. A tuple it writes and reads as one value, whatever is in it.
+"""
 
 import ast
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,10 +29,21 @@ from gossamer.sync.optimizers import OptimizerSync
 from gossamer.sync.settings import other_settings
 from gossamer.sync.weights import WeightSync
 
-FORMAT = 2
+FORMAT = 3
 
 WEIGHTS = "weights: "
 """Before the names of what is kept about weights, where gradients and weights both travel."""
+
+
+class Own(NamedTuple):
+    """What one rank's replica has to itself: plain values, saved as an ordinary tuple."""
+
+    kept: Kept
+    """What the algorithm keeps per element, by its name and the parameter's."""
+    extras: list[dict[str, dict[str, Tensor]]]
+    """What it keeps in other shapes, for each exchange."""
+    weights: str
+    """The fingerprint of the weights with which the state was saved; empty where all ranks have the same."""
 
 
 def rank_key(rank: int) -> str:
@@ -34,9 +51,9 @@ def rank_key(rank: int) -> str:
     return f"rank{rank}"
 
 
-def extras_key(rank: int) -> str:
-    """The key of what one rank's algorithm keeps in other shapes than its parameters'."""
-    return f"rank{rank}, extras"
+def own_of(state: Mapping[str, Any], rank: int) -> Own:
+    """One rank's entries of a state."""
+    return Own(*state[rank_key(rank)])
 
 
 def fingerprint(weights: Iterable[Tensor]) -> str:
@@ -44,15 +61,12 @@ def fingerprint(weights: Iterable[Tensor]) -> str:
     return checksum([weight.detach() for weight in weights])
 
 
-def fingerprint_key(rank: int) -> str:
-    """The key of the fingerprint of the weights with which one rank's state was saved."""
-    return f"rank{rank}, fingerprint of the weights"
-
-
 def compare_weights(state: Mapping[str, Any], runner: Runner, weights: Iterable[Tensor]) -> None:
     """Warn if this rank's weights are not those with which its state was saved, by as many ranks."""
-    saved = state.get(fingerprint_key(runner.rank))
-    if saved is not None and state["world"] == runner.world and saved != fingerprint(weights):
+    if state["world"] != runner.world:
+        return
+    saved = own_of(state, runner.rank).weights
+    if saved and saved != fingerprint(weights):
         warnings.warn(
             f"rank {runner.rank}: the model has not the weights with which this state was saved. Load this rank's own "
             "checkpoint: first the optimizer, then call replicate(), then load the model (replicate() copies rank 0's weights "
@@ -67,9 +81,10 @@ def collect(
     step: int,
     gradients: GradientSync | None,
     weights: Sequence[WeightSync | OptimizerSync],
+    of_weights: str,
 ) -> dict[str, Any]:
     """Everything needed to go on bit-identically, at a step boundary. Tensors are copies. The gradients of passes that no
-    step was taken for are not saved; nor is what was kept back of them.
+    step was taken for are not saved; nor is what was kept back of them. ``of_weights``: their fingerprint.
     """
     syncs, prefix = _syncs(gradients, weights), _prefix(gradients)
     own: dict[str, dict[str, Tensor]] = {}
@@ -81,6 +96,7 @@ def collect(
         own |= gradients.exchange.state_by_name(confirmed=True)
         order = gradients.exchange.order if gradients.arranged else None
         plan = gradients.next_plan.to_dict() | {"learned": gradients.learned, "order": order}
+    extras = [_copied(gradients.extras_to_save() if sync is gradients else sync.exchange.extras_by_name()) for sync in syncs]
     return {
         "format": FORMAT,
         "algorithm": repr(algorithm),
@@ -90,10 +106,7 @@ def collect(
         "steps": [sync.steps for sync in weights if isinstance(sync, WeightSync)],
         "history": [sync.history_names for sync in weights if isinstance(sync, WeightSync)],
         "plan": plan,
-        rank_key(runner.rank): _copied(own),
-        extras_key(runner.rank): [
-            _copied(gradients.extras_to_save() if sync is gradients else sync.exchange.extras_by_name()) for sync in syncs
-        ],
+        rank_key(runner.rank): (_copied(own), extras, of_weights),
     }
 
 
@@ -164,14 +177,14 @@ def _entries(
             f"{', '.join(map(str, missing))}: {hint} (keys: {sorted(state)})"
         )
     exchanges = len(_syncs(gradients, weights))
-    there = len(state[extras_key(rank if saved == now else 0)])
+    there = len(own_of(state, rank if saved == now else 0).extras)
     if there != exchanges:
         raise ConfigurationError(
             f"rank {rank}: this state is of {there} exchanges and this replica has {exchanges} (one for the gradients, one for "
             "each optimizer whose weights travel): give replicate() as many optimizers as when it was saved, in the same order"
         )
     regrouped = saved != now or (algorithm.by_machine and _machines_then(state) != _machines(runner, repr(algorithm)))
-    own, extras = state[rank_key(rank % saved)], state[extras_key(rank % saved)]
+    own, extras, _ = own_of(state, rank % saved)
     if not regrouped and not others:
         return own, extras
     if rank == 0 and others:
@@ -202,10 +215,10 @@ def _share_of_all(state: Mapping[str, Any], runner: Runner, algorithm: Algorithm
     machines, before = _machines(runner, repr(algorithm)), _machines_then(state)
     # What the speaker of a machine owes counts as often as there are workers on the largest machine.
     speakers = max(map(len, before)) / max(map(len, machines))
-    own = _shared_out([state[rank_key(each)] for each in range(runner.rank, saved, now)], now / saved, speakers)
+    own = _shared_out([own_of(state, each).kept for each in range(runner.rank, saved, now)], now / saved, speakers)
     own = {key: tensors for key, tensors in own.items() if not key.endswith(MOMENTUM)}
     if saved != now:  # all ranks, because what follows from means is the same on all
-        own |= _mean_momenta([state[rank_key(each)] for each in range(saved)])
+        own |= _mean_momenta([own_of(state, each).kept for each in range(saved)])
     return own
 
 
