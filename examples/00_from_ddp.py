@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gossamer
+from gossamer import checkpoint
 
 ACCUMULATE = 2
 
@@ -56,19 +57,13 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3 * -(-len(loader) // ACCUMULATE))
     scaler = torch.amp.GradScaler(device.type, enabled=on_gpu)
 
-    own = options.folder / f"rank{rank}.pt"  # every rank's: the weights of workers that gossip differ a little
-    saved = torch.load(own, map_location=device) if options.resume else None
-    if saved is not None:
-        optimizer.load_state_dict(saved["optimizer"])  # before replicate()
-        schedule.load_state_dict(saved["schedule"])
-        scaler.load_state_dict(saved["scaler"])
-
     # With DDP: model = DistributedDataParallel(model, device_ids=[device.index]). The model stays itself here, and so do its
     # class and the keys of its state_dict: no model.module anywhere.
     replica = gossamer.replicate(model, optimizer, gossamer.Gossip(), scaler=scaler)
-    if saved is not None:
-        model.load_state_dict(saved["model"])  # after it: replicate() copies rank 0's weights to all
-        replica.load_state_dict(saved["replica"])
+
+    # With DDP rank 0 saves for all. Here every rank saves its own: the weights of workers that gossip differ a little.
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler, "replica": replica}
+    saved = checkpoint.load(options.folder, **parts) if options.resume else None  # None, too, where there is no checkpoint yet
 
     for epoch in range(saved["epoch"] if saved is not None else 0, options.epochs):
         sampler.set_epoch(epoch)
@@ -96,19 +91,8 @@ def main() -> None:
             if rank == 0:
                 print(f"epoch {epoch}: held-out loss {evaluate(model, held_out, device):.3f}", flush=True)
 
-        # Every rank saves its own, outside of consensus(). state_dict() is collective.
-        options.folder.mkdir(parents=True, exist_ok=True)
-        torch.save(
-            {
-                "epoch": epoch + 1,
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state_dict(),
-                "scaler": scaler.state_dict(),
-                "replica": replica.state_dict(),
-            },
-            own,
-        )
+        # Every rank calls it, outside of consensus(). A process that is killed meanwhile leaves the one before untouched.
+        checkpoint.save(options.folder, replica.step, **parts, epoch=epoch + 1)
 
     replica.close(average=True)  # the model is the average of all workers' now, on every rank
     if rank == 0:

@@ -57,9 +57,8 @@ def test_only_the_torch_runner_and_the_benchmarks_know_the_network() -> None:
     assert [line for line in offenders("", "torch.distributed") if not line.startswith(allowed)] == []
 
 
-UPPER = [
-    f"gossamer.{name}" for name in ("sync", "replica", "replicate", "lanes", "lab", "bench", "simulate", "plan", "cli", "data")
-]
+UPPER_NAMES = ("checkpoint", "sync", "replica", "replicate", "lanes", "lab", "bench", "simulate", "plan", "cli", "data")
+UPPER = [f"gossamer.{name}" for name in UPPER_NAMES]
 
 
 @pytest.mark.parametrize("folder", ["algorithms/", "codecs/", "comm/ops.py", "comm/flow.py", "buckets.py", "state.py"])

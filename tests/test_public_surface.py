@@ -22,6 +22,7 @@ PUBLIC = {
     "in_parts",
     "Algorithm",
     "AllReduce",
+    "CheckpointError",
     "CommunicationError",
     "CommunicationTimeout",
     "ConfigurationError",

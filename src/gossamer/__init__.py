@@ -25,6 +25,7 @@ from gossamer.algorithms import (
 )
 from gossamer.comm.loopback import loopback
 from gossamer.errors import (
+    CheckpointError,
     CommunicationError,
     CommunicationTimeout,
     ConfigurationError,
@@ -41,6 +42,7 @@ __all__ = [
     "Algorithm",
     "AllReduce",
     "ByteGrad",
+    "CheckpointError",
     "ChunkSparse",
     "CommunicationError",
     "CommunicationTimeout",

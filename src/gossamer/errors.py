@@ -17,6 +17,10 @@ class UsageError(GossamerError, RuntimeError):
     """The training loop did something that communication cannot follow (a step without a backward, say)."""
 
 
+class CheckpointError(GossamerError, RuntimeError):
+    """A checkpoint could not be written, or there is none that can be read as a whole."""
+
+
 class CommunicationError(GossamerError, RuntimeError):
     """An exchange failed: a connection was lost, or another rank reported an error."""
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -9,6 +10,9 @@ from torch import Tensor
 from gossamer.comm.ops import Flow, all_gather, broadcast, maximum
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import DisagreementError
+from gossamer.sync.plain import read, written
+
+T = TypeVar("T")
 
 _LONGEST = 2**12
 """Bytes of a line that are shown."""
@@ -58,6 +62,20 @@ def _exchange_texts(runner: Runner, text: str) -> list[str]:
 
     rows = runner.run(flow, "the comparison of descriptions")
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def values_of_all(runner: Runner, value: T) -> list[T]:
+    """What every rank has, by rank: numbers, strings, and containers of them. Collective."""
+    own = written(value)
+
+    def flow() -> Flow[tuple[Tensor, Tensor]]:
+        sizes = yield from all_gather(torch.tensor([len(own)], dtype=torch.int64))
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(own)] = own
+        return sizes, (yield from all_gather(padded))
+
+    sizes, rows = runner.run(flow, "what every rank has")
+    return [read(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _describe(texts: list[str]) -> str:
