@@ -15,7 +15,7 @@ from gossamer.errors import UsageError
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.gossip_adamw import stop_telling, tell_how_many
 from gossamer.optim.nested import in_nested_step
-from gossamer.sync import checkpoint
+from gossamer.sync import checkpoint, mixing
 from gossamer.sync.agreement import same_from_rank
 from gossamer.sync.backward import Backward, alarming
 from gossamer.sync.checks import Watch, held_by, named_parameters
@@ -92,6 +92,8 @@ class Replica:
         """Whether buffers are synchronised before forward passes of the model, and none was seen."""
         self._handles = self._hook()
         self._closed = self._at_average = False
+        if self._weights and runner.world > 1:
+            mixing.refuse_for(self._differing, runner.rank)
 
     # -- what the user calls ------------------------------------------------------------------------------------
 
@@ -443,6 +445,10 @@ class Replica:
                 with changing(optimizer):
                     what = f"the state of {type(optimizer).__name__}"
                     optimizer.load_state_dict(dict(state_from_rank(self._runner, optimizer.state_dict(), last, what)))
+
+    def _differing(self) -> Mapping[str, Tensor]:
+        """The weights, where they are not the same on all ranks now."""
+        return {} if self._closed or self._at_average else self._parameters
 
     def _refuse_in_join(self, what: str) -> None:
         if self._join.on:
