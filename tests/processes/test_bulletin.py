@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gossamer.comm import bulletin
-from gossamer.comm.bulletin import Bulletin, StoreLostError, names, note_exit
+from gossamer.comm.bulletin import Bulletin, StoreLostError, StoreSilentError, names, note_exit
 from gossamer.errors import CommunicationError, CommunicationTimeout, PeerLeftError
 
 
@@ -225,6 +225,84 @@ def test_without_a_store_posting_is_quiet_and_reading_is_an_error() -> None:
     for read in (lambda: board.check(0, "x"), lambda: board.roll_call(0.1), lambda: board.arrive(1.0, "x")):
         with pytest.raises(StoreLostError):
             read()
+
+
+def sealed(world: int, store: Shelf) -> list[Bulletin]:
+    made = boards(world, store)
+    for board in made:
+        board.seal(b"the secret of this run")
+    return made
+
+
+def test_a_message_that_no_rank_of_the_run_wrote_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever reaches the store's port can write there, and read what is there; the secret is not."""
+    store = Shelf()
+    board = sealed(3, store)
+    stranger = boards(3, store)[1]
+    other_run = boards(3, store)[1]
+    other_run.seal(b"the secret of another run")
+    for forger in (stranger, other_run):
+        forger.alarm("the run is over")
+        forger.leave(0)
+        with caplog.at_level(logging.WARNING, "gossamer"):
+            board[0].check(5, "an exchange")
+    assert "no rank of this run wrote it" in caplog.text
+    assert not any("secret" in text for text in store.posted.values())
+
+
+def test_a_message_cannot_be_made_another_ranks_or_another_replicas() -> None:
+    store = Shelf()
+    board = sealed(3, store)
+    board[1].alarm("the reason")
+    (key,) = (key for key in store.posted if key.endswith("alarm/1"))
+    store.posted[key.replace("alarm/1", "alarm/2")] = store.posted[key]
+    store.posted[key] = store.posted[key].replace("the reason", "another reason")
+    board[0].check(5, "an exchange")
+    again = Bulletin(store, range(3), 0, "another replica")
+    again.seal(b"the secret of this run")
+    store.posted = {name.replace("/test/", "/another replica/"): text for name, text in store.posted.items()}
+    again.check(5, "an exchange")
+
+
+def test_a_message_says_who_wrote_it_and_the_order_cannot_be_spoilt() -> None:
+    store = Shelf()
+    board = sealed(3, store)
+    for key in [key for key in store.posted if key.endswith("alarms")] or ["gossamer/attempt-0/test/alarms"]:
+        store.posted[key] = "41"
+    board[2].alarm("the reason")
+    board[1].alarm("a consequence")
+    with pytest.raises(CommunicationError, match=r"rank 0 gave up an exchange: the reason \(reported by rank 2\)"):
+        board[0].check(0, "an exchange")
+
+
+def test_messages_belong_to_one_attempt_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun --max-restarts may keep the store while it starts all processes anew."""
+    store = Shelf()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    first = boards(2, store)
+    note_exit(store, 11, "its process ended with ValueError: x")
+    first[1].alarm("of the first attempt")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = boards(2, store)
+    assert in_threads(*(lambda b=b: b.arrive(5.0, "the start") for b in again)) == [None] * 2
+
+
+def test_a_process_that_ended_without_a_word_does_not_come() -> None:
+    begin = time.monotonic()
+    with pytest.raises(PeerLeftError, match=r"rank 0: the start: rank 2 will not come: connections .* were closed"):
+        boards(3)[0].arrive(60.0, "the start", ended=lambda absent: [rank for rank in absent if rank == 2])
+    assert time.monotonic() - begin < 20.0
+
+
+def test_a_store_that_is_silent_for_a_while_does_not_end_the_arrival() -> None:
+    class Stopped(Shelf):
+        def add(self, key: str, amount: int) -> int:
+            if amount == 0 and time.monotonic() < begin + 0.5:
+                raise StoreSilentError("the process of rank 0 has not answered for 10 s")
+            return super().add(key, amount)
+
+    begin = time.monotonic()
+    assert in_threads(*(lambda b=b: b.arrive(20.0, "the start") for b in boards(2, Stopped()))) == [None] * 2
 
 
 def test_boards_of_two_replicas_do_not_mix() -> None:

@@ -66,7 +66,7 @@ def test_what_a_device_does_not_finish_is_named_and_ended(caplog: pytest.LogCapt
         watching.add(issued(FakeEvent({}, done=False), 4))
         assert until(lambda: failed)
     where = "all_reduce of bucket 4 (a …) at step 9, waiting for all 3 ranks"
-    (warning,) = [re.sub(r"waited \d+ s", "waited", record.getMessage()) for record in caplog.records]
+    (warning,) = {re.sub(r"waited \d+ s", "waited", record.getMessage()) for record in caplog.records}
     assert warning == f"rank 0 has waited in {where} (late: rank 2)"
     assert isinstance(failed[0], CommunicationTimeout)
     assert str(failed[0]) == f"rank 0 gave up after 3 s in {where}; late: rank 2"

@@ -1,23 +1,40 @@
-"""Bulletin: what ranks tell each other beside the exchanges: arrivals, alarms, departures, who waits for what.
+"""Failure board: what ranks tell each other beside the exchanges: arrivals, failures, ends, and who waits for what.
 
 It lives in the key-value store that the process group was made with, and is read only by a rank that has already
 waited for a second, so it costs nothing while all goes well.
+
+Note [who may write]. Anybody who reaches the store's port can write there. So once the ranks have met, each message carries
+a code (HMAC) of its key, which names its writer, and of its text, under a secret that the ranks have exchanged over their own
+connections and never put into the store; what has no valid code is ignored. Before that, and against somebody who alters
+the store while connections are made, or who reads the network between the ranks, there is no protection; nor against one who
+deletes or overwrites messages, which takes away names and not the errors: connections and timeouts say that by themselves.
 """
 
+import hashlib
+import hmac
 import logging
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol
 
 from gossamer.errors import CommunicationError, CommunicationTimeout, PeerLeftError
 
 logger = logging.getLogger("gossamer")
 
 WARN_AFTER = 10.0
-"""Seconds after which a late peer is named in a warning."""
+"""Seconds after which a late peer is named in a warning; and again after twice as many, four times as many …"""
 
-_EXIT = "gossamer/exit"
+
+def attempt() -> str:
+    """Which attempt of the launcher's this is: torchrun may keep the store while it starts all processes again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _exit_key() -> str:
+    return f"gossamer/attempt-{attempt()}/exit"
 
 
 class StoreLostError(ConnectionError):
@@ -56,8 +73,8 @@ def names(ranks: Iterable[int]) -> str:
 def note_exit(store: Store, member: int, reason: str) -> bool:
     """Post that a process ends that never came to any board: those who wait for its arrival look here."""
     try:
-        store.set(f"{_EXIT}/{member}", reason)
-        store.set(_EXIT, "1")
+        store.set(f"{_exit_key()}/{member}", reason)
+        store.set(_exit_key(), "1")
     except Exception as error:
         logger.debug("could not post an exit: %s", error)
         return False
@@ -68,27 +85,54 @@ class Bulletin:
     """One board per replica. ``members`` are the global ranks, ``rank`` is this one's place among them."""
 
     def __init__(self, store: Store, members: Sequence[int], rank: int, prefix: str) -> None:
-        self._store, self._members, self._rank, self._prefix = store, tuple(members), rank, prefix
+        self._store, self._members, self._rank = store, tuple(members), rank
+        self._prefix = f"gossamer/attempt-{attempt()}/{prefix}"
+        self._secret: bytes | None = None
+        self._forged = False
         self._waiting: dict[int, tuple[int, str]] = {}
         """In which flows threads of this process wait."""
 
+    @property
+    def world(self) -> int:
+        """How many ranks share it."""
+        return len(self._members)
+
+    def seal(self, secret: bytes) -> None:
+        """From now on messages carry a code under ``secret``, and those that have none are ignored."""
+        self._secret = secret
+
     def _key(self, name: str, rank: int | None = None) -> str:
-        return f"gossamer/{self._prefix}/{name}" + ("" if rank is None else f"/{rank}")
+        return f"{self._prefix}/{name}" + ("" if rank is None else f"/{rank}")
 
     def _has(self, name: str, rank: int | None = None) -> bool:
         return self._store.has(self._key(name, rank))
 
+    def _code(self, key: str, text: str) -> str:
+        return "" if self._secret is None else hmac.new(self._secret, f"{key}\n{text}".encode(), hashlib.sha256).hexdigest()
+
     def _read(self, name: str, ranks: Sequence[int]) -> dict[int, str]:
-        """What these ranks have posted; empty where nothing is."""
-        return dict(zip(ranks, self._store.values([self._key(name, rank) for rank in ranks]), strict=True))
+        """What these ranks have posted; empty where nothing is, or something that they have not written."""
+        keys = [self._key(name, rank) for rank in ranks]
+        found = zip(ranks, keys, self._store.values(keys), strict=True)
+        return {rank: self._checked(key, value) for rank, key, value in found}
+
+    def _checked(self, key: str, value: str) -> str:
+        code, _, text = value.partition("|")
+        if not text or self._secret is None or hmac.compare_digest(code.encode(), self._code(key, text).encode()):
+            return text
+        if not self._forged:
+            self._forged = True
+            logger.warning("rank %d ignores %s in the key-value store: no rank of this run wrote it", self._rank, key)
+        return ""
 
     def _post(self, name: str, text: str) -> None:
         """Post under this rank's own key."""
-        self._store.set(self._key(name, self._rank), text)
+        key = self._key(name, self._rank)
+        self._store.set(key, f"{self._code(key, text)}|{text}")
 
-    def _tell(self, what: str, text: str = "1") -> None:
-        """Post what every rank should notice when it next looks."""
-        self._store.set(self._key(what), text)
+    def _tell(self, what: str = "news") -> None:
+        """Have every rank look when it next waits."""
+        self._store.set(self._key(what), "1")
         self._store.set(self._key("news"), "1")
 
     def _others(self) -> list[int]:
@@ -98,8 +142,8 @@ class Bulletin:
         """Post this rank's failure. The first one posted is the one that others report."""
         try:
             self._post("answer", "alarm")
-            if self._store.add(self._key("alarms"), 1) == 1:
-                self._tell("alarm", message)
+            self._post("alarm", f"{self._store.add(self._key('alarms'), 1)} {message}")
+            self._tell()
         except Exception as error:
             logger.debug("could not post an alarm: %s", error)
 
@@ -107,7 +151,7 @@ class Bulletin:
         """Post that this rank takes no part in flows from ``sequence`` on."""
         try:
             self._post("left", str(sequence))
-            self._tell("departures")
+            self._tell()
         except Exception as error:
             logger.debug("could not post a departure: %s", error)
 
@@ -123,9 +167,12 @@ class Bulletin:
                 f"rank {self._rank} waits in {waiting_for}, but {names(gone)} ended their training (replica closed, or "
                 "process ended). If the data of some ranks end earlier, train inside `with replica.join():`."
             )
-        if self._has("alarm"):
+        alarms = {rank: text for rank, text in self._read("alarm", self._others()).items() if text}
+        if alarms:
             self._post("answer", "heard")
-            raise CommunicationError(f"rank {self._rank} gave up {waiting_for}: {self._store.get(self._key('alarm'))}")
+            writer = min(alarms, key=lambda rank: _number(alarms[rank]))
+            reason = alarms[writer].partition(" ")[2]
+            raise CommunicationError(f"rank {self._rank} gave up {waiting_for}: {reason} (reported by rank {writer})")
 
     def wait_in(self, sequence: int | None, label: str = "") -> None:
         """Post in which flow this thread waits, by its number and what it is called, or with None that it goes on.
@@ -156,57 +203,104 @@ class Bulletin:
         posted = {rank: text.partition(" ") for rank, text in self._read("waits", self._others()).items()}
         return {rank: (int(number), label) if number else None for rank, (number, _, label) in posted.items()}
 
-    def roll_call(self, patience: float = 3.0) -> list[int]:
-        """After a lost connection: the ranks that give no answer within ``patience`` seconds."""
+    def roll_call(self, seconds: float = 3.0) -> list[int]:
+        """After a lost connection that belongs to no known rank: those that give no answer within so many seconds; fewer if all
+        have answered."""
         self._post("answer", "here")
         self._tell("roll call")
-        end = time.monotonic() + patience
+        end = time.monotonic() + seconds
         missing = self._others()
         while missing and time.monotonic() < end:
             time.sleep(0.1)
             missing = [rank for rank, answer in self._read("answer", missing).items() if not answer]
-        for rank in missing:
-            self._store.set(self._key("missing", rank), "1")
+        self.note_missing(missing)
         return missing
+
+    def note_missing(self, ranks: Iterable[int]) -> None:
+        """These have ended: nobody needs to wait until they have read what is here."""
+        for rank in ranks:
+            self._store.set(self._key("missing", rank), "1")
+
+    def addresses(self) -> list[str]:
+        """The addresses that the ranks have arrived with."""
+        return [text for text in self._read("arrived", range(len(self._members))).values() if text]
 
     def heard_by_all(self) -> bool:
         """Whether every other rank has left, is missing, or has heard of an alarm: none needs this board any more."""
         left, answers = self._read("left", self._others()), self._read("answer", self._others())
         return all(left[rank] or answers[rank] in ("heard", "alarm") or self._has("missing", rank) for rank in self._others())
 
-    def arrive(self, timeout: float, what: str) -> None:
-        """Wait until every rank is here; say after ten seconds who is not."""
-        for name in ("left", "answer", "waits"):
-            self._post(name, "")  # what is there of all ranks can be read in one call
-        self._post("arrived", "1")
-        self._store.add(self._key("arrivals"), 1)
-        self._poll(lambda: self._store.add(self._key("arrivals"), 0) >= len(self._members), timeout, what)
+    def arrive(
+        self, timeout: float, what: str, address: str = "", ended: Callable[[Sequence[int]], Collection[int]] = lambda ranks: ()
+    ) -> None:
+        """Wait until every rank is here; say again and again who is not. ``address``: of this host, for the others.
 
-    def _poll(self, ready: Callable[[], bool], timeout: float, what: str) -> None:
-        """Ask ``ready`` until it holds; raises the failure of another rank, or the timeout."""
-        begin, pause, warned = time.monotonic(), 0.001, False
-        while not ready():
+        ``ended`` tells which of the absent ranks can never come, because their processes have ended without a word.
+        """
+        for name in ("left", "answer", "waits", "alarm"):
+            self._post(name, "")  # what is there of all ranks can be read in one call
+        self._post("arrived", address or "somewhere")
+        self._store.add(self._key("arrivals"), 1)
+        self._poll(timeout, what, ended)
+
+    def _all_are_here(self) -> bool:
+        return self._store.add(self._key("arrivals"), 0) >= len(self._members)
+
+    def _poll(self, timeout: float, what: str, ended: Callable[[Sequence[int]], Collection[int]]) -> None:
+        """Ask until every rank is here; raises the failure of another rank, or the timeout."""
+        begin, pause, warn_at, look_at = time.monotonic(), 0.001, WARN_AFTER, 1.0
+        while not self._answers(self._all_are_here):
             waited = time.monotonic() - begin
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-            self.check(0, what)
-            self._check_exits(what)
+            self._answers(lambda: self.check(0, what))
+            self._answers(lambda: self._check_exits(what))
             if waited > timeout:
-                raise CommunicationTimeout(f"rank {self._rank}: {what}: {names(self._absent())} not there after {timeout:g} s")
-            if waited > WARN_AFTER and not warned:
-                warned = True
-                who = names(self._absent())
-                logger.warning("rank %d has waited %.0f s: %s: %s not there", self._rank, waited, what, who)
-        self.check(0, what)  # a rank that came may have given up since
+                raise CommunicationTimeout(f"rank {self._rank}: {what}: {self._not_there()} after {timeout:g} s")
+            if waited > look_at:
+                look_at += 1.0
+                self._answers(lambda: self._check_processes(what, ended))
+            if waited > warn_at:
+                warn_at *= 2
+                logger.warning("rank %d has waited %.0f s: %s: %s", self._rank, waited, what, self._not_there())
+        self._answers(lambda: self.check(0, what))  # a rank that came may have given up since
+
+    @staticmethod
+    def _answers(ask: Callable[[], Any]) -> Any:
+        """What the store says; None while its host, which may be stopped for a while, says nothing."""
+        try:
+            return ask()
+        except StoreSilentError:
+            return None
+
+    def _not_there(self) -> str:
+        absent = self._answers(self._absent)
+        return "the key-value store does not answer" if absent is None else f"{names(absent)} not there"
 
     def _check_exits(self, what: str) -> None:
-        """Raise if a process has ended without having come here."""
-        if not self._store.has(_EXIT):
+        """Raise if a process has said that it ends without coming here."""
+        if not self._store.has(_exit_key()):
             return
         for rank in self._absent():
-            if self._store.has(f"{_EXIT}/{self._members[rank]}"):
-                reason = self._store.get(f"{_EXIT}/{self._members[rank]}")
+            if self._store.has(f"{_exit_key()}/{self._members[rank]}"):
+                reason = self._store.get(f"{_exit_key()}/{self._members[rank]}")
                 raise PeerLeftError(f"rank {self._rank}: {what}: rank {rank} will not come: {reason}")
+
+    def _check_processes(self, what: str, ended: Callable[[Sequence[int]], Collection[int]]) -> None:
+        """Raise if a process has ended without a word."""
+        gone = ended(self._absent())
+        self._check_exits(what)  # it may have said why since
+        if gone:
+            raise PeerLeftError(
+                f"rank {self._rank}: {what}: {names(gone)} will not come: connections of the process group were closed by "
+                "the end of the process (killed, or crashed)"
+            )
 
     def _absent(self) -> list[int]:
         return [rank for rank in self._others() if not self._has("arrived", rank)]
+
+
+def _number(alarm: str) -> int:
+    """Which alarm of the run this was."""
+    number = alarm.partition(" ")[0]
+    return int(number) if number.isdecimal() else sys.maxsize

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from gossamer.checks import is_number
 from gossamer.comm import bulletin
 from gossamer.comm.bulletin import Bulletin, StoreLostError, StoreSilentError, names
+from gossamer.comm.links import Links
 from gossamer.comm.runner import Ticket
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError, UsageError
 
@@ -45,36 +46,60 @@ class Patience:
         self.timeout, self._store_is_vital = timeout, store_is_vital
         self.in_step = True
         """Whether flows of one number are the same one on all ranks."""
+        self.links = Links()
+        """The connections to the other ranks, once they are known."""
+        self.opening_hint = ""
+        """What to add where process groups cannot be opened."""
         self._board, self._rank = board, rank
+        self._active, self._absent = time.monotonic(), 0.0
+
+    def active(self) -> None:
+        """This rank takes part: :meth:`_was_absent` is about the longest time for which it did not."""
+        now = time.monotonic()
+        self._active, self._absent = now, max(self._absent, now - self._active)
 
     def wait(
         self, ticket: Ticket[Any], broken: Callable[[], Ticket[Any] | None], meanwhile: Callable[[], bool] | None = None
     ) -> Ticket[Any]:
         """Block until ``ticket`` is done, or another one has failed (``broken()``); returns that one.
 
-        Raises when a rank posts a failure, when one leaves, and when the timeout is over. ``meanwhile``: what to do again
-        and again until then; where it says that it got on, patience begins anew.
+        Raises when a rank posts a failure, when one leaves, when a host has vanished, and when the timeout is over.
+        ``meanwhile``: what to do again and again until then; where it says that it got on, the wait begins anew.
         """
-        begin, next_look, posted, warned, lost = time.monotonic(), LOOK_EVERY, False, False, 0
+        wait = _Wait()
+        self.active()
         while not ticket.wait(SLICE if meanwhile is None else BUSY_SLICE):
+            self.active()
             if meanwhile is not None and meanwhile():
-                begin, next_look, warned, lost = time.monotonic(), LOOK_EVERY, False, 0
-            failed, waited = broken(), time.monotonic() - begin
+                wait.begin_anew()
+            failed, waited = broken(), wait.seconds()
             if failed is not None:
                 return failed
+            if waited >= wait.next_look or waited >= self.timeout:
+                self._require_hosts(ticket)
+                wait.lost = self._look(ticket, not wait.posted, wait.lost)
+                wait.posted, wait.next_look = True, wait.next_look + LOOK_EVERY
             if waited >= self.timeout:
                 raise CommunicationTimeout(self._timeout_text(ticket))
-            if waited >= next_look:
-                lost = self._look(ticket, not posted, lost)
-                posted = True
-                next_look += LOOK_EVERY
-            if waited >= bulletin.WARN_AFTER and not warned:
-                warned = True
+            if waited >= wait.next_warning:
+                wait.next_warning *= 2
                 self._warn(ticket, waited)
                 self._require_same_flow(ticket)
-        if posted:
+        self._absent = 0.0
+        if wait.posted:
             self._go_on()
         return ticket
+
+    def _require_hosts(self, ticket: Ticket[Any]) -> None:
+        """Raise if hosts have vanished: without power, or behind a network that passes nothing on."""
+        silent = self.links.silent()
+        if not silent or ticket.done.is_set():
+            return
+        seconds = max(silent.values())
+        who = f"{names(silent)} cannot be reached: nothing has been acknowledged for {seconds:.0f} s"
+        if len(silent) == self._board.world - 1 > 1:
+            who = f"no other rank can be reached for {seconds:.0f} s: the host of rank {self._rank} seems to be cut off"
+        raise CommunicationError(f"rank {self._rank} waits in {ticket}, but {who} (power, or the network between)")
 
     def _look(self, ticket: Ticket[Any], first: bool, lost: int) -> int:
         """Read the board. Returns for how many looks in a row there was no store."""
@@ -91,9 +116,20 @@ class Patience:
             # Rank 0 may have ended well, its last messages still on their way to this one.
             if lost >= LOOKS_WITHOUT_STORE and self._store_is_vital:
                 where = f"rank {self._rank} waits in {ticket}"
-                raise CommunicationError(f"{where}, and the key-value store is lost: {first_line(error)}") from error
+                raise self._was_absent(error) or CommunicationError(
+                    f"{where}, and the key-value store is lost: {first_line(error)}"
+                ) from error
             return lost + 1
         return 0
+
+    def _was_absent(self, error: BaseException | None) -> CommunicationTimeout | None:
+        """What ended this rank's run, if the others had to wait for it for longer than the timeout."""
+        if self._absent < self.timeout:
+            return None
+        return CommunicationTimeout(
+            f"rank {self._rank} was late: for {self._absent:.0f} s it took part in no exchange (stopped, or busy "
+            f"otherwise), longer than the timeout ({self.timeout:g} s): the others have given up ({first_line(error)})"
+        )
 
     def _go_on(self) -> None:
         try:
@@ -129,7 +165,9 @@ class Patience:
             others = "; ".join(f"rank {rank} in {label}" for rank, label in elsewhere.items())
             raise UsageError(
                 f"rank {self._rank} waits in {ticket.label}, but {others}: not all ranks have made the same calls. Every rank "
-                "enters consensus(), and calls consensus_distance(), state_dict(), load_state_dict() and close(average=True)"
+                "enters consensus(), calls consensus_distance(), state_dict(), load_state_dict() and close(average=True), "
+                "and runs forward in training mode (which synchronises buffers) as often as the others: evaluate on one rank "
+                "after model.eval()"
             )
 
     def _warn(self, ticket: Ticket[Any], waited: float) -> None:
@@ -139,7 +177,8 @@ class Patience:
 
     def _timeout_text(self, ticket: Ticket[Any]) -> str:
         late = self._late(ticket)
-        return f"rank {self._rank} gave up after {self.timeout:g} s in {ticket}{late and '; '}{late}"
+        text = f"rank {self._rank} gave up after {self.timeout:g} s in {ticket}{late and '; '}{late}"
+        return text + (self.opening_hint if isinstance(ticket, Opening) else "")
 
     def explain(self, ticket: Ticket[Any]) -> GossamerError:
         """The error to raise on the main thread for a flow that failed in its lane."""
@@ -151,18 +190,57 @@ class Patience:
         return CommunicationError(f"rank {self._rank}: {ticket} failed: {error!r}")
 
     def _lost(self, ticket: Ticket[Any], error: BaseException | None) -> GossamerError:
-        """Why a connection was lost: what a failing or leaving rank has posted, or else who no longer answers."""
+        """Why a connection was lost: what a failing or leaving rank has posted, or else which process has ended."""
         text = f"rank {self._rank}: connection lost in {ticket}"
+        hint = self.opening_hint if isinstance(ticket, Opening) else ""
         try:
-            self._board.check(ticket.sequence, str(ticket))
-            missing = self._board.roll_call()
-            who = f"no answer (ended, or busy with something else): {names(missing)}" if missing else "every rank still answers"
-            text += f"; {who}"
+            who = self._who_ended(ticket)
         except GossamerError as reason:
             return reason
         except Exception as lost:
-            text += f"; the key-value store is lost too: {first_line(lost)}"
-        return CommunicationError(f"{text} ({first_line(error)})")
+            who = f"the key-value store is lost too: {first_line(lost)}"
+            late = self._was_absent(error)
+            if late is not None:
+                return late
+            if closed := self.links.closed():
+                who = f"{names(closed)} ended, and {who}"
+        return CommunicationError(f"{text}; {who} ({first_line(error)}){hint}")
+
+    def _who_ended(self, ticket: Ticket[Any]) -> str:
+        """Whose process has closed its connections without a word; raises what a rank has posted."""
+        self._board.check(ticket.sequence, str(ticket))
+        end = time.monotonic() + (_CLOSING if self.links else 0.0)
+        while not (closed := self.links.closed()) and time.monotonic() < end:
+            time.sleep(0.02)
+        self._board.check(ticket.sequence, str(ticket))  # who gives up posts why, and closes its connections then
+        if closed:
+            self._board.note_missing(closed)
+            return f"{names(closed)} ended without a word (killed, or crashed)"
+        missing = self._board.roll_call()
+        return f"no answer (ended, or busy with something else): {names(missing)}" if missing else "every rank still answers"
+
+
+_CLOSING = 0.5
+"""Seconds within which all connections of a process that ends are closed."""
+
+
+class _Wait:
+    """How far one wait has come. Times are seconds since its beginning."""
+
+    def __init__(self) -> None:
+        self.posted = False
+        """Whether the board says where this rank waits."""
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """What was waited for got on."""
+        self._begin, self.next_look, self.next_warning = time.monotonic(), LOOK_EVERY, bulletin.WARN_AFTER
+        self.lost = 0
+        """For how many looks in a row there was no store."""
+
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self._begin
 
 
 def _to_compare(ticket: Ticket[Any]) -> str:

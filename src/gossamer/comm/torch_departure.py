@@ -3,10 +3,13 @@
 import atexit
 import ctypes
 import os
+import signal
 import sys
+import threading
 import time
 import weakref
 from importlib import import_module
+from types import FrameType
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -40,6 +43,32 @@ def register(leaver: Leaver) -> None:
     global _came
     _came = True
     _leavers.add(leaver)
+    notice_termination()
+
+
+def notice_termination() -> None:
+    """Have SIGTERM, by which schedulers take a machine back, tell the other ranks before it ends this process.
+
+    Only where nobody else handles it. A process that is forked from this one (a worker of a DataLoader) ends as ever.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminated)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    for leaver in list(_leavers):
+        leaver.depart("SIGTERM (preempted, or ended by its launcher)")
+    linger(LINGER)
+    os.kill(os.getpid(), number)
+
+
+def _leave_termination_alone() -> None:
+    if signal.getsignal(signal.SIGTERM) is _terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_leave_termination_alone)
 
 
 def uncaught() -> str:

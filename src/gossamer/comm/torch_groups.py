@@ -1,9 +1,10 @@
 """Groups: what the user's process group can do for a device, and the process groups of our own."""
 
+import ipaddress
 import math
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gossamer.comm import sockets
+from gossamer.comm.bulletin import attempt
 from gossamer.comm.device import Device
 from gossamer.comm.ops import Group
-from gossamer.comm.sockets import Connection, connections, round_trip, visible, with_limit
+from gossamer.comm.sockets import Connection, connections, keep_alive, round_trip, visible, with_limit
 from gossamer.comm.torch_ports import Circle
 from gossamer.comm.torch_store import QuietStore, default_store
 from gossamer.errors import ConfigurationError, DisagreementError
@@ -141,6 +144,8 @@ class Groups:
 
     def __init__(self, store: QuietStore, name: str, ranks: Group, rank: int) -> None:
         """``rank``: this one's place among ``ranks``, which are global."""
+        self.address = ""
+        """Where this host listens for the other ranks; empty: where torch would, which goes by the host's name."""
         self.connections: frozenset[Connection] = frozenset()
         """Those of the groups on Gloo: what has to be cut to end a wait."""
         self._store, self._name, self._ranks, self._rank = store, name, ranks, rank
@@ -172,14 +177,16 @@ class Groups:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # All groups of one way share their devices: each device has a thread that wakes a hundred times a second.
         if way not in self._devices:
-            self._devices[way] = _gloo_devices()
+            self._devices[way] = _gloo_devices(self.address)
         options._timeout, options._devices = timedelta(seconds=limit), self._devices[way]
         group: Any = dist.ProcessGroupGloo(self._below(store, f"gloo/{name}"), members.index(self._rank), len(members), options)
         found = connections() - before
         # Another thread may have connected to something else meanwhile. Gloo gives its own limit to every socket it makes.
         own = with_limit(limit, found)
+        own = own if len(own) >= len(members) - 1 else found
+        keep_alive(own)
         with _counting:  # lanes open groups side by side
-            self.connections |= own if len(own) >= len(members) - 1 else found
+            self.connections |= own
         group.allreduce([torch.zeros(1)]).wait()  # the first message of a group can involve all ranks
         return group
 
@@ -201,7 +208,7 @@ class Groups:
         return open_circle
 
     def _below(self, store: Any, name: str) -> Any:
-        return dist.PrefixStore(f"gossamer/{self._name}/{name}", store)  # type: ignore[attr-defined]
+        return dist.PrefixStore(f"gossamer/attempt-{attempt()}/{self._name}/{name}", store)  # type: ignore[attr-defined]
 
     def abort(self) -> None:
         """End whatever a device still does for groups on NCCL, so that nothing waits for it any more."""
@@ -259,8 +266,71 @@ def single(store: Any, rank: int, world: int, name: str, backend: Any, device: D
     return group
 
 
-def _gloo_devices() -> list[Any]:
-    """The network interfaces for a Gloo group, chosen as torch does."""
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+def _gloo_devices(address: str) -> list[Any]:
+    """The network interfaces for a Gloo group: those that the user names, the one that has ``address``, or torch's choice."""
     make = dist.ProcessGroupGloo
-    return [make.create_device(interface=name) for name in names] or [make.create_default_device()]
+    named = [make.create_device(interface=name) for name in interfaces()]
+    if named or not address:
+        return named or [make.create_default_device()]
+    return [make.create_device(hostname=address)]
+
+
+def interfaces() -> list[str]:
+    """The interfaces that the user has named."""
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
+def address_among(own: str, others: Collection[str]) -> str:
+    """The address of this host that the other ranks reach, from those by which each rank reaches the store.
+
+    The host of the store may reach it by an address of its own alone (127.0.0.1, or what /etc/hosts has for its name).
+    """
+    if own and not _is_loopback(own):
+        return own
+    elsewhere = next((other for other in sorted(others) if other and not _is_loopback(other)), None)
+    return own if elsewhere is None else sockets.address_towards(elsewhere) or own
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+class Ended:
+    """Tells which ranks of the user's process group have ended, before there are connections of our own to see it by."""
+
+    def __init__(self, group: Any, ranks: Group) -> None:
+        """``ranks``: the global ranks that are asked about, in order."""
+        self._group = group if _backend_for(group, "cpu") == dist.Backend.GLOO else None
+        self._ranks, self._places = ranks, dist.get_process_group_ranks(group)
+        limit = round(group_timeout(group).total_seconds())
+        self._known = with_limit(limit, connections()) if self._group is not None else frozenset()
+        keep_alive(self._known)
+
+    def __call__(self, absent: Sequence[int]) -> list[int]:
+        """Those of some ranks whose processes have closed their connections."""
+        still = frozenset(connection for connection in self._known if sockets.is_open(connection))
+        if still == self._known:
+            return []
+        # Some connection has ended, perhaps that of another group: the group itself says whose it was.
+        self._known = still
+        return [rank for rank in absent if self._refuses(self._ranks[rank])]
+
+    def _refuses(self, rank: int) -> bool:
+        """Whether the group can no longer receive from a rank. Nothing is ever sent to the receive that is posted else."""
+        if self._group is None or rank not in self._places:
+            return False
+        try:
+            _posted.append(self._group.recv([torch.zeros(1, dtype=torch.uint8)], self._places.index(rank), _NEVER_SENT))
+        except RuntimeError:
+            return True
+        return False
+
+
+_NEVER_SENT = 0x60554D
+"""A tag of messages that nobody sends."""
+
+_posted: list[Any] = []
+"""Receives that go on waiting, a handful at most."""

@@ -1,6 +1,7 @@
 """Torch runner: the real thing, over whatever backend the user's process group has."""
 
 import hashlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from gossamer.comm import torch_departure
-from gossamer.comm.bulletin import Bulletin, Store, StoreLostError
+from gossamer.comm.bulletin import Bulletin, Store, StoreLostError, attempt
 from gossamer.comm.device import Device
 from gossamer.comm.flow import Port
+from gossamer.comm.links import Links, described
 from gossamer.comm.nodes import here, nodes_from
 from gossamer.comm.ops import Flow, Group, all_gather
 from gossamer.comm.patience import SLICE, Opening, Patience, seconds_of
@@ -21,7 +23,18 @@ from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
 from gossamer.comm.sockets import cut
 from gossamer.comm.torch_device import DevicePort, StagedPort
-from gossamer.comm.torch_groups import Groups, group_timeout, ranks_of, same_everywhere, told, transport_for
+from gossamer.comm.torch_groups import (
+    Ended,
+    Groups,
+    Transport,
+    address_among,
+    group_timeout,
+    interfaces,
+    ranks_of,
+    same_everywhere,
+    told,
+    transport_for,
+)
 from gossamer.comm.torch_ports import Circle, GlooPort
 from gossamer.comm.torch_store import board_store, default_store
 from gossamer.comm.torch_watch import Issued, Watch
@@ -98,22 +111,50 @@ class TorchRunner(Runner):
     def agree_on_opening(self, what: str = "gossamer.replicate()", devices: Collection[torch.device] = ()) -> None:
         """Meet the other ranks, then make the lanes' process groups (each warmed by one collective)."""
         transport = transport_for(self._group, devices, self.rank)
-        self._group = None  # what its owner destroys is to end then
         device = self._device = transport.device
-        try:
-            self._board.arrive(self._patience.timeout, what)
-        except StoreLostError as error:
-            raise CommunicationError(f"rank {self.rank}: {what}: the key-value store is lost: {error}") from error
+        self._arrive(what)
         control, data = self._meters[self.lanes :], self._meters[: self.lanes]
         self._control = self._beside(lambda: self._open_threads(control, device), what)
-        mine = torch.cat([here(self._machine), told(transport)])
-        everyone = self.run(lambda: all_gather(mine), "the search for machines")
-        self.nodes = nodes_from(everyone[:, :1])
-        same_everywhere(everyone[:, 1:], self.rank)
+        self._agree(transport)
         if device is not None and transport.streams:
             self._data = self._open_streams(device, what)
         elif devices:
             self._data = self._beside(lambda: self._open_threads(data, device), what)
+        self._find_links()
+
+    def _arrive(self, what: str) -> None:
+        """Wait for the other ranks, and choose the address at which this host listens for them."""
+        ended = Ended(self._group, self._ranks)
+        self._group = None  # what its owner destroys is to end then
+        try:
+            self._board.arrive(self._patience.timeout, what, self._store.address, ended)
+            self._groups.address = address_among(self._store.address, self._board.addresses())
+        except StoreLostError as error:
+            raise CommunicationError(f"rank {self.rank}: {what}: the key-value store is lost: {error}") from error
+        where = f"at {', '.join(interfaces()) or self._groups.address or 'the address of its name'}"
+        self._patience.opening_hint = (
+            f"; rank {self.rank} listens for the others {where}: if they cannot reach it there, name the network interface "
+            "that they can reach by GLOO_SOCKET_IFNAME on every rank"
+        )
+
+    def _agree(self, transport: Transport) -> None:
+        """Learn which ranks share a machine, and the secret of this run, which is what all ranks have drawn.
+
+        It travels over the connections between the ranks, and never lies in the store, where others could read it.
+        """
+        drawn = torch.frombuffer(bytearray(secrets.token_bytes(32)), dtype=torch.int64)
+        mine = torch.cat([drawn, here(self._machine), told(transport)])
+        everyone = self.run(lambda: all_gather(mine), "the search for machines")
+        self._board.seal(hashlib.sha256(everyone[:, :4].contiguous().numpy().tobytes()).digest())
+        self.nodes = nodes_from(everyone[:, 4:5])
+        same_everywhere(everyone[:, 5:], self.rank)
+
+    def _find_links(self) -> None:
+        """Learn which connection leads to which rank."""
+        own = self._groups.connections
+        mine = described(own, 2 * (self.lanes + 1) * self.world)
+        everyone = self.run(lambda: all_gather(mine), "the search for connections")
+        self._patience.links = Links.found(own, everyone, self.rank)
 
     def _beside(self, work: Callable[[], T], what: str) -> T:
         """What ``work``, which waits for other ranks, returns. On a thread: this one listens for alarms and for Ctrl-C."""
@@ -161,6 +202,7 @@ class TorchRunner(Runner):
 
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
         self._check_usable()
+        self._patience.active()
         lanes = self._control if lane == CONTROL else self._data
         assert lanes is not None, "agree_on_opening() comes first"
         if prompt and self._device is None and isinstance(lanes, ThreadLanes):
@@ -331,5 +373,6 @@ def _instance_name(store: Store, ranks: tuple[int, ...], rank: int) -> str:
     Counted in the store, which is as old as the process group; some of the processes may have been in others before.
     """
     spelled = f"{ranks[0]}-{ranks[-1]}-{len(ranks)}-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-    number = store.add(f"gossamer/instances/{spelled}/{rank}", 1) if len(ranks) > 1 else 1  # nobody to differ from
-    return f"{spelled}/{number}"
+    if len(ranks) == 1:  # nobody to differ from
+        return f"{spelled}/1"
+    return f"{spelled}/{store.add(f'gossamer/attempt-{attempt()}/instances/{spelled}/{rank}', 1)}"

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from gossamer.comm import torch_departure
 from gossamer.comm.bulletin import StoreLostError, StoreSilentError
-from gossamer.comm.sockets import connections
+from gossamer.comm.sockets import CLOSED, Connection, connections, keep_alive, local_address
 
 T = TypeVar("T")
 
@@ -43,12 +43,17 @@ class QuietStore:
         self.hosted = self.host_rank == dist.get_rank()
         """Whether this process hosts the store, so that the others lose it when this process ends."""
         before = _connections_to(port)
-        self._line, self._lost = _Line(before), False
+        self._line, self._lost = _Line({each.descriptor for each in before}), False
+        own = before
         if own_connection:
             self._require_line()  # connecting to a host that has ended would go on for minutes
             # A connection of our own, because a thread that waits for a key blocks every other call on the same one.
             self._store = store.clone()
-            self._line = _Line(_connections_to(port) - before)
+            own = _connections_to(port) - before
+            self._line = _Line({each.descriptor for each in own})
+        keep_alive(own)
+        self.address = next((address for each in own if (address := local_address(each))), "")
+        """The address by which this host reaches the store; empty if that is unknown."""
 
     def __del__(self) -> None:
         self._clerk.end()
@@ -112,7 +117,8 @@ class _Clerk:
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._begun, self._stuck = False, threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """One that the handler of a signal may take in the midst of a call of its own thread."""
 
     def do(self, call: Callable[[], T], within: float) -> T:
         """What ``call`` returns or raises; :class:`_Silence` if that takes too long, or another call already has."""
@@ -165,10 +171,6 @@ class _Clerk:
 _SLICE = 0.1
 
 
-# Linux tells a connection that the other side has closed from one with something to read; elsewhere POLLHUP does.
-_CLOSED = vars(select).get("POLLRDHUP", 0)
-
-
 class _Line:
     """The connections of a store's clients, those that were found."""
 
@@ -179,7 +181,7 @@ class _Line:
         """Whether the other side has gone, from all of them: some may be left of an earlier store at the same port."""
         poll = select.poll()  # its own: two threads may ask at once
         for descriptor in self._descriptors:
-            poll.register(descriptor, _CLOSED)
+            poll.register(descriptor, CLOSED)
         return bool(self._descriptors) and len(poll.poll(0)) == len(self._descriptors)
 
     def __del__(self) -> None:
@@ -187,9 +189,9 @@ class _Line:
             os.close(descriptor)
 
 
-def _connections_to(port: int | None) -> set[int]:
-    """The descriptors of this process that are connected to ``port`` on any host."""
-    return set() if port is None else {c.descriptor for c in connections() if c.port == port}
+def _connections_to(port: int | None) -> frozenset[Connection]:
+    """The connections of this process to ``port`` on any host."""
+    return frozenset() if port is None else frozenset(each for each in connections() if each.port == port)
 
 
 def default_store() -> Any:

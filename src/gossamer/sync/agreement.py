@@ -88,7 +88,7 @@ def _describe(texts: list[str]) -> str:
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {line}" for line, ranks in groups.items())
 
 
-def same_from_rank(runner: Runner, tensors: Sequence[Tensor], source: int) -> None:
+def same_from_rank(runner: Runner, tensors: Sequence[Tensor], source: int, what: str = "") -> None:
     """Overwrite ``tensors`` with those of rank ``source``: as bytes, so that any dtype travels.
 
     For each device in messages of up to ``PORTION`` bytes: many small tensors in one, a large one in several.
@@ -98,8 +98,8 @@ def same_from_rank(runner: Runner, tensors: Sequence[Tensor], source: int) -> No
     for group in _by_device(tensors):
         for portion in in_portions(group, _as_bytes, PORTION):
             flat = torch.cat(portion)
-            what = f"the broadcast of rank {source}'s values"
-            flat = runner.run(lambda flat=flat: broadcast(flat, source), what, lane_for(flat))  # type: ignore[misc]
+            label = what or f"the broadcast of rank {source}'s values"
+            flat = runner.run(lambda flat=flat: broadcast(flat, source), label, lane_for(flat))  # type: ignore[misc]
             for piece, came in zip(portion, flat.split([len(piece) for piece in portion]), strict=True):
                 piece.copy_(came)
 

@@ -63,13 +63,17 @@ def averaged(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in beside_parameters(model).items() if tensor.is_meta or tensor.isfinite().all()}
 
 
+IN_FORWARD = "the buffers, which a forward pass in training mode synchronises"
+"""What a rank waits in that runs such a pass alone."""
+
+
 def synchronise_buffers(runner: Runner, model: nn.Module, mode: Buffers, source: int = 0) -> None:
     """Broadcast the buffers of rank ``source``, or average the floating-point ones over all ranks."""
     tensors = named_buffers(model)
     if mode == "broadcast":
-        same_from_rank(runner, list(tensors.values()), source)
+        same_from_rank(runner, list(tensors.values()), source, IN_FORWARD)
     elif mode == "average":
-        average(runner, list(floating(tensors).values()))
+        average(runner, list(floating(tensors).values()), IN_FORWARD)
 
 
 def average(runner: Runner, tensors: list[Tensor], what: str = "the average of buffers") -> None:
