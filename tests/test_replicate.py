@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import gossamer
 from gossamer import (
+    Algorithm,
     AllReduce,
     ChunkSparse,
     ConfigurationError,
@@ -31,6 +32,7 @@ from gossamer import (
 )
 from gossamer.codecs import Quantize, Sign
 from gossamer.comm.torch_runner import _instance_name
+from gossamer.optim import MasterWeights
 from processes.test_bulletin import Shelf
 
 
@@ -706,27 +708,27 @@ def test_what_cannot_be_replicated_is_left_as_it_was(monkeypatch: pytest.MonkeyP
     loopback(body, 1)
 
 
-def test_a_scripted_model_is_refused() -> None:
-    model = torch.jit.script(nn.Linear(3, 2))
-    with pytest.raises(ConfigurationError, match="scripted modules"):
+@pytest.mark.parametrize(
+    ("script", "where"),
+    [
+        (lambda model: torch.jit.script(model), "''"),
+        (lambda model: nn.Sequential(model, torch.jit.script(nn.ReLU())), "'1'"),
+    ],
+    ids=["whole", "a part without parameters"],
+)
+def test_scripted_modules_are_refused_by_name(script: Callable[[nn.Module], nn.Module], where: str) -> None:
+    model = script(nn.Linear(3, 2))
+    with pytest.raises(ConfigurationError, match=f"module {where} is scripted .*as it was before torch.jit.script"):
         gossamer.replicate(model, SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_scripted_part_without_parameters_is_welcome(overlap: bool) -> None:
-    def body(rank: int) -> Tensor:
-        model = nn.Sequential(nn.Linear(3, 2), torch.jit.script(nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2, affine=False))))
-        optimizer = SGD(model.parameters(), lr=0.1)
-        replica = gossamer.replicate(model, optimizer, overlap_forward=overlap)
-        for step in range(5):
-            optimizer.zero_grad()
-            model(torch.arange(12.0).view(4, 3) * (rank + step - 1)).square().sum().backward()
-            optimizer.step()
-        replica.close()
-        return model[0].weight.detach()
-
-    first, second = loopback(body, 2)
-    assert torch.equal(first, second)
+@pytest.mark.parametrize("algorithm", [AllReduce(), Gossip()], ids=repr)
+@pytest.mark.parametrize("around", [lambda kind, *given: kind(*given), MasterWeights], ids=["alone", "inside MasterWeights"])
+def test_lbfgs_is_refused(algorithm: Algorithm, around: Callable[..., Optimizer]) -> None:
+    model = nn.Linear(3, 2).bfloat16()
+    with pytest.raises(ConfigurationError, match=r"LBFGS .* each rank's own loss"):
+        gossamer.replicate(model, around(torch.optim.LBFGS, model.parameters()), algorithm)
+    gossamer.replicate(model, SGD(model.parameters(), lr=0.1), algorithm).close()  # nothing is left of the refused one
 
 
 # -- the average ----------------------------------------------------------------------------------------------------

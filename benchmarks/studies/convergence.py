@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import gossamer
 from gossamer.bench.catalogue import digest, find_workload
+from gossamer.bench.methods import OPTIMIZERS, in_place_of, join, optimizer_of, parse_method, parse_optimizer
 from gossamer.bench.rows import append_row, markdown, read_rows
-from gossamer.bench.sides import OPTIMIZERS, in_place_of, join, optimizer_of, parse_optimizer, parse_side
 from gossamer.bench.workload import Batches, Workload
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError
@@ -57,7 +57,7 @@ MOMENTA = (
     "OneBitAdam(lr=0.001, warmup=100)",
     "QAdam(lr=0.001, warmup=100)",
 )
-SIDES = {"gradients": GRADIENTS, "weights": WEIGHTS, "momenta": MOMENTA}
+METHODS = {"gradients": GRADIENTS, "weights": WEIGHTS, "momenta": MOMENTA}
 """What is trained beside an exact all-reduce: relaxations that move gradients, weights, or Adam's momentum.
 
 Beside Adam's momentum it is Adam with an exact all-reduce: the warm-up of 1-bit Adam, as long as the whole run. The others
@@ -71,7 +71,7 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One run: which side, how many workers, steps and which seed.
+    """One run: which method, how many workers, steps and which seed.
 
     ``cut``: each batch of the workload is cut into that many, so that more workers share the same global batch.
     ``lr``: the learning rate, and ``optimizer``: one of gossamer's, spelled as in a script, instead of the workload's own.
@@ -79,7 +79,7 @@ class Training:
     """
 
     workload: str
-    side: str
+    method: str
     workers: int
     steps: int
     seed: int
@@ -94,15 +94,15 @@ class Training:
 
 
 def check(run: Training) -> None:
-    """Raises ConfigurationError for a side or an optimizer that nobody knows, and where both name an optimizer."""
-    side = parse_side(run.side)
-    if isinstance(side, str):
-        raise ConfigurationError(f"{run.side} is no algorithm of gossamer: all workers are trained in one process")
-    named_by_side = optimizer_of(side)
+    """Raises ConfigurationError for a method or an optimizer that nobody knows, and where both name an optimizer."""
+    method = parse_method(run.method)
+    if isinstance(method, str):
+        raise ConfigurationError(f"{run.method} is no algorithm of gossamer: all workers are trained in one process")
+    named_by_method = optimizer_of(method)
     if run.optimizer is not None:
         parse_optimizer(run.optimizer)
-        if named_by_side is not None:
-            raise ConfigurationError(f"{run.side} names an optimizer, and so does --optimizer {run.optimizer}: one of them")
+        if named_by_method is not None:
+            raise ConfigurationError(f"{run.method} names an optimizer, and so does --optimizer {run.optimizer}: one of them")
 
 
 Train = Callable[[Workload, Training], dict[str, float]]
@@ -124,7 +124,7 @@ def train(workload: Workload, run: Training, batches: Batches | None = None) -> 
             group["lr"] = run.lr or group["lr"]
         if run.optimizer is not None:
             optimizer = in_place_of(optimizer, parse_optimizer(run.optimizer), model)
-        joined = join(parse_side(run.side), model, optimizer)
+        joined = join(parse_method(run.method), model, optimizer)
         assert isinstance(joined.optimizer, Optimizer)
         rate = LambdaLR(joined.optimizer, lambda step: 1 - step / run.steps if run.decay else 1.0)
         source = batches(rank, run.workers, run.seed)
@@ -181,12 +181,12 @@ def versions(rows: Sequence[dict[str, Any]]) -> list[str | None]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: mean quality of every side, and its paired difference to the first side with a 95 % interval.
+    """Markdown: mean quality of every method, and its paired difference to the first method with a 95 % interval.
 
     Optimizers that communicate are compared among themselves, and so is what each version of a workload's file ended with.
     """
     head = (
-        "workload", "workers", "batches cut by", "steps", "side", "learning rate", "seeds", "quality",
+        "workload", "workers", "batches cut by", "steps", "method", "learning rate", "seeds", "quality",
         "difference to the first (95 % interval)", "replicas apart",
     )  # fmt: skip
     lines: list[list[str]] = []
@@ -196,18 +196,18 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row, workload in zip(rows, _called(rows), strict=True):
         name = "accuracy" if "accuracy" in row["quality"] else "loss"
         scale, units[workload] = QUALITIES[name]
-        own_optimizer = row["side"].partition("(")[0] in OPTIMIZERS
+        own_optimizer = row["method"].partition("(")[0] in OPTIMIZERS
         decay = row.get("decay", False)
         about = (workload, row["workers"], row.get("cut", 1), row["steps"], own_optimizer, decay)
         group = groups.setdefault(about, {})
-        side = f"`{row['side']}`" + (f", `{row['optimizer']}`" if "optimizer" in row else "")
-        spelled = side, f"{row.get('lr') or 'its own'}{', falling to zero' if decay else ''}"
+        method = f"`{row['method']}`" + (f", `{row['optimizer']}`" if "optimizer" in row else "")
+        spelled = method, f"{row.get('lr') or 'its own'}{', falling to zero' if decay else ''}"
         group.setdefault(spelled, {})[row["seed"]] = scale * row["quality"][name]
         if row["quality"].get("distance"):
             apart.setdefault((about, spelled), []).append(row["quality"]["distance"])
-    for about, sides in groups.items():
-        reference = next(iter(sides.values()))
-        for spelled, values in sides.items():
+    for about, methods in groups.items():
+        reference = next(iter(methods.values()))
+        for spelled, values in methods.items():
             shown = f"{statistics.mean(values.values()):.3f} {units[about[0]]}"
             pairs = [values[seed] - reference[seed] for seed in values if seed in reference]
             distances = apart.get((about, spelled))
@@ -238,8 +238,8 @@ def make_parser() -> argparse.ArgumentParser:
     """What can be asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", required=True, help="a Python file, or an emulated model such as 'ResNet50(2.0)'")
-    parser.add_argument("--family", choices=tuple(SIDES), default="gradients")
-    parser.add_argument("--sides", nargs="+", help="instead of the whole family")
+    parser.add_argument("--family", choices=tuple(METHODS), default="gradients")
+    parser.add_argument("--methods", nargs="+", help="instead of the whole family")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seeds", type=int, default=3)
@@ -257,7 +257,7 @@ def asked_for(options: argparse.Namespace) -> tuple[Workload, list[Training]]:
     runs = [
         Training(
             workload.name,
-            side,
+            method,
             options.workers,
             options.steps,
             seed,
@@ -267,7 +267,7 @@ def asked_for(options: argparse.Namespace) -> tuple[Workload, list[Training]]:
             options.decay,
         )
         for seed in range(options.seeds)
-        for side in options.sides or SIDES[options.family]
+        for method in options.methods or METHODS[options.family]
     ]
     for run in runs:  # before the first is trained
         check(run)

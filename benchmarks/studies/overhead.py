@@ -73,7 +73,7 @@ def _answered(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return future
 
 
-SIDES: Mapping[str, Callable[[nn.Module, SGD, torch.device], nn.Module]] = {
+METHODS: Mapping[str, Callable[[nn.Module, SGD, torch.device], nn.Module]] = {
     ALONE: lambda model, optimizer, device: model,
     "ddp": lambda model, optimizer, device: _ddp(model, views=False),
     "ddp, gradient_as_bucket_view": lambda model, optimizer, device: _ddp(model, views=True),
@@ -97,12 +97,12 @@ def group_of(world: int, device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def trained(size: str, side: str, device: torch.device) -> Step:
+def trained(size: str, method: str, device: torch.device) -> Step:
     """A step of a model of this size, trained in this way."""
     torch.manual_seed(0)
     model = Emulated(MODELS[size](), 0.0).to(device)
     optimizer = SGD(model.parameters(), lr=1e-3)
-    network, signal = SIDES[side](model, optimizer, device), torch.rand(1, device=device)
+    network, signal = METHODS[method](model, optimizer, device), torch.rand(1, device=device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -124,54 +124,54 @@ def used() -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Of one side: seconds per step in each round, and what was :func:`used` per step of all rounds."""
+    """Of one method: seconds per step in each round, and what was :func:`used` per step of all rounds."""
 
     seconds: list[float] = field(default_factory=list)
     used: dict[str, float] = field(default_factory=lambda: dict.fromkeys(USED, 0.0))
 
 
 def measure(size: str, world: int, device: torch.device, rounds: int, steps: int) -> dict[str, Timed]:
-    """What each side takes in interleaved rounds; the order of the sides turns from round to round."""
+    """What each method takes in interleaved rounds; the order of the methods turns from round to round."""
     clock = clock_for(device)
     with group_of(world, device):
-        sides = {name: trained(size, name, device) for name in SIDES}
-        for step in sides.values():
+        methods = {name: trained(size, name, device) for name in METHODS}
+        for step in methods.values():
             seconds_of(step, clock, 4)  # buckets are laid out, kernels compiled, memory touched
-        found = {name: Timed() for name in sides}
-        names = list(sides)
+        found = {name: Timed() for name in methods}
+        names = list(methods)
         for number in range(rounds):
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
                 before = used()
-                found[name].seconds.append(seconds_of(sides[name], clock, steps))
+                found[name].seconds.append(seconds_of(methods[name], clock, steps))
                 for what, now in used().items():
                     found[name].used[what] += (now - before[what]) / (rounds * steps)
     return found
 
 
 def rows_of(size: str, world: int, found: Mapping[str, Timed]) -> list[dict[str, Any]]:
-    """One per side: the median step time, and what it has beyond training alone in the same round."""
+    """One per method: the median step time, and what it has beyond training alone in the same round."""
     rows = []
-    for side, timed in found.items():
+    for method, timed in found.items():
         beyond = [own - alone for own, alone in zip(timed.seconds, found[ALONE].seconds, strict=True)]
         low, high = ends(beyond)
-        row = {"model": size, "world": world, "side": side, "step_seconds": statistics.median(timed.seconds)}
+        row = {"model": size, "world": world, "method": method, "step_seconds": statistics.median(timed.seconds)}
         row |= {"beyond": statistics.median(beyond), "low": low, "high": high}
         rows.append(row | timed.used | {"seconds": timed.seconds})
     return rows
 
 
 def page(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What ``overhead.md`` says: one line per side."""
+    """What ``overhead.md`` says: one line per method."""
     lines, columns = [], USED if any(USED.keys() <= row.keys() for row in rows) else {}
     for row in rows:
-        beyond = "" if row["side"] == ALONE else f"{_ms(row['beyond'])} ({_ms(row['low'])} to {_ms(row['high'])})"
-        cells = [row["model"], str(row["world"]), f"`{row['side']}`", _ms(row["step_seconds"]), beyond]
+        beyond = "" if row["method"] == ALONE else f"{_ms(row['beyond'])} ({_ms(row['low'])} to {_ms(row['high'])})"
+        cells = [row["model"], str(row["world"]), f"`{row['method']}`", _ms(row["step_seconds"]), beyond]
         lines.append([*cells, *(_cell(row, what) for what in columns)])
     first = rows[0]
     where = first.get("accelerator") or f"one thread of {first['processor']}"
     told = spread([{"rounds": len(row["seconds"])} for row in rows])
-    head = ("parameters of", "ranks", "side", "ms per step", f"ms beyond training alone ({told})", *columns.values())
+    head = ("parameters of", "ranks", "method", "ms per step", f"ms beyond training alone ({told})", *columns.values())
     table = markdown(head, lines)
     return "\n".join([*table, "", f"{where}; torch {first['torch']}; {len(first['seconds'])} rounds."]) + "\n"
 
@@ -204,7 +204,7 @@ def main() -> None:
         for world in WORLDS:
             console.log(f"{size} on {device}, {world} {'rank' if world == 1 else 'ranks'}: {options.rounds} rounds")
             rows += rows_of(size, world, measure(size, world, device, options.rounds, options.steps))
-    told = conditions(SIDES, load_before, 0)
+    told = conditions(METHODS, load_before, 0)
     rows = [row | told for row in rows]
     write_rows(options.save_to / "overhead.jsonl", rows)
     (options.save_to / "overhead.md").write_text(page(rows))

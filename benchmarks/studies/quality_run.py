@@ -3,7 +3,7 @@
 A script of the lab (or of torchrun); rank 0 prints JSON lines: a header, evaluations, and in between where it is.
 
     gossamer lab --hosts 4 --rate 200mbit -- -m benchmarks.studies.quality_run --workload examples/02_convnet.py \\
-        --side ddp --until 0.905 --seconds 1200
+        --method ddp --until 0.905 --seconds 1200
 """
 
 import argparse
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from benchmarks.studies.crossing import crossing
 from gossamer.bench.catalogue import find_workload
+from gossamer.bench.methods import join, parse_method
 from gossamer.bench.peers import BASELINE, PEERS, Joined
 from gossamer.bench.ranks import of_all
-from gossamer.bench.sides import join, parse_side
 from gossamer.bench.workload import Quality, Workload
 from gossamer.errors import ConfigurationError
 from gossamer.replica import Replica
@@ -107,16 +107,16 @@ class Clock:
         self._paused += time.perf_counter() - stopped
 
 
-def train(workload: Workload, side: str, seed: int, goal: Goal) -> None:
+def train(workload: Workload, method: str, seed: int, goal: Goal) -> None:
     """Train from ``seed`` until the goal is reached. Raises ConfigurationError if the workload has no data or quality."""
     training_batches, quality = workload.training()
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed)
     model = workload.build_model()
-    made = join(parse_side(side), model, workload.build_optimizer(model))
-    apart = side in PEERS and PEERS[side].period > 1
+    made = join(parse_method(method), model, workload.build_optimizer(model))
+    apart = method in PEERS and PEERS[method].period > 1
     alone = Alone(workload, seed) if goal.alone_every else None
-    _say({"side": side, "parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__})
+    _say({"method": method, "parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__})
     source = iter(training_batches(rank, world, seed))
     batches = chain([next(source)], source)  # the data are there when the clock begins
     with made.turn():
@@ -188,7 +188,7 @@ def main() -> None:
     """Train as the options say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", required=True, help="a Python file with training_batches() and quality()")
-    parser.add_argument("--side", required=True)
+    parser.add_argument("--method", required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--seconds", type=float, default=600.0, help="of training, after which the run ends")
@@ -199,7 +199,7 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group("gloo")
     goal = Goal(options.seconds, options.until, options.eval_every, options.alone_every)
-    train(find_workload(options.workload), options.side, options.seed, goal)
+    train(find_workload(options.workload), options.method, options.seed, goal)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """Scale: time, bytes, messages and memory per worker over the number of workers, beside what the clocked runner predicts.
 
-gossamer bench 'Convnet(1)' --network 40mbit --hosts 2 --hosts 4 --hosts 8 --side 'Gossip()' --save-to out/scale
+gossamer bench 'Convnet(1)' --network 40mbit --hosts 2 --hosts 4 --hosts 8 --method 'Gossip()' --save-to out/scale
 python -m benchmarks.studies.scale out/scale
 
 The measurements are those of ``gossamer bench``, of emulated models: what a layer takes is known. A prediction is made of
@@ -18,11 +18,11 @@ from gossamer.bench.catalogue import find_workload
 from gossamer.bench.emulated import Emulated
 from gossamer.bench.in_lab import Record
 from gossamer.bench.matrix import ALWAYS, is_measured, megabytes
+from gossamer.bench.methods import algorithm_of, optimizer_of, overlaps_forward, parse_method
 from gossamer.bench.network import parse_network
 from gossamer.bench.peers import BASELINE
 from gossamer.bench.plots import Measured, over_workers
 from gossamer.bench.rows import markdown, read_rows
-from gossamer.bench.sides import algorithm_of, optimizer_of, overlaps_forward, parse_side
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, StepTime, step_time
 
@@ -31,24 +31,24 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One side with so many workers: its row of measurements, and what was predicted (of a peer: nothing)."""
+    """One method with so many workers: its row of measurements, and what was predicted (of a peer: nothing)."""
 
     row: Record
     predicted: StepTime | None
 
 
 def predict(row: Record, compute_seconds: float) -> StepTime | None:
-    """What a step of the row's side would take, when computing alone takes ``compute_seconds``.
+    """What a step of the row's method would take, when computing alone takes ``compute_seconds``.
 
-    None for what does not run on the clocked runner, PyTorch's own and optimizers that communicate, and of a side with
+    None for what does not run on the clocked runner, PyTorch's own and optimizers that communicate, and of a method with
     an optimizer of its own, which may remember more or less of each weight than the workload's.
 
     Raises:
         ConfigurationError: the row's workload is no emulated model.
     """
-    side = parse_side(row["side"])
-    algorithm = algorithm_of(side)
-    if algorithm is None or optimizer_of(side) is not None:
+    method = parse_method(row["method"])
+    algorithm = algorithm_of(method)
+    if algorithm is None or optimizer_of(method) is not None:
         return None
     model = find_workload(row["workload"]).build_model()
     if not isinstance(model, Emulated):
@@ -64,20 +64,20 @@ def predict(row: Record, compute_seconds: float) -> StepTime | None:
         link=link,
         compute=Compute.layered(model, layers, optimizer=rest),
         ranks_per_node=1,  # whatever the algorithm says: every emulated host has a line of its own
-        overlap_forward=overlaps_forward(side),
+        overlap_forward=overlaps_forward(method),
         history=1,  # emulated models are trained by SGD with momentum
     )
 
 
 def points(rows: Sequence[Record]) -> list[Point]:
-    """Every row that was measured, in the order of sides and workers, with its prediction."""
+    """Every row that was measured, in the order of methods and workers, with its prediction."""
     there = [row for row in rows if is_measured(row)]
-    alone = {_case(row): row["step_seconds"] for row in there if row["side"] == BASELINE}
+    alone = {_case(row): row["step_seconds"] for row in there if row["method"] == BASELINE}
     lacking = sorted({str(_case(row)) for row in there} - set(map(str, alone)))
     if lacking:
-        raise ConfigurationError(f"no side `compute` was measured for {lacking[0]}: measure it with gossamer bench")
-    order = {side: place for place, side in enumerate(dict.fromkeys(row["side"] for row in there))}
-    there.sort(key=lambda row: (row["workload"], row["network"], order[row["side"]], row["hosts"]))
+        raise ConfigurationError(f"no method `compute` was measured for {lacking[0]}: measure it with gossamer bench")
+    order = {method: place for place, method in enumerate(dict.fromkeys(row["method"] for row in there))}
+    there.sort(key=lambda row: (row["workload"], row["network"], order[row["method"]], row["hosts"]))
     # What was measured in portions has computed alone in each of them.
     return [Point(row, predict(row, row.get("compute_seconds") or alone[_case(row)])) for row in there]
 
@@ -89,7 +89,7 @@ def _case(row: Record) -> tuple[str, str, int]:
 def table(found: Sequence[Point]) -> list[str]:
     """Markdown: what was measured beside what was predicted."""
     head = (
-        "workload", "network", "side", "workers", "ms per step", "predicted", "measured / predicted", "payload, MB",
+        "workload", "network", "method", "workers", "ms per step", "predicted", "measured / predicted", "payload, MB",
         "predicted, MB", "messages", "predicted", "on the wire, MB", "CPU, ms", "memory / gradients",
     )  # fmt: skip
     return markdown(head, map(_cells, found))
@@ -97,7 +97,7 @@ def table(found: Sequence[Point]) -> list[str]:
 
 def _cells(point: Point) -> list[str]:
     row, predicted = point.row, point.predicted
-    cells = [row["name"], row["network"], f"`{row['side']}`", str(row["hosts"]), f"{1e3 * row['step_seconds']:.0f}"]
+    cells = [row["name"], row["network"], f"`{row['method']}`", str(row["hosts"]), f"{1e3 * row['step_seconds']:.0f}"]
     if predicted is None:
         cells += ["", "", megabytes(row["payload_bytes"]), "", "", ""]
     else:
@@ -109,12 +109,12 @@ def _cells(point: Point) -> list[str]:
             f"{row['messages']:.1f}",
             f"{predicted.messages_per_step:.1f}",
         ]
-    memory = f"{row['memory']:.2f}" if "memory" in row and row["side"] != BASELINE else ""
+    memory = f"{row['memory']:.2f}" if "memory" in row and row["method"] != BASELINE else ""
     return [*cells, megabytes(row["interface_bytes"]), f"{1e3 * row['cpu_seconds']:.0f}", memory]
 
 
 def curves(found: Sequence[Point]) -> dict[str, dict[str, Measured]]:
-    """For the picture: by what is shown and by side, values over the number of workers."""
+    """For the picture: by what is shown and by method, values over the number of workers."""
     shown: dict[str, dict[str, Measured]] = {}
     for point in found:
         row, predicted = point.row, point.predicted
@@ -128,9 +128,9 @@ def curves(found: Sequence[Point]) -> dict[str, dict[str, Measured]]:
             "memory beyond training alone, in gradients": (row.get("memory"), None),
         }
         for name, (measured, expected) in values.items():
-            if measured is None or (row["side"] in ALWAYS and name != "seconds per step"):
+            if measured is None or (row["method"] in ALWAYS and name != "seconds per step"):
                 continue
-            curve = shown.setdefault(name, {}).setdefault(row["side"], Measured({}, {}))
+            curve = shown.setdefault(name, {}).setdefault(row["method"], Measured({}, {}))
             curve.measured[row["hosts"]] = measured
             if expected is not None:
                 curve.predicted[row["hosts"]] = expected

@@ -76,21 +76,21 @@ def endless(shuffle: RingShuffle) -> Iterator[Shard]:
 
 
 def train_on(workload: Workload, run: Training, algorithm: str, batch: int) -> dict[str, float]:
-    """What gossip ends with on the batches of one arm, which is the side of ``run``."""
+    """What gossip ends with on the batches of one arm, which is the method of ``run``."""
     if workload.training_samples is None:
         raise ConfigurationError(f"the workload {workload.name} defines no training_samples()")
     inputs, labels = workload.training_samples()
     globally, _ = workload.training()
 
     def batches(rank: int, world: int, seed: int) -> Iterator[Shard]:
-        if run.side == SHUFFLED:
+        if run.method == SHUFFLED:
             return regrouped(globally(rank, world, seed), batch)
         own = shard(inputs, labels, rank, world)
-        if run.side == SORTED:
+        if run.method == SORTED:
             return staying(own, batch, rank, seed)
-        return travelling(own, batch, seed, mix=run.side == MIXED, deal=run.side == DEALT)
+        return travelling(own, batch, seed, mix=run.method == MIXED, deal=run.method == DEALT)
 
-    return train(workload, replace(run, side=algorithm), batches)
+    return train(workload, replace(run, method=algorithm), batches)
 
 
 def main() -> None:
@@ -116,7 +116,7 @@ def _train_and_write(options: argparse.Namespace) -> None:
     arms = {arm + settings: arm for arm in ARMS}  # by what rows are known by
 
     def train_arm(workload: Workload, run: Training) -> dict[str, float]:
-        return train_on(workload, replace(run, side=arms[run.side]), options.algorithm, options.batch)
+        return train_on(workload, replace(run, method=arms[run.method]), options.algorithm, options.batch)
 
     log = options.save_to / "shuffle.jsonl"
     workload = find_workload(options.workload)

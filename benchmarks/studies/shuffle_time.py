@@ -2,7 +2,7 @@
 
 python -m benchmarks.studies.shuffle_time --save-to benchmarks/results
 
-Two sides train in the same processes and take turns: one on batches of a share that stays in its worker's memory, one on
+Two methods train in the same processes and take turns: one on batches of a share that stays in its worker's memory, one on
 those of a RingShuffle of the same share. What is exposed is the difference of their step times in the same round, whatever
 it is made of: the loop that stands still for a batch, cores that pack and unpack it, other messages that it slows down.
 With ``--in-place`` this is the script of the lab (or of torchrun on a real cluster), and rank 0 prints one JSON object.
@@ -29,12 +29,12 @@ from gossamer.bench.catalogue import find_workload
 from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_result
 from gossamer.bench.matrix import Turns
+from gossamer.bench.methods import parse_method
 from gossamer.bench.paired import take_turns, warm_up
 from gossamer.bench.peers import BASELINE
 from gossamer.bench.ratios import ENOUGH, compare, ends, require_scipy, spread
 from gossamer.bench.rows import markdown, merged
-from gossamer.bench.sides import parse_side
-from gossamer.bench.trained import MODEL_SEED, make_side, pace
+from gossamer.bench.trained import MODEL_SEED, make_method, pace
 from gossamer.bench.workload import Workload
 from gossamer.data import RingShuffle
 from gossamer.errors import GossamerError
@@ -43,13 +43,13 @@ from gossamer.lab import LabSpec
 WORKLOADS = ("examples/02_convnet.py", "Convnet(0.1)")
 """The same twice: computed, by workers that share this machine's cores, and emulated, so that the network decides."""
 
-SIDES = (BASELINE, "Gossip(wire='bf16')")
+METHODS = (BASELINE, "Gossip(wire='bf16')")
 """What else travels: nothing at all, or the weights."""
 
 STORED = ("float32", "uint8")
 """How the pixels of a sample are kept, and so how many bytes travel."""
 
-KEY = ("workload", "samples", "side", "stored", "world", "rate")
+KEY = ("workload", "samples", "method", "stored", "world", "rate")
 """What a case is known by."""
 
 console = Console(stderr=True)
@@ -74,14 +74,14 @@ def fed(workload: Workload, batches: Iterator[Shard], emulated: bool) -> Workloa
     return replace(workload, random_batch=following)
 
 
-def measure(workload: Workload, samples: Workload, side: str, stored: str, turns: Turns, batches: int) -> dict[str, Any]:
-    """Step times of ``side`` on ``samples`` that travel and on those that stay, by round; and how long the loop waited."""
+def measure(workload: Workload, samples: Workload, method: str, stored: str, turns: Turns, batches: int) -> dict[str, Any]:
+    """Step times of ``method`` on ``samples`` that travel and on those that stay, by round; and how long the loop waited."""
     rank, rounds, steps, load_before = dist.get_rank(), turns.rounds, turns.steps, load()
     own = share_of(samples, rank, batches, stored)
     batch = len(own[1]) // batches
     with RingShuffle(own, batch) as shuffle:
         sources = {"staying": staying(own, batch, rank, 0), "travelling": endless(shuffle)}
-        made = {name: make_side(fed(workload, each, samples is not workload), side, rank) for name, each in sources.items()}
+        made = {name: make_method(fed(workload, each, samples is not workload), method, rank) for name, each in sources.items()}
         for trained in made.values():
             warm_up(trained, turns.warmup)
         before = shuffle.waited_seconds
@@ -95,7 +95,7 @@ def measure(workload: Workload, samples: Workload, side: str, stored: str, turns
     return {
         "workload": workload.name,
         "samples": samples.name,
-        "side": side,
+        "method": method,
         "stored": stored,
         "world": dist.get_world_size(),
         "rate": os.environ.get("GOSSAMER_LAB_RATE", "unshaped"),
@@ -106,7 +106,7 @@ def measure(workload: Workload, samples: Workload, side: str, stored: str, turns
         "waited_seconds": waited,
         "waited_share": waited / figures["step_seconds"],
         "seconds": seconds,
-        **conditions([side], load_before, {"model": MODEL_SEED, "samples and batches": "by rank"}),
+        **conditions([method], load_before, {"model": MODEL_SEED, "samples and batches": "by rank"}),
     }
 
 
@@ -162,7 +162,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             row["workload"],
             str(row["world"]),
             row["rate"],
-            "none" if row["side"] == BASELINE else f"`{row['side']}`",
+            "none" if row["method"] == BASELINE else f"`{row['method']}`",
             row["stored"],
             f"{row['batch_bytes'] / 1e3:.0f}",
             str(row["rounds"]),
@@ -183,7 +183,9 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="Python files, or emulated models")
     parser.add_argument("--samples-of", default=WORKLOADS[0], help="a Python file: what travels with an emulated model")
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), help="what else travels: compute (nothing), or algorithms")
+    parser.add_argument(
+        "--methods", nargs="+", default=list(METHODS), help="what else travels: compute (nothing), or algorithms"
+    )
     parser.add_argument("--stored", nargs="+", default=list(STORED), choices=STORED, help="how the samples' pixels are kept")
     parser.add_argument("--batches", type=int, default=234, help="batches per local epoch; the default is Fashion-MNIST's")
     parser.add_argument("--rounds", type=int, default=40)
@@ -199,9 +201,9 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def in_lab(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every case in a lab of its own."""
-    for workload, side, stored in itertools.product(options.workloads, options.sides, options.stored):
-        console.log(f"{workload}, {side}, samples kept as {stored}: {options.rounds} rounds")
-        case = {"--workloads": workload, "--sides": side, "--stored": stored, "--samples-of": options.samples_of}
+    for workload, method, stored in itertools.product(options.workloads, options.methods, options.stored):
+        console.log(f"{workload}, {method}, samples kept as {stored}: {options.rounds} rounds")
+        case = {"--workloads": workload, "--methods": method, "--stored": stored, "--samples-of": options.samples_of}
         case |= {f"--{name}": str(getattr(options, name)) for name in ("batches", "rounds", "steps", "warmup")}
         command = ["-m", "benchmarks.studies.shuffle_time", "--in-place", *itertools.chain(*case.items())]
         row = lab_result(LabSpec(hosts=options.hosts, rate=options.rate), command, "waited_seconds")
@@ -216,7 +218,7 @@ def in_place(options: argparse.Namespace) -> None:
     workload = find_workload(name)
     samples = workload if name.endswith(".py") else find_workload(options.samples_of)
     turns = Turns(options.rounds, options.steps, options.warmup)
-    row = measure(workload, samples, options.sides[0], options.stored[0], turns, options.batches)
+    row = measure(workload, samples, options.methods[0], options.stored[0], turns, options.batches)
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
@@ -237,8 +239,8 @@ def main() -> None:
             require_scipy()
             for name in {*options.workloads, options.samples_of}:
                 find_workload(name)
-            for side in options.sides:
-                parse_side(side)
+            for method in options.methods:
+                parse_method(method)
             for row in in_lab(options):
                 rows = merged(rows, [row], KEY)
                 options.save_to.mkdir(parents=True, exist_ok=True)

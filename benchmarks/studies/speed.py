@@ -23,7 +23,7 @@ from gossamer.lab import LabSpec
 
 NETWORKS = ("200mbit", "1gbit", "unshaped", "100mbit", "500mbit", "20mbit", "200mbit/slow-link=50mbit", "200mbit/slow-host=2x")
 STEPS = 6
-"""Steps of a side per round. Few, and the barriers at its ends, which queue behind an exchange under way, would count: with
+"""Steps of a method per round. Few, and the barriers at its ends, which queue behind an exchange under way, would count: with
 steps of seconds that is little."""
 WORKLOADS = (Path("examples/02_convnet.py"), Path("examples/01_gpt.py"))
 
@@ -31,25 +31,25 @@ console = Console(stderr=True)
 
 
 def steps_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: step time of every side on every network, with the paired ratio to the first side."""
+    """Markdown: step time of every method on every network, with the paired ratio to the first method."""
     lines = []
     for row in rows:
-        for side, figures in row["sides"].items():
+        for method, figures in row["methods"].items():
             ratio = f"{figures['ratio']:.3f} ({figures['ratio_low']:.3f} to {figures['ratio_high']:.3f})"
-            ratio = "1" if side == "ddp" else ratio
+            ratio = "1" if method == "ddp" else ratio
             milliseconds = 1e3 * figures["step_seconds"]
-            lines.append([row["workload"], row["rate"], side, f"{milliseconds:.1f}", ratio])
-    return markdown(("workload", "network", "side", "ms per step", f"time relative to DDP ({spread(rows)})"), lines)
+            lines.append([row["workload"], row["rate"], method, f"{milliseconds:.1f}", ratio])
+    return markdown(("workload", "network", "method", "ms per step", f"time relative to DDP ({spread(rows)})"), lines)
 
 
 def summary_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: the same in one line per workload and network, slow ones first, without the spread."""
-    sides = list(dict.fromkeys(side for row in rows for side in row["sides"] if not side.startswith("ddp")))
+    methods = list(dict.fromkeys(method for row in rows for method in row["methods"] if not method.startswith("ddp")))
     lines = []
-    for row in sorted(rows, key=lambda row: (row["workload"], -row["sides"]["ddp"]["step_seconds"])):
-        ratios = [f"{row['sides'][side]['ratio']:.2f}" if side in row["sides"] else "" for side in sides]
-        lines.append([row["workload"], row["rate"], f"{1e3 * row['sides']['ddp']['step_seconds']:.0f}", *ratios])
-    return markdown(("workload", "network", "DDP, ms per step", *(f"`{side}`, times DDP" for side in sides)), lines)
+    for row in sorted(rows, key=lambda row: (row["workload"], -row["methods"]["ddp"]["step_seconds"])):
+        ratios = [f"{row['methods'][method]['ratio']:.2f}" if method in row["methods"] else "" for method in methods]
+        lines.append([row["workload"], row["rate"], f"{1e3 * row['methods']['ddp']['step_seconds']:.0f}", *ratios])
+    return markdown(("workload", "network", "DDP, ms per step", *(f"`{method}`, times DDP" for method in methods)), lines)
 
 
 def page(saved: dict[str, Any], summary: bool = False) -> str:
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def _spec(text: str, hosts: int) -> LabSpec:
-    """The emulated hosts of a network on which all sides are slowed down alike."""
+    """The emulated hosts of a network on which all methods are slowed down alike."""
     network = parse_network(text)
     if network.latency != "0":
         raise ConfigurationError(f"{text}: where the kernel cannot add a latency, gossamer's messages alone would have it")
@@ -93,7 +93,7 @@ def _measure_and_save(options: argparse.Namespace, specs: Mapping[str, LabSpec])
         for workload in options.workloads:
             console.log(f"{workload.stem} on {network}: {options.rounds} rounds")
             command = ["-m", "gossamer.bench.paired", "--workload", str(workload), "--rounds", str(options.rounds)]
-            found = lab_result(spec, [*command, "--steps", str(options.steps)], "sides")
+            found = lab_result(spec, [*command, "--steps", str(options.steps)], "methods")
             save(options.save_to, [found | {"rate": network, "when": round(time.time())}])
 
 

@@ -22,15 +22,15 @@ from rich.console import Console
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.in_lab import lab_result
+from gossamer.bench.methods import parse_method
 from gossamer.bench.network import parse_network
 from gossamer.bench.paired import warm_up
 from gossamer.bench.rows import markdown, merged, read_rows, write_rows
-from gossamer.bench.sides import parse_side
-from gossamer.bench.trained import make_side
+from gossamer.bench.trained import make_method
 from gossamer.errors import GossamerError
 
 WORKLOADS = ("examples/02_convnet.py", "examples/01_gpt.py")
-SIDES = ("compute", "ddp", "AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')", "in_parts(8, Gossip())")
+METHODS = ("compute", "ddp", "AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')", "in_parts(8, Gossip())")
 LOOP, LANES, TRANSPORT, OTHERS = "the loop", "lanes", "transport", "others"
 WARM_UP = 16
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
@@ -83,37 +83,37 @@ def _machine() -> float:
     return (user + nice + system + irq + softirq) * _TICK
 
 
-def measure(workload: str, sides: Sequence[str], steps: int) -> dict[str, Any]:
-    """On each rank: the step time of every side, one after the other, and the processor time of this process."""
+def measure(workload: str, methods: Sequence[str], steps: int) -> dict[str, Any]:
+    """On each rank: the step time of every method, one after the other, and the processor time of this process."""
     made = find_workload(workload)
     found: dict[str, Any] = {}
-    for name in sides:
-        side = make_side(made, name, dist.get_rank())
-        warm_up(side, WARM_UP)
+    for name in methods:
+        method = make_method(made, name, dist.get_rank())
+        warm_up(method, WARM_UP)
         dist.barrier()
         before, begin = Spent.read(), time.perf_counter()
         for _ in range(steps):
-            side.step()
+            method.step()
         dist.barrier()
         seconds, spent = (time.perf_counter() - begin) / steps, Spent.read().since(before, steps)
         found[name] = {"step_seconds": seconds, "spent": spent}
-        side.joined.close()
+        method.joined.close()
     return {"workload": made.name, "world": dist.get_world_size(), "steps": steps, "threads": found}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Markdown: one line per side."""
+    """Markdown: one line per method."""
     head = (
-        "workload", "network", "side", "ms per step", *(f"{name}, ms" for name in (LOOP, LANES, TRANSPORT, OTHERS)),
+        "workload", "network", "method", "ms per step", *(f"{name}, ms" for name in (LOOP, LANES, TRANSPORT, OTHERS)),
         "of these in the kernel, ms", "the machine per worker, ms",
     )  # fmt: skip
     lines = []
     for row in rows:
-        for side, figures in row["threads"].items():
+        for method, figures in row["threads"].items():
             spent = figures["spent"]
             own = [spent[name] for name in (LOOP, LANES, TRANSPORT, OTHERS, "kernel")]
             numbers = [figures["step_seconds"], *own, spent["machine"] / row["world"]]
-            lines.append([row["workload"], row["network"], f"`{side}`", *(f"{1e3 * number:.1f}" for number in numbers)])
+            lines.append([row["workload"], row["network"], f"`{method}`", *(f"{1e3 * number:.1f}" for number in numbers)])
     return markdown(head, lines)
 
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-to", type=Path, default=Path("out/threads"))
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
-    parser.add_argument("--sides", nargs="+", default=list(SIDES))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--network", default="200mbit", help="as in gossamer bench")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--steps", type=int, default=128)
@@ -139,7 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.as_rank:
         dist.init_process_group("gloo")
-        found = measure(options.workloads[0], options.sides, options.steps)
+        found = measure(options.workloads[0], options.methods, options.steps)
         if dist.get_rank() == 0:
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
@@ -147,17 +147,17 @@ def main() -> None:
         dist.destroy_process_group()
         return
     try:
-        for side in options.sides:
-            parse_side(side)
+        for method in options.methods:
+            parse_method(method)
         spec = parse_network(options.network).spec(options.hosts, waits=False)
         for warning in busy_machine():
             console.log(warning)
         for workload in options.workloads:
-            console.log(f"{workload} on {options.network}: {len(options.sides)} sides, {options.steps} steps of each")
+            console.log(f"{workload} on {options.network}: {len(options.methods)} methods, {options.steps} steps of each")
             before = load()
             command = ["-m", "benchmarks.studies.threads", "--as-rank", "--workloads", workload, "--steps", str(options.steps)]
-            row = lab_result(spec, [*command, "--sides", *options.sides], "threads") | {"network": options.network}
-            save(options.save_to, row | conditions(options.sides, before, 0))
+            row = lab_result(spec, [*command, "--methods", *options.methods], "threads") | {"network": options.network}
+            save(options.save_to, row | conditions(options.methods, before, 0))
     except GossamerError as error:
         raise SystemExit(f"threads: {error}") from None
 

@@ -4,9 +4,9 @@
     python -m benchmarks.studies.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25
 
 The clock stands still during evaluations. What counts is when the median of five evaluations first reaches the target.
-While it stands still, steps of the workload without communication are timed too, now and then in every run: with as many steps
-as the first side takes, nothing can be faster than these. (``compute`` among the sides times them in a run of their own, for
-runs that have none.) Every run is written down when it ends, and not done again: stop and go on as you like.
+While it stands still, steps of the workload without communication are timed too, now and then in every run: with as many
+steps as the first method takes, nothing can be faster than these. (``compute`` among the methods times them in a
+run of its own, for runs that have none.) Every run is written down when it ends, and is not done again.
 """
 
 import argparse
@@ -26,22 +26,22 @@ from gossamer.bench.catalogue import digest, find_workload, is_of
 from gossamer.bench.conditions import busy_machine, conditions, load
 from gossamer.bench.in_lab import Record, lab_json
 from gossamer.bench.matrix import Case
+from gossamer.bench.methods import parse_method
 from gossamer.bench.peers import BASELINE
 from gossamer.bench.plots import quality_over_time, require_matplotlib
 from gossamer.bench.rows import days, markdown, read_rows, write_rows
-from gossamer.bench.sides import parse_side
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabError
 
 ALONE_EVERY = 4
-"""Evaluations of a run after which steps without communication are timed. They are timed beside each side, because a virtual
+"""Evaluations of a run after which steps without communication are timed. They are timed beside each method, because a virtual
 machine computes by a tenth faster or slower from one hour to the next."""
 
 COMPUTE_SECONDS = 30.0
-"""For how long the side that does not communicate is timed: it shows what is possible, and reaches nothing together."""
+"""For how long the method that does not communicate is timed: it shows what is possible, and reaches nothing together."""
 
-SIDES = (
+METHODS = (
     "ddp",
     "ddp-fp16",
     "ddp-powersgd",
@@ -52,7 +52,7 @@ SIDES = (
     "ChunkSparse()",
 )
 
-KEY = ("workload", "network", "hosts", "side", "seed", "eval_every")
+KEY = ("workload", "network", "hosts", "method", "seed", "eval_every")
 
 
 class Runs:
@@ -88,15 +88,15 @@ def target_after(run: Record, seconds: float) -> float:
     """The smoothed quality of a run at its last evaluation before ``seconds``. Raises ConfigurationError if it has none."""
     medians = [quality for when, quality in smoothed(points(run)) if when <= seconds]
     if not medians:
-        raise ConfigurationError(f"{run['side']} has no five evaluations in {seconds:g} s: take a smaller --eval-every")
+        raise ConfigurationError(f"{run['method']} has no five evaluations in {seconds:g} s: take a smaller --eval-every")
     return medians[-1]
 
 
 def train(key: Record, seconds: float, until: float | None, told: Callable[[Record], None]) -> Record:
     """A run in the lab, as a row. Raises GossamerError if it fails."""
-    command = ["-m", "benchmarks.studies.quality_run", "--workload", key["workload"], "--side", key["side"]]
+    command = ["-m", "benchmarks.studies.quality_run", "--workload", key["workload"], "--method", key["method"]]
     numbers = {"--seed": key["seed"], "--eval-every": key["eval_every"], "--seconds": seconds}
-    numbers["--alone-every"] = 0 if key["side"] == BASELINE else ALONE_EVERY
+    numbers["--alone-every"] = 0 if key["method"] == BASELINE else ALONE_EVERY
     command += [str(part) for pair in numbers.items() for part in pair]
     command += [] if until is None else ["--until", repr(until)]
     spec, load_before = Case(key["workload"], key["network"], key["hosts"]).spec(), load()
@@ -107,29 +107,29 @@ def train(key: Record, seconds: float, until: float | None, told: Callable[[Reco
     shared = {"measure": measure, "evaluations": evaluations, "when": round(time.time()), "digest": digest(key["workload"])}
     if alone:
         shared["alone"] = alone
-    return key | shared | conditions([key["side"]], load_before, {"model and batches": key["seed"]})
+    return key | shared | conditions([key["method"]], load_before, {"model and batches": key["seed"]})
 
 
 def table(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
-    """Markdown: every side beside the first one, over all seeds that have a target."""
+    """Markdown: every method beside the first one, over all seeds that have a target."""
     head = (
-        "side", "seeds", "ms per step", "ms without communication, beside", "steps to the target", "seconds to the target",
+        "method", "seeds", "ms per step", "ms without communication, beside", "steps to the target", "seconds to the target",
         "speed-up over the first", "share of the speed-up that is possible without communication",
     )  # fmt: skip
     lines = []
-    sides = list(dict.fromkeys(row["side"] for row in rows))
-    times = {side: _times([row for row in rows if row["side"] == side], targets) for side in sides}
-    paces = {side: {row["seed"]: _pace(row) for row in rows if row["side"] == side} for side in sides}
-    first = sides[0]
-    for side in sides:
-        own, reached = paces[side], times[side]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    times = {method: _times([row for row in rows if row["method"] == method], targets) for method in methods}
+    paces = {method: {row["seed"]: _pace(row) for row in rows if row["method"] == method} for method in methods}
+    first = methods[0]
+    for method in methods:
+        own, reached = paces[method], times[method]
         faster = {seed: times[first][seed] / taken for seed, taken in reached.items() if seed in times[first]}
         alone = paces.get(BASELINE, {}) | {
-            row["seed"]: statistics.median(row["alone"]) for row in rows if row["side"] == side and "alone" in row
+            row["seed"]: statistics.median(row["alone"]) for row in rows if row["method"] == method and "alone" in row
         }
         possible = {seed: paces[first][seed] / pace for seed, pace in alone.items() if seed in paces[first]}
         cells = [
-            f"`{side}`",
+            f"`{method}`",
             f"{len(reached)} of {len(own)}",
             f"{1e3 * statistics.median(own.values()):.0f}",
             _spread([1e3 * pace for seed, pace in alone.items() if seed in own], "{:.0f}"),
@@ -139,7 +139,7 @@ def table(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
             _spread([each / possible[seed] for seed, each in faster.items() if seed in possible], "{:.2f}"),
         ]
         most = ["", cells[2], "", "", "", f"at most {_spread(list(possible.values()), '{:.2f}')}", "1"]
-        lines.append([cells[0], *(most if side == BASELINE else cells[1:])])
+        lines.append([cells[0], *(most if method == BASELINE else cells[1:])])
     beside, share = any("alone" in row for row in rows), any(line[-1] for line in lines)
     kept = [True] * 3 + [beside] + [True] * 3 + [share]
     return markdown(list(compress(head, kept)), [list(compress(line, kept)) for line in lines])
@@ -166,48 +166,48 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 class Study:
-    """All runs of one workload: sides × seeds, with the target of every seed."""
+    """All runs of one workload: methods × seeds, with the target of every seed."""
 
     def __init__(self, options: argparse.Namespace, runs: Runs, console: Console) -> None:
         self._options, self._runs, self._console = options, runs, console
         self.targets: dict[int, float] = {}
         self.failed: dict[str, str] = {}
-        """Why sides were not trained, by their names."""
+        """Why methods were not trained, by their names."""
 
     @property
     def rows(self) -> list[Record]:
-        """The runs of this study that there are, by side."""
-        keys = [self._key(side, seed) for side in self._options.sides for seed in range(self._options.seeds)]
+        """The runs of this study that there are, by method."""
+        keys = [self._key(method, seed) for method in self._options.methods for seed in range(self._options.seeds)]
         return [run for key in keys if (run := self._runs.find(key)) is not None]
 
     def train_all(self) -> None:
-        """Train what is lacking, the first side of a seed before the others: it may set the target."""
+        """Train what is lacking, the first method of a seed before the others: it may set the target."""
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         with Progress(*columns, console=self._console) as progress:
             for line in busy_machine():
                 progress.log(line)
             for seed in range(self._options.seeds):
-                reference, *others = self._options.sides
+                reference, *others = self._options.methods
                 self.targets[seed] = self._target(self._train(reference, seed, progress))
-                for side in others:
+                for method in others:
                     try:
-                        self._train(side, seed, progress)
-                    except LabError:  # no other side will run here either
+                        self._train(method, seed, progress)
+                    except LabError:  # no other method will run here either
                         raise
                     except GossamerError as error:  # a peer that is not installed, or does not run here
-                        self.failed[side] = f"seed {seed}: {error}"
-                        progress.log(f"{side}, {self.failed[side]}", markup=False)
+                        self.failed[method] = f"seed {seed}: {error}"
+                        progress.log(f"{method}, {self.failed[method]}", markup=False)
 
-    def _train(self, side: str, seed: int, progress: Progress) -> Record:
-        """The run of a side, trained unless there is one that is long enough."""
-        key, until = self._key(side, seed), self.targets.get(seed, self._options.target)
+    def _train(self, method: str, seed: int, progress: Progress) -> Record:
+        """The run of a method, trained unless there is one that is long enough."""
+        key, until = self._key(method, seed), self.targets.get(seed, self._options.target)
         limit = self._options.seconds if until is not None else self._options.target_after
-        if side == BASELINE:
+        if method == BASELINE:
             limit, until = min(limit, COMPUTE_SECONDS), None
         run = self._runs.find(key)
         if run is not None and (run["evaluations"][-1][1] >= limit or (until is not None and _reached(run, until))):
             return run
-        name = f"{side}, seed {seed}"
+        name = f"{method}, seed {seed}"
         bar = progress.add_task(f"{name}: starting", total=None)
         told = _Told(name, lambda text: progress.update(bar, description=text))
         run = train(key, limit, until, told)
@@ -220,8 +220,15 @@ class Study:
     def _target(self, run: Record) -> float:
         return float(target_after(run, self._options.target_after) if self._options.target is None else self._options.target)
 
-    def _key(self, side: str, seed: int) -> Record:
-        values = (str(self._options.workload), self._options.network, self._options.hosts, side, seed, self._options.eval_every)
+    def _key(self, method: str, seed: int) -> Record:
+        values = (
+            str(self._options.workload),
+            self._options.network,
+            self._options.hosts,
+            method,
+            seed,
+            self._options.eval_every,
+        )
         return dict(zip(KEY, values, strict=True))
 
 
@@ -255,16 +262,16 @@ def page(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
 def conclude(study: Study, options: argparse.Namespace) -> list[str]:
     """Save the table and the picture; the table's lines."""
     lines, name, measure = page(study.rows, study.targets), find_workload(options.workload).name, study.rows[0]["measure"]
-    for side, why in study.failed.items():
-        lines += ["", f"`{side}` was not trained with {' '.join(why.split())[-400:]}"]
+    for method, why in study.failed.items():
+        lines += ["", f"`{method}` was not trained with {' '.join(why.split())[-400:]}"]
     stem = f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-').lower()}-quality"
     options.save_to.mkdir(parents=True, exist_ok=True)
     (options.save_to / f"{stem}.md").write_text("\n".join(lines) + "\n")
     curves: dict[str, list[Points]] = {}
     for row in study.rows:
-        if row["side"] == BASELINE:
+        if row["method"] == BASELINE:
             continue
-        curves.setdefault(row["side"], []).append(smoothed(points(row)))
+        curves.setdefault(row["method"], []).append(smoothed(points(row)))
     title = f"{name}: {measure} over wall-clock training time"
     quality_over_time(
         options.save_to / f"{stem}.png", curves, title=title, measure=measure, target=statistics.median(study.targets.values())
@@ -278,11 +285,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workload", type=Path, required=True, help="a Python file with training_batches() and quality()")
     parser.add_argument("--network", default="200mbit", help="as in gossamer bench")
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), help="the first one is the reference")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), help="the first one is the reference")
     parser.add_argument("--seeds", type=int, default=5)
     goal = parser.add_mutually_exclusive_group(required=True)
     goal.add_argument("--target", type=float, help="an accuracy to reach, or a loss, whichever the workload's quality is")
-    goal.add_argument("--target-after", type=float, metavar="SECONDS", help="what the first side reaches in so many seconds")
+    goal.add_argument("--target-after", type=float, metavar="SECONDS", help="what the first method reaches in so many seconds")
     parser.add_argument("--seconds", type=float, default=1800.0, help="after which a run ends, target or not")
     parser.add_argument("--eval-every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--save-to", type=Path, default=Path("out/quality"))
@@ -296,16 +303,16 @@ def fetch_data(workload: Workload, hosts: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what is lacking, and show the table; the exit code: 1 if a side was not trained."""
+    """Train what is lacking, and show the table; the exit code: 1 if a method was not trained."""
     options, console = parse_options(arguments), Console()
     try:
         study = Study(options, Runs(options.save_to / "quality.jsonl"), console)
         require_matplotlib()
         workload = find_workload(options.workload)
-        for side in options.sides:
-            parse_side(side)
-        if options.sides[0] == BASELINE:
-            raise ConfigurationError(f"{BASELINE} reaches nothing that others could be measured by: name another side first")
+        for method in options.methods:
+            parse_method(method)
+        if options.methods[0] == BASELINE:
+            raise ConfigurationError(f"{BASELINE} reaches nothing that others could be measured by: name another method first")
         fetch_data(workload, options.hosts)
         study.train_all()
     except GossamerError as error:

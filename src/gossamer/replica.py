@@ -24,7 +24,6 @@ from gossamer.sync.exact import changing
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.hooks import OwnHook
 from gossamer.sync.join import Event, Join, state_from_rank
-from gossamer.sync.line_search import decides_by_loss, with_mean_loss
 from gossamer.sync.module_buffers import (
     Buffers,
     beside_parameters,
@@ -284,7 +283,6 @@ class Replica:
                 beside = beside_parameters(self._model)
                 become_average(self._runner, self._optimizers, floating(self._trainable), beside, self._weights.weigh)
         finally:
-            self._weights.release()
             self._runner.close()
 
     # -- what the hooks call ------------------------------------------------------------------------------------
@@ -350,24 +348,20 @@ class Replica:
         self.step += 1
 
     def _before_step(self, index: int) -> Any:
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if self._overlap.updating or in_nested_step(optimizer):  # a part of a step that the user took
-                return None
+                return
             with alarming(self._runner):
                 self._watch.check()
                 if self._at_average:
                     raise UsageError("optimizer.step() inside replica.consensus(): the model's own weights come back after it")
-                # A closure (LBFGS) runs backward inside the step. The first argument is the optimizer itself.
+                # A closure runs backward inside the step. The first argument is the optimizer itself.
                 closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-                at_once = closure is None
-                if at_once and not self._join.shadowing:
+                if closure is None and not self._join.shadowing:
                     self._turns.require_backward(index, self.step)
                 self._tell_how_many(optimizer)
                 if self._weights and not self.algorithm.lands_late:
-                    self._weights.prepare(index, self.step, at_once)
-                if closure is None or not self._means_losses or not decides_by_loss(optimizer):
-                    return None
-                return args[:1], {**kwargs, "closure": with_mean_loss(self._runner, closure)}
+                    self._weights.prepare(index, self.step)
 
         return before_step
 
@@ -385,11 +379,6 @@ class Replica:
             self._turns.note_step(index)
 
         return after_step
-
-    @property
-    def _means_losses(self) -> bool:
-        """Whether a closure's gradients are means over the ranks, so that its loss is to be one, too."""
-        return self._gradients is not None and self._runner.world > 1 and self._backward.synchronise and not self._join.on
 
     def _tell_how_many(self, optimizer: Optimizer) -> None:
         """Of how many gradients the mean update is made, if the optimizer asks for it."""

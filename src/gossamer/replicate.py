@@ -67,8 +67,8 @@ def replicate(
             algorithms, from the third step on; pays where the exchange takes longer than backward. Between ``backward()`` and
             the next forward pass no parameter has a gradient (so do not clip, scale or log them), and parameters are as
             before the step; reading a ``state_dict`` of the model or the optimizer, and ``wait_for_exchanges()``, bring them
-            up to date, a copy or a pickle of the model does not. The optimizer must update each parameter by itself, as all of
-            ``torch.optim`` but LBFGS do; its step, and hooks on it, run once per bucket. Take a step after every backward pass
+            up to date, a copy or a pickle of the model does not. The optimizer must update each parameter by itself, as all
+            of ``torch.optim`` do; its step, and hooks on it, run once per bucket. Take a step after every backward pass
             (accumulate inside ``no_sync()``), and call modules rather than use their parameters in another way.
 
     Raises:
@@ -175,7 +175,6 @@ def _check_overlap(algorithm: Algorithm, optimizers: Sequence[Optimizer], scaler
             algorithm.part("gradients") is None or algorithm.part("weights") is not None
         ),
         "there is more than one optimizer, so parts of a step would not be known to belong together": len(optimizers) > 1,
-        "LBFGS updates all parameters together": isinstance(optimizers[0], torch.optim.LBFGS),
         "a GradScaler looks at all gradients before the step": scaler is not None,
         "a compiled model calls its modules inside of compiled code: give the model as it is, uncompiled": (
             hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None

@@ -35,10 +35,10 @@ def launch(tmp_path, *words, workload="Convnet(0.02)"):
 
 @pytest.mark.slow
 def test_torchrun_measures_on_the_network_that_is_there(tmp_path):
-    done = launch(tmp_path, "--side", "AllReduce()")
+    done = launch(tmp_path, "--method", "AllReduce()")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [row["side"] for row in rows] == ["ddp", "compute", "AllReduce()"]
+    assert [row["method"] for row in rows] == ["ddp", "compute", "AllReduce()"]
     assert {(row["network"], row["hosts"]) for row in rows} == {("as is, 2 workers per host", 1)}
     assert rows[0]["tcp_bits_per_second"] > 1e8
     assert rows[2]["bound_seconds"] >= 0.02
@@ -61,10 +61,10 @@ def random_batch(generator):
 def test_torchrun_measures_the_model_of_a_file_with_two_functions(tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(OF_A_USER)
-    done = launch(tmp_path / "out", "--side", "Gossip()", workload=str(mine))
+    done = launch(tmp_path / "out", "--method", "Gossip()", workload=str(mine))
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert [row["side"] for row in rows] == ["ddp", "compute", "Gossip()"]
+    assert [row["method"] for row in rows] == ["ddp", "compute", "Gossip()"]
     assert {row["digest"] for row in rows} == {digest(str(mine))}
     parameters = 8 * 16 + 16 + 16 * 4 + 4
     assert rows[2]["payload_bytes"] >= 2 * parameters, "a message of the weights in 16 bits per step"
@@ -116,9 +116,9 @@ def test_the_rank_that_was_told_otherwise_is_named(monkeypatch):
         agree({"workloads": ["a"], "options": 3})
 
 
-def test_a_side_that_fails_under_torchrun_is_named_and_the_others_are_shown(tmp_path):
+def test_a_method_that_fails_under_torchrun_is_named_and_the_others_are_shown(tmp_path):
     done = launch(
-        tmp_path, "--at-once", "1", "--side", "AllReduce()", "--side", "with_optimizer(Gossip(), GossipAdamW(speed=1))"
+        tmp_path, "--per-run", "1", "--method", "AllReduce()", "--method", "with_optimizer(Gossip(), GossipAdamW(speed=1))"
     )
     assert done.returncode != 0
     assert "GossipAdamW: " in done.stderr
@@ -135,7 +135,7 @@ def test_a_side_that_fails_under_torchrun_is_named_and_the_others_are_shown(tmp_
 
 def test_what_cannot_run_here_is_known_before_anything_is_timed(alone):
     (row,) = absent_here(Case("Convnet(1)", "as is", 1), ["bluefog", "ddp"])
-    assert row["side"] == "bluefog"
+    assert row["method"] == "bluefog"
     assert "does not build" in row["missing"]
 
 

@@ -13,7 +13,7 @@ from gossamer.bench import command
 from gossamer.bench.matrix import Case, Turns
 from gossamer.bench.results import Results
 from gossamer.bench.session import Place, Plan, Session
-from gossamer.bench.trained import SideError
+from gossamer.bench.trained import MethodError
 from gossamer.cli import app
 from gossamer.errors import GossamerError
 
@@ -25,39 +25,39 @@ TURNS = Turns(2, 1, 1)
 
 
 def a_place(fails=(), forgets=(), separate=True, calls=None, now=None, error=GossamerError("rank 1 fell over")):
-    def measure(case, sides, turns, on_record):
-        note("time", sides)
-        if set(fails) & set(sides):
+    def measure(case, methods, turns, on_record):
+        note("time", methods)
+        if set(fails) & set(methods):
             raise error
         turns = {"rounds": turns.rounds, "steps_per_round": turns.steps, "warmup": turns.warmup}
         case = {"workload": case.workload, "network": case.network, "hosts": case.hosts}
-        return [a_row(side, when=round(time.time()), **case, **turns) for side in sides]
+        return [a_row(method, when=round(time.time()), **case, **turns) for method in methods]
 
-    def memory(case, sides):
-        note("memory", sides)
-        if set(forgets) & set(sides):
+    def memory(case, methods):
+        note("memory", methods)
+        if set(forgets) & set(methods):
             raise GossamerError("no memory left")
-        return {side: {"memory": 1.0, "memory_noise": 0.0} for side in sides}
+        return {method: {"memory": 1.0, "memory_noise": 0.0} for method in methods}
 
-    def note(what, sides):
+    def note(what, methods):
         if calls is not None:
-            calls.append((what, *sides))
+            calls.append((what, *methods))
 
-    return Place(lambda: now or {}, list, lambda case, sides: [], measure, memory, separate)
+    return Place(lambda: now or {}, list, lambda case, methods: [], measure, memory, separate)
 
 
-def run(place, tmp_path, sides, memory=False, at_once=1, again=False, progress=None):
+def run(place, tmp_path, methods, memory=False, per_run=1, again=False, progress=None):
     results = Results(tmp_path / "results.jsonl")
-    plan = Plan(sides, TURNS, at_once, memory, again)
+    plan = Plan(methods, TURNS, per_run, memory, again)
     Session(place, plan, results, progress or command._progress(quiet=True)).run([CASE])
 
 
 def rows(tmp_path):
-    return {row["side"]: row for row in map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())}
+    return {row["method"]: row for row in map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())}
 
 
 def kept(tmp_path):
-    return {side: row for side, row in rows(tmp_path).items() if "failed" not in row}
+    return {method: row for method, row in rows(tmp_path).items() if "failed" not in row}
 
 
 def test_a_portion_that_fails_leaves_the_next_one_unharmed(tmp_path):
@@ -66,37 +66,37 @@ def test_a_portion_that_fails_leaves_the_next_one_unharmed(tmp_path):
     assert kept(tmp_path).keys() == {"ddp", "compute", "Gossip()"}
 
 
-def test_a_side_that_failed_is_a_row_and_is_tried_again_last_and_by_itself(tmp_path):
-    sides = ["QSGD()", "Gossip()"]
+def test_a_method_that_failed_is_a_row_and_is_tried_again_last_and_by_itself(tmp_path):
+    methods = ["QSGD()", "Gossip()"]
     with pytest.raises(GossamerError):
-        run(a_place(fails=["QSGD()"]), tmp_path, sides)
+        run(a_place(fails=["QSGD()"]), tmp_path, methods)
     assert rows(tmp_path)["QSGD()"]["failed"] == "rank 1 fell over"
     calls = []
-    run(a_place(calls=calls), tmp_path, [*sides, "AllReduce()"], at_once=3)
+    run(a_place(calls=calls), tmp_path, [*methods, "AllReduce()"], per_run=3)
     assert calls == [("time", "ddp", "compute", "AllReduce()"), ("time", "ddp", "compute", "QSGD()")]
-    assert kept(tmp_path).keys() == {"ddp", "compute", "AllReduce()", *sides}
+    assert kept(tmp_path).keys() == {"ddp", "compute", "AllReduce()", *methods}
     with pytest.raises(GossamerError):
         run(a_place(fails=["QSGD()"]), tmp_path, ["QSGD()"], again=True)
     assert "QSGD()" in kept(tmp_path), "what failed does not take the place of what was measured"
 
 
 @pytest.mark.parametrize("memory", [False, True])
-def test_a_side_that_fails_takes_none_of_its_portion_along(tmp_path, memory):
-    sides = ["AllReduce()", "QSGD()", "Gossip()", "ScatterReduce()"]
+def test_a_method_that_fails_takes_none_of_its_portion_along(tmp_path, memory):
+    methods = ["AllReduce()", "QSGD()", "Gossip()", "ScatterReduce()"]
     with pytest.raises(GossamerError) as caught:
-        run(a_place(fails=["QSGD()"]), tmp_path, sides, memory, at_once=3)
+        run(a_place(fails=["QSGD()"]), tmp_path, methods, memory, per_run=3)
     assert str(caught.value).splitlines()[1:] == [f"{CASE}, ddp, compute, QSGD(): rank 1 fell over"]
-    assert kept(tmp_path).keys() == {"ddp", "compute", *sides} - {"QSGD()"}
+    assert kept(tmp_path).keys() == {"ddp", "compute", *methods} - {"QSGD()"}
 
 
-def test_where_all_are_measured_by_the_same_ranks_it_is_the_end_and_the_side_is_known(tmp_path):
-    sides, error = ["QSGD()", "Gossip()"], SideError("QSGD()", ValueError("no such thing"))
+def test_where_all_are_measured_by_the_same_ranks_it_is_the_end_and_the_method_is_known(tmp_path):
+    methods, error = ["QSGD()", "Gossip()"], MethodError("QSGD()", ValueError("no such thing"))
     place = a_place(fails=["QSGD()"], separate=False, error=error)
     with pytest.raises(GossamerError, match=r"^QSGD\(\): ValueError: no such thing$"):
-        run(place, tmp_path, sides, at_once=2)
+        run(place, tmp_path, methods, per_run=2)
     assert rows(tmp_path).keys() == {"QSGD()"}
     with pytest.raises(GossamerError):
-        run(place, tmp_path, sides, at_once=2)
+        run(place, tmp_path, methods, per_run=2)
     assert kept(tmp_path).keys() == {"ddp", "compute", "Gossip()"}, "it takes the others along once only"
 
 
@@ -113,22 +113,22 @@ def test_step_times_are_kept_when_memory_cannot_be_measured_and_memory_is_measur
 
 def test_memory_is_measured_once_and_not_lost(tmp_path):
     calls = []
-    for side in ("Gossip()", "QSGD()"):
-        run(a_place(calls=calls), tmp_path, [side], memory=True)
+    for method in ("Gossip()", "QSGD()"):
+        run(a_place(calls=calls), tmp_path, [method], memory=True)
     run(a_place(), tmp_path, ["Gossip()", "AllReduce()"], memory=False, again=True)
     assert [call for call in calls if call[0] == "memory"] == [("memory", "ddp", "compute", "Gossip()"), ("memory", "QSGD()")]
-    assert {side for side, row in kept(tmp_path).items() if "memory" in row} == {"ddp", "compute", "Gossip()", "QSGD()"}
+    assert {method for method, row in kept(tmp_path).items() if "memory" in row} == {"ddp", "compute", "Gossip()", "QSGD()"}
 
 
 def test_what_is_there_already_is_told_with_its_day_and_what_differs(tmp_path):
     results = Results(tmp_path / "results.jsonl")
     old = {"when": 0, "torch": "2.9", "processor": "A", "host_names": ["a", "b"], "steps_per_round": 1, "warmup": 1}
-    results.add([a_row(side, **CASE_KEYS, **old) for side in ("ddp", "compute", "Gossip()")])
+    results.add([a_row(method, **CASE_KEYS, **old) for method in ("ddp", "compute", "Gossip()")])
     told = io.StringIO()
     place = a_place(now={"torch": "2.13", "processor": "A", "cores": 2, "host_names": ["a", "c"]})
     run(place, tmp_path, ["Gossip()", "QSGD()"], progress=Progress(console=Console(file=told, width=250)))
     lines = " ".join(told.getvalue().split())
-    assert f"{CASE}: 1 of 2 sides are there; --again measures them anew. Measured on 1970-01-01." in lines
+    assert f"{CASE}: 1 of 2 methods are there; --again measures them anew. Measured on 1970-01-01." in lines
     assert "Changed since: torch 2.9 → 2.13; host_names a, b → a, c" in lines
     assert "processor" not in lines
     again = io.StringIO()
@@ -140,7 +140,7 @@ def bench(monkeypatch, place, tmp_path, *words):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(command, "LAB", place)
     monkeypatch.setenv("COLUMNS", "160")
-    more = ["--no-memory", "--at-once", "1", "--rounds", "2", "--steps", "1", "--warmup", "1", "--save-to", str(tmp_path)]
+    more = ["--no-memory", "--per-run", "1", "--rounds", "2", "--steps", "1", "--warmup", "1", "--save-to", str(tmp_path)]
     return CliRunner().invoke(app, ["bench", CASE.workload, *words, *more])
 
 
@@ -148,7 +148,7 @@ def bench(monkeypatch, place, tmp_path, *words):
     ("error", "code"), [(GossamerError("rank 1 fell\nSideError: QSGD(): [/gloo/x] | it"), 2), (KeyboardInterrupt(), 130)]
 )
 def test_what_was_measured_is_shown_although_something_failed(monkeypatch, tmp_path, error, code):
-    result = bench(monkeypatch, a_place(["QSGD()"], error=error), tmp_path, "--side", "Gossip()", "--side", "QSGD()")
+    result = bench(monkeypatch, a_place(["QSGD()"], error=error), tmp_path, "--method", "Gossip()", "--method", "QSGD()")
     assert result.exit_code == code
     assert "Gossip()" in result.output
     assert "Measured on 20" in result.output
@@ -160,10 +160,10 @@ def test_what_was_measured_is_shown_although_something_failed(monkeypatch, tmp_p
 
 @pytest.mark.parametrize("width", [80, 250])
 def test_no_figure_is_lost_in_a_narrow_terminal(width):
-    side, told = "with_optimizer(in_parts(2, QuantizedGossip(bits=8)), GossipAdamW())", io.StringIO()
+    method, told = "with_optimizer(in_parts(2, QuantizedGossip(bits=8)), GossipAdamW())", io.StringIO()
     noisy = {"round_seconds": [1234.5, 2234.5], "step_seconds": 1234.5, "ratio_low": 0.123, "ratio_high": 0.987}
     more = {"bound_seconds": 0.25, "memory": 1.25, "memory_noise": 0.03, "payload_bytes": 123456.0}
-    Console(file=told, width=width).print(*command._shown([a_row("ddp", **more), a_row(side, **more | noisy)]))
+    Console(file=told, width=width).print(*command._shown([a_row("ddp", **more), a_row(method, **more | noisy)]))
     shown = told.getvalue().split()
     for figure in ("1234500.0", "0.500", "(0.123", "0.987)", "1.250", "0.12", "1.25"):
         assert figure in shown, (figure, told.getvalue())
@@ -178,16 +178,16 @@ def test_a_column_in_which_nothing_stands_is_not_shown():
     assert ("MB" in told.getvalue(), "memory" in told.getvalue()) == (True, False)
 
 
-def test_a_side_that_cannot_be_read_is_told_before_anything_else(monkeypatch, tmp_path):
+def test_a_method_that_cannot_be_read_is_told_before_anything_else(monkeypatch, tmp_path):
     Results(tmp_path / "results.jsonl").add([a_row("ddp")])
-    result = bench(monkeypatch, a_place(), tmp_path, "--side", "Gosip()")
+    result = bench(monkeypatch, a_place(), tmp_path, "--method", "Gosip()")
     assert result.exit_code == 2
     assert "did you mean Gossip()" in result.output
     assert not (tmp_path / "results.md").exists()
 
 
-def test_a_side_is_found_again_however_it_is_spelled(monkeypatch, tmp_path):
+def test_a_method_is_found_again_however_it_is_spelled(monkeypatch, tmp_path):
     calls = []
-    for side in ("Gossip(wire='bf16')", 'Gossip( wire="bf16")'):
-        assert bench(monkeypatch, a_place(calls=calls), tmp_path, "--side", side).exit_code == 0
+    for method in ("Gossip(wire='bf16')", 'Gossip( wire="bf16")'):
+        assert bench(monkeypatch, a_place(calls=calls), tmp_path, "--method", method).exit_code == 0
     assert len(calls) == 1

@@ -101,19 +101,19 @@ def test_the_bar_of_a_case_moves_with_its_rounds_and_results_are_told_as_they_co
     progress = Progress(*columns, console=console, auto_refresh=False)
     seen = []
 
-    def measure(case, sides, turns, on_record):
+    def measure(case, methods, turns, on_record):
         for number in range(turns.rounds):
-            on_record({"side": sides[0]})  # not of a round's end
+            on_record({"method": methods[0]})  # not of a round's end
             on_record({"round": number + 1})
             (task,) = progress.tasks
             seen.append((task.description, task.completed, task.total))
         progress.refresh()
-        return [a_row(side, workload=case.workload, network=case.network, hosts=case.hosts) for side in sides]
+        return [a_row(method, workload=case.workload, network=case.network, hosts=case.hosts) for method in methods]
 
-    place = Place(dict, list, lambda case, sides: [], measure, lambda case, sides: {}, separate=True)
+    place = Place(dict, list, lambda case, methods: [], measure, lambda case, methods: {}, separate=True)
     with progress:
         Session(place, Plan(["Gossip()"], Turns(2, 1, 1), 1, False, False), Results(tmp_path / "r.jsonl"), progress).run([case])
-    described = f"{case}: 3 sides"  # DDP and computing alone go along
+    described = f"{case}: 3 methods"  # DDP and computing alone go along
     assert seen == [(described, 1, 2), (described, 2, 2)]
     assert not progress.tasks
     text = written(console)

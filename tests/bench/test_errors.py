@@ -67,10 +67,10 @@ def test_a_workload_may_define_dataclasses_and_pickle_what_it_defines(tmp_path):
     assert "workload_wrong" not in sys.modules
 
 
-@pytest.mark.parametrize("wrong", ['{"side": "dd', "[1, 2]", "", "3"])
+@pytest.mark.parametrize("wrong", ['{"method": "dd', "[1, 2]", "", "3"])
 def test_a_file_of_results_that_was_cut_off_names_its_line(tmp_path, wrong):
     path = tmp_path / "results.jsonl"
-    path.write_text(f'{{"side": "ddp"}}\n{wrong}\n')
+    path.write_text(f'{{"method": "ddp"}}\n{wrong}\n')
     with pytest.raises(ConfigurationError, match=r"results.jsonl, line 2: not a whole row"):
         read_rows(path)
     result = CliRunner().invoke(app, ["bench", "Convnet(0.05)", "--save-to", str(tmp_path)])

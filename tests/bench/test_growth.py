@@ -4,10 +4,10 @@ import pytest
 
 from gossamer.algorithms import registry
 from gossamer.bench.in_lab import lab_json
-from gossamer.bench.sides import OPTIMIZERS
+from gossamer.bench.methods import OPTIMIZERS
 from gossamer.lab import LabSpec
 
-SIDES = (
+METHODS = (
     *(f"{name}()" for name in registry()),
     *(f"{name}(warmup=50)" for name in OPTIMIZERS),
     "Gossip(ahead=1.0)",
@@ -23,15 +23,15 @@ os.environ["TORCH_FR_BUFFER_SIZE"] = "1"  # PyTorch's flight recorder remembers 
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from gossamer.bench.paired import make_side
+from gossamer.bench.paired import make_method
 from gossamer.bench.workload import Workload
 
 def made():
     return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 16))
 
-def reading(side):
-    if side.joined.replica is not None:
-        side.joined.replica.wait_for_exchanges()
+def reading(method):
+    if method.joined.replica is not None:
+        method.joined.replica.wait_for_exchanges()
     dist.barrier()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -44,16 +44,16 @@ workload = Workload(
     lambda outputs, targets: (outputs - targets).square().mean(),
 )
 dist.init_process_group("gloo")
-side = make_side(workload, sys.argv[1], dist.get_rank())
+method = make_method(workload, sys.argv[1], dist.get_rank())
 readings = []
 for step in range(1, 2001):
-    side.step()
+    method.step()
     if step in (500, 1000, 2000):
-        readings.append(reading(side))
+        readings.append(reading(method))
 if dist.get_rank() == 0:
     print(json.dumps({"readings": readings}))
-if side.joined.replica is not None:
-    side.joined.replica.close()
+if method.joined.replica is not None:
+    method.joined.replica.close()
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -61,10 +61,12 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("side", SIDES)
-def test_memory_does_not_grow_over_two_thousand_steps(tmp_path, side):
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_does_not_grow_over_two_thousand_steps(tmp_path, method):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    (_, few), (resident, some), (later, many) = lab_json(LabSpec(hosts=2, shaping="none"), [str(script), side])[-1]["readings"]
+    (_, few), (resident, some), (later, many) = lab_json(LabSpec(hosts=2, shaping="none"), [str(script), method])[-1][
+        "readings"
+    ]
     assert few == some == many, "live tensors"
     assert later - resident < 300_000, "300 bytes per step"

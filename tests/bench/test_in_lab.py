@@ -20,14 +20,16 @@ def script(tmp_path):
 
 
 def test_the_result_is_known_by_its_key_however_long_it_is_and_whatever_else_is_printed(script):
-    source = "if rank == 0:\n    print(json.dumps({'sides': ['x' * 300_000]}))\n    print('{\"loss\": 1}')\n    print('{no')\n"
-    source += "    print('{\"sides\": 2}', file=sys.stderr)\n"
-    assert lab_result(HERE, script(source), "sides") == {"sides": ["x" * 300_000]}
+    source = (
+        "if rank == 0:\n    print(json.dumps({'methods': ['x' * 300_000]}))\n    print('{\"loss\": 1}')\n    print('{no')\n"
+    )
+    source += "    print('{\"methods\": 2}', file=sys.stderr)\n"
+    assert lab_result(HERE, script(source), "methods") == {"methods": ["x" * 300_000]}
 
 
 def test_no_result_is_an_error(script):
     with pytest.raises(GossamerError, match="printed no result"):
-        lab_result(HERE, script("print('{\"loss\": 1}')"), "sides")
+        lab_result(HERE, script("print('{\"loss\": 1}')"), "methods")
 
 
 def test_the_rank_that_failed_first_is_quoted_and_not_those_that_missed_it(script):

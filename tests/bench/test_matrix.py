@@ -29,13 +29,13 @@ from gossamer.errors import ConfigurationError
 CASE = Case("Convnet(0.05)", "200mbit+2ms", 4)
 
 
-def a_row(side, **more):
+def a_row(method, **more):
     figures = {"step_seconds": 0.5, "ratio": 0.5, "ratio_low": 0.49, "ratio_high": 0.51, "payload_bytes": 2e6}
     counted = {"interface_bytes": 3e6, "exposed_seconds": 0.1, "cpu_seconds": 0.2, "wire_seconds": 0.3}
     case = {"workload": CASE.workload, "network": CASE.network, "hosts": CASE.hosts}
     turns = {"rounds": 2, "steps_per_round": 5, "timed_steps": 8, "warmup": 4}
     own = {"compute_seconds": 0.4, "ratio_to_compute": 1.25, "round_seconds": [0.5, 0.5]}
-    return case | {"side": side, "name": "Convnet"} | figures | counted | turns | own | more
+    return case | {"method": method, "name": "Convnet"} | figures | counted | turns | own | more
 
 
 NEW = ("steps_per_round", "timed_steps", "warmup", "compute_seconds", "ratio_to_compute", "round_seconds")
@@ -61,9 +61,9 @@ def test_cases_are_all_combinations():
     assert len(cases(["Convnet(1)", "AlexNet(2)"], ["1gbit", "unshaped"], [2, 4, 8])) == 12
 
 
-def test_sides_come_in_portions_with_the_reference():
-    sides = ["AllReduce()", "Gossip()", "QSGD()"]
-    assert list(portions(sides, 2)) == [[*ALWAYS, *sides[:2]], [*ALWAYS, sides[2]]]
+def test_methods_come_in_portions_with_the_reference():
+    methods = ["AllReduce()", "Gossip()", "QSGD()"]
+    assert list(portions(methods, 2)) == [[*ALWAYS, *methods[:2]], [*ALWAYS, methods[2]]]
     assert list(portions([], 2)) == [list(ALWAYS)]
     with pytest.raises(ConfigurationError, match="Nothing"):
         list(portions(["Nothing()"], 2))
@@ -78,7 +78,7 @@ def test_results_are_kept_and_not_measured_again(tmp_path):
     assert again.lacking(CASE, ["ddp", "AllReduce()", "Gossip()"], Turns(2)) == ["Gossip()"]
     assert again.lacking(CASE, ["ddp"], Turns(3)) == ["ddp"], "so few rounds are not enough"
     assert again.lacking(Case(CASE.workload, CASE.network, 8), ["ddp"], Turns(2)) == ["ddp"]
-    assert [row["step_seconds"] for row in again.rows if row["side"] == "ddp"] == [0.7]
+    assert [row["step_seconds"] for row in again.rows if row["method"] == "ddp"] == [0.7]
 
 
 @pytest.mark.parametrize(
@@ -156,33 +156,36 @@ def test_the_ratio_to_compute_has_its_spread_where_it_is_known():
 
 
 def found(compute, gossip):
-    """What a run of two rounds says, in which each side takes these seconds."""
+    """What a run of two rounds says, in which each method takes these seconds."""
     seconds = {"ddp": [1.0, 1.2], "compute": [compute] * 2, "Gossip()": [gossip] * 2}
-    ratios = {side: {"reference_seconds": 1.1, "compute_seconds": compute, "ratio_to_compute": own[0] / compute}
-              for side, own in seconds.items()}  # fmt: skip
+    ratios = {method: {"reference_seconds": 1.1, "compute_seconds": compute, "ratio_to_compute": own[0] / compute}
+              for method, own in seconds.items()}  # fmt: skip
     told = {"workload": "Convnet", "rounds": 2, "steps_per_round": 5, "warmup": 4, "tcp_bits_per_second": 1e8, "missing": {}}
-    return told | {"sides": ratios, "seconds": seconds, "latency": 0.0, "conditions": {"torch": "2", "load_before": 0.1}}
+    return told | {"methods": ratios, "seconds": seconds, "latency": 0.0, "conditions": {"torch": "2", "load_before": 0.1}}
 
 
 def test_every_row_has_compute_and_ddp_of_its_own_run():
     results = Results(Path("nowhere"), writes=False)
     results.add(rows_of(CASE, found(0.5, 0.75)))
     second = found(0.25, 0.5)
-    second["sides"]["QSGD()"], second["seconds"]["QSGD()"] = second["sides"].pop("Gossip()"), second["seconds"].pop("Gossip()")
+    second["methods"]["QSGD()"], second["seconds"]["QSGD()"] = (
+        second["methods"].pop("Gossip()"),
+        second["seconds"].pop("Gossip()"),
+    )
     results.add(rows_of(CASE, second))
-    by_side = {row["side"]: row for row in results.rows}
-    assert by_side["compute"]["compute_seconds"] == 0.25, "the newest takes the place of the one before"
-    assert by_side["Gossip()"]["compute_seconds"] == 0.5, "and other rows still tell theirs"
-    assert by_side["Gossip()"]["ratio_to_compute"] == 1.5
-    assert by_side["QSGD()"]["ratio_to_compute"] == 2.0
-    assert by_side["ddp"]["round_seconds"] == [1.0, 1.2]
-    assert by_side["QSGD()"]["reference_seconds"] == 1.1
+    by_method = {row["method"]: row for row in results.rows}
+    assert by_method["compute"]["compute_seconds"] == 0.25, "the newest takes the place of the one before"
+    assert by_method["Gossip()"]["compute_seconds"] == 0.5, "and other rows still tell theirs"
+    assert by_method["Gossip()"]["ratio_to_compute"] == 1.5
+    assert by_method["QSGD()"]["ratio_to_compute"] == 2.0
+    assert by_method["ddp"]["round_seconds"] == [1.0, 1.2]
+    assert by_method["QSGD()"]["reference_seconds"] == 1.1
     assert all(row["load_before"] == 0.1 and row["warmup"] == 4 for row in results.rows)
 
 
 def test_rows_of_others_say_that_gossamers_runner_does_not_delay_them():
-    delayed = [row for row in rows_of(CASE, found(0.5, 0.75) | {"latency": 0.002}) if row["side"] in ("ddp", "Gossip()")]
-    whole = [a_row(row["side"], runner_latency=row["runner_latency"]) for row in delayed]
+    delayed = [row for row in rows_of(CASE, found(0.5, 0.75) | {"latency": 0.002}) if row["method"] in ("ddp", "Gossip()")]
+    whole = [a_row(row["method"], runner_latency=row["runner_latency"]) for row in delayed]
     assert [" (not delayed) |" in line for line in table(whole)[2:]] == [True, False]
     assert not any("not delayed" in line for line in table([a_row("ddp")]))
 
@@ -205,22 +208,22 @@ def test_memory_is_measured_on_a_network_without_limits_whatever_the_case_has(mo
     assert (seen[0].latency_s, seen[0].slow) == (0, {})
 
 
-def test_a_picture_is_drawn_over_the_number_of_hosts_where_there_are_several_else_by_side(tmp_path):
+def test_a_picture_is_drawn_over_the_number_of_hosts_where_there_are_several_else_by_method(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [a_row(side, hosts=hosts) for side in ("ddp", "compute", "Gossip()") for hosts in (2, 4, 8)]
+    rows = [a_row(method, hosts=hosts) for method in ("ddp", "compute", "Gossip()") for hosts in (2, 4, 8)]
     assert draw(rows, tmp_path) == [tmp_path / "convnet-0-05-hosts.png"]
     assert (tmp_path / "convnet-0-05-hosts.png").stat().st_size > 5000
     both = [*rows, a_row("ddp", network="1gbit"), a_row("ddp", network="2gbit", hosts=2)]
-    assert draw(both, tmp_path) == [tmp_path / "convnet-0-05-hosts.png", tmp_path / "convnet-0-05-sides.png"]
+    assert draw(both, tmp_path) == [tmp_path / "convnet-0-05-hosts.png", tmp_path / "convnet-0-05-methods.png"]
     one = [a_row("ddp", bound_seconds=0.4), a_row("Gossip()"), a_row("ddp", network="1gbit"), a_row("ddp", workload="mine.py")]
-    assert draw(one, tmp_path) == [tmp_path / "convnet-0-05-sides.png", tmp_path / "mine-py-sides.png"]
-    assert (tmp_path / "convnet-0-05-sides.png").stat().st_size > 5000
+    assert draw(one, tmp_path) == [tmp_path / "convnet-0-05-methods.png", tmp_path / "mine-py-methods.png"]
+    assert (tmp_path / "convnet-0-05-methods.png").stat().st_size > 5000
     assert draw([], tmp_path) == []
 
 
 def test_a_picture_is_of_one_version_of_the_file(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("gossamer.bench.matrix.times_by_side", lambda path, bars, title: drawn.append(bars))
+    monkeypatch.setattr("gossamer.bench.matrix.times_by_method", lambda path, bars, title: drawn.append(bars))
     draw([a_row("ddp", digest="old", when=1), a_row("Gossip()", digest="new", when=2), a_row("QSGD()", when=0)], tmp_path)
     assert [bars.seconds.keys() for bars in drawn[0]] == [{"Gossip()", "QSGD()"}]
 
@@ -230,15 +233,15 @@ def test_two_runs_that_write_one_file_keep_each_others_rows(tmp_path):
     one.add([a_row("ddp", step_seconds=0.1)])
     other.add([a_row("Gossip()"), a_row("ddp", step_seconds=0.2)])
     one.add([a_row("QSGD()")])
-    assert {row["side"]: row["step_seconds"] for row in Results(tmp_path / "results.jsonl").rows} == {
+    assert {row["method"]: row["step_seconds"] for row in Results(tmp_path / "results.jsonl").rows} == {
         "ddp": 0.2,
         "Gossip()": 0.5,
         "QSGD()": 0.5,
     }
-    assert [row["side"] for row in one.rows] == ["ddp", "QSGD()"], "what others measure on the way changes no run"
+    assert [row["method"] for row in one.rows] == ["ddp", "QSGD()"], "what others measure on the way changes no run"
 
 
-def test_a_row_is_found_however_its_side_and_file_were_spelled(tmp_path):
+def test_a_row_is_found_however_its_method_and_file_were_spelled(tmp_path):
     results = Results(tmp_path / "results.jsonl")
     results.add([a_row('Gossip(wire="bf16")', workload="./mine.py")])
     again = Results(tmp_path / "results.jsonl")
@@ -248,7 +251,7 @@ def test_a_row_is_found_however_its_side_and_file_were_spelled(tmp_path):
 
 
 def test_a_reason_of_several_lines_is_one_cell(tmp_path):
-    row = {name: value for name, value in a_row("x").items() if name in ("workload", "network", "hosts", "side", "name")}
+    row = {name: value for name, value in a_row("x").items() if name in ("workload", "network", "hosts", "method", "name")}
     assert table([row | {"missing": "no\n  such | thing"}])[2].count("| not run: no such \\| thing |") == 1
 
 
@@ -256,9 +259,9 @@ def test_what_was_timed_across_two_phases_says_so():
     assert "| 500.0 (two phases) |" in table([a_row("OneBitAdam()", two_phases=True)])[2]
 
 
-def test_ninety_sides_look_different():
+def test_ninety_methods_look_different():
     pytest.importorskip("matplotlib")
-    looks = looks_of(["ddp", "compute", *(f"side {number}" for number in range(89))])
+    looks = looks_of(["ddp", "compute", *(f"method {number}" for number in range(89))])
     assert len({tuple(look.values()) for look in looks.values()}) == 91
 
 
@@ -266,28 +269,32 @@ def test_the_command_measures_and_goes_on_where_it_was(tmp_path, namespaces):
     runner = CliRunner()
     words = ["bench", "Convnet(0.05)", "--network", "1gbit", "--hosts", "2", "--rounds", "2", "--steps", "1", "--warmup", "1"]
     words += ["--no-memory", "--save-to", str(tmp_path)]
-    sides = ["AllReduce()", "ddp-powersgd", "bluefog", "post-localsgd"]
-    first = runner.invoke(app, [*words, *(word for side in sides for word in ("--side", side))])
+    methods = ["AllReduce()", "ddp-powersgd", "bluefog", "post-localsgd"]
+    first = runner.invoke(app, [*words, *(word for method in methods for word in ("--method", method))])
     assert first.exit_code == 0, first.output
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [row["side"] for row in rows] == ["bluefog", "ddp", "compute", "AllReduce()", "ddp-powersgd", "post-localsgd"]
+    assert [row["method"] for row in rows] == ["bluefog", "ddp", "compute", "AllReduce()", "ddp-powersgd", "post-localsgd"]
     assert "does not build" in rows[0]["missing"]
-    by_side = {row["side"]: row for row in rows}
-    assert by_side["compute"]["step_seconds"] >= 0.05
-    assert by_side["post-localsgd"]["timed_steps"] == by_side["ddp"]["timed_steps"] == 8, "all as long as the slowest period"
-    assert by_side["AllReduce()"]["compute_seconds"] == by_side["compute"]["step_seconds"]
-    assert by_side["ddp-powersgd"]["payload_bytes"] is None
-    assert "bound_seconds" not in by_side["ddp-powersgd"]
-    bound = by_side["post-localsgd"]["bound_seconds"]
-    line = by_side["post-localsgd"]["tcp_bits_per_second"]
-    assert bound == pytest.approx(by_side["compute"]["step_seconds"] + 4 * 1_630_090 / line, rel=0.01)
-    assert {"gossamer", "python", "torch", "processor", "cores", "load_before", "load_after", "seeds"} <= by_side["ddp"].keys()
-    assert by_side["AllReduce()"]["payload_bytes"] == pytest.approx(4 * 1_630_090, rel=0.01)
-    assert by_side["ddp"]["payload_bytes"] == 4 * 1_630_090
-    when = {row["side"]: row["when"] for row in rows}
-    second = runner.invoke(app, [*words, "--side", "AllReduce()"])
+    by_method = {row["method"]: row for row in rows}
+    assert by_method["compute"]["step_seconds"] >= 0.05
+    assert by_method["post-localsgd"]["timed_steps"] == by_method["ddp"]["timed_steps"] == 8, (
+        "all as long as the slowest period"
+    )
+    assert by_method["AllReduce()"]["compute_seconds"] == by_method["compute"]["step_seconds"]
+    assert by_method["ddp-powersgd"]["payload_bytes"] is None
+    assert "bound_seconds" not in by_method["ddp-powersgd"]
+    bound = by_method["post-localsgd"]["bound_seconds"]
+    line = by_method["post-localsgd"]["tcp_bits_per_second"]
+    assert bound == pytest.approx(by_method["compute"]["step_seconds"] + 4 * 1_630_090 / line, rel=0.01)
+    assert {"gossamer", "python", "torch", "processor", "cores", "load_before", "load_after", "seeds"} <= by_method[
+        "ddp"
+    ].keys()
+    assert by_method["AllReduce()"]["payload_bytes"] == pytest.approx(4 * 1_630_090, rel=0.01)
+    assert by_method["ddp"]["payload_bytes"] == 4 * 1_630_090
+    when = {row["method"]: row["when"] for row in rows}
+    second = runner.invoke(app, [*words, "--method", "AllReduce()"])
     assert second.exit_code == 0, second.output
-    assert {row["side"]: row["when"] for row in Results(tmp_path / "results.jsonl").rows} == when
+    assert {row["method"]: row["when"] for row in Results(tmp_path / "results.jsonl").rows} == when
     assert "AllReduce()" in (tmp_path / "results.md").read_text()
 
 

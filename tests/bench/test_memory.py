@@ -28,7 +28,7 @@ def test_the_rank_that_needs_most_counts_in_units_of_the_gradients():
     assert table([a_row("ddp")])[2].endswith("|  |")
 
 
-def test_a_side_that_failed_on_some_rank_has_no_figures():
+def test_a_method_that_failed_on_some_rank_has_no_figures():
     one = {"compute": [Peak(300, 100)], "ddp": [Peak(400, 100)]}
     assert beyond([one, {"compute": [Peak(300, 100)]}]) == {"compute": {"memory": 0, "memory_noise": 0}}
     assert beyond([one, {}]) == {}
@@ -50,7 +50,7 @@ def workload(tmp_path):
 
 def test_buckets_of_ddp_are_seen_and_its_absence_too(workload):
     command = ["-m", "gossamer.bench.memory", "--workload", str(workload), "--repeats", "1"]
-    found = read(lab_json(LabSpec(hosts=2, shaping="none"), [*command, "--sides", "ddp", "Gossip()", "Nothing()"]))
+    found = read(lab_json(LabSpec(hosts=2, shaping="none"), [*command, "--methods", "ddp", "Gossip()", "Nothing()"]))
     assert len(found) == 2
     assert found[0]["ddp"][0].gradients == 4 * 2048 * 4096
     assert found[0].keys() == {"compute", "ddp", "Gossip()"}, "what cannot run is left out"
@@ -60,13 +60,13 @@ def test_buckets_of_ddp_are_seen_and_its_absence_too(workload):
     assert 0.8 < figures["Gossip()"]["memory"] < 1.5  # the copy in which the weights travel
 
 
-def test_all_sides_meet_at_one_port_whoever_uses_the_next_ones(workload):
+def test_all_methods_meet_at_one_port_whoever_uses_the_next_ones(workload):
     pids = workload.with_suffix(".pids")
     workload.write_text(f"import os\nopen({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')\n" + workload.read_text())
     port, taken = _port_with_busy_neighbours(4)
     ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "gossamer.bench.memory", "--workload", str(workload)]
-    command += ["--repeats", "1", "--sides", "ddp"]
+    command += ["--repeats", "1", "--methods", "ddp"]
     processes = [
         subprocess.Popen(command, env=os.environ | ranks | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
         for rank in range(2)

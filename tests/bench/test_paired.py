@@ -1,4 +1,4 @@
-"""Turns, ratios, counters and bounds, with sides that only say that they were there."""
+"""Turns, ratios, counters and bounds, with methods that only say that they were there."""
 
 from types import SimpleNamespace
 
@@ -10,11 +10,11 @@ from gossamer.bench import counters, paired
 from gossamer.bench.bound import Ready
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.counters import Counters
+from gossamer.bench.methods import parse_method
 from gossamer.bench.paired import Sent, _add_bounds, take_turns
 from gossamer.bench.peers import PEERS, Joined, Peer
 from gossamer.bench.ratios import ENOUGH, compare
-from gossamer.bench.sides import parse_side
-from gossamer.bench.trained import LONGEST, Pace, SideError, Trained, exchanged, pace
+from gossamer.bench.trained import LONGEST, MethodError, Pace, Trained, exchanged, pace
 from gossamer.errors import GossamerError
 from hand_clock import set_clock
 
@@ -27,7 +27,7 @@ def alone():
     dist.destroy_process_group()
 
 
-def a_side(name="", events=None, period=1, when="joined", payload=None, took=lambda: None):
+def a_method(name="", events=None, period=1, when="joined", payload=None, took=lambda: None):
     def step():
         took()
         if events is not None:
@@ -37,7 +37,7 @@ def a_side(name="", events=None, period=1, when="joined", payload=None, took=lam
 
 
 @pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
-def test_every_side_has_its_turn_in_every_round_and_their_order_alternates(alone, names):
+def test_every_method_has_its_turn_in_every_round_and_their_order_alternates(alone, names):
     order: list[str] = []
 
     class Turn:
@@ -50,42 +50,42 @@ def test_every_side_has_its_turn_in_every_round_and_their_order_alternates(alone
         def __exit__(self, *_):
             pass
 
-    def side(name):
+    def method(name):
         return Trained(lambda: None, Joined(torch.nn.Linear(1, 1), None, turn=lambda: Turn(name)), "joined", None, 1)
 
     rounds = 2 * len(names)
-    results = take_turns({name: side(name) for name in names}, rounds, Pace(1, 1))
+    results = take_turns({name: method(name) for name in names}, rounds, Pace(1, 1))
     assert {name: len(found) for name, found in results.items()} == dict.fromkeys(names, rounds)
     turns = [order[start : start + len(names)] for start in range(0, len(order), len(names))]
     assert all(sorted(turn) == sorted(names) for turn in turns)
     for one, next_one in zip(turns[::2], turns[1::2], strict=True):
-        assert next_one == one[::-1], "whatever drifts with time within a pair of rounds hits all sides alike"
+        assert next_one == one[::-1], "whatever drifts with time within a pair of rounds hits all methods alike"
     assert {turn[0] for turn in turns[::2]} == set(names), "each is the first now and then"
 
 
 def test_only_timed_steps_count_and_a_round_tells_seconds_per_step(alone, monkeypatch):
     clock, events = set_clock(monkeypatch, paired), []
-    rounds = take_turns({"slow": a_side("slow", events, took=lambda: clock.sleep(0.02))}, 3, Pace(1, 4))["slow"]
+    rounds = take_turns({"slow": a_method("slow", events, took=lambda: clock.sleep(0.02))}, 3, Pace(1, 4))["slow"]
     assert len(events) == 3 * (1 + 4)
     assert [each.seconds for each in rounds] == pytest.approx([0.02] * 3)
 
 
 def test_hears_of_every_round_before_it_begins(alone):
     events: list[object] = []
-    take_turns({"one": a_side("one", events)}, 2, Pace(1, 1), told=events.append)
+    take_turns({"one": a_method("one", events)}, 2, Pace(1, 1), told=events.append)
     assert events == [0, "one", "one", 1, "one", "one"]
 
 
-def test_all_sides_of_a_run_have_the_same_pace_as_far_as_their_periods_allow():
-    sides = {period: a_side(period=period) for period in (1, 6, 8, 16, 32)}
-    common = pace(sides.values(), 5)
-    for period, side in sides.items():
-        own = common.of(side)
+def test_all_methods_of_a_run_have_the_same_pace_as_far_as_their_periods_allow():
+    methods = {period: a_method(period=period) for period in (1, 6, 8, 16, 32)}
+    common = pace(methods.values(), 5)
+    for period, method in methods.items():
+        own = common.of(method)
         assert own.lead_in % period == own.timed_steps % period == 0
         assert LONGEST <= own.lead_in < LONGEST + period
         assert own.lead_in <= own.timed_steps < LONGEST + period
-    assert pace([sides[1]], 5).of(sides[1]).taken == 1 + 5, "without periods it is one step that leads in"
-    assert pace([sides[1], sides[8]], 20).of(sides[1]).timed_steps == 20
+    assert pace([methods[1]], 5).of(methods[1]).taken == 1 + 5, "without periods it is one step that leads in"
+    assert pace([methods[1], methods[8]], 20).of(methods[1]).timed_steps == 20
 
 
 def test_ratios_are_paired():
@@ -135,14 +135,14 @@ def test_counters_grow_per_step(tmp_path, monkeypatch):
 
 
 def test_what_goes_past_the_interfaces_is_not_counted_there(alone, monkeypatch):
-    rounds = take_turns({"one": a_side()}, 1, Pace(1, 1))["one"]
+    rounds = take_turns({"one": a_method()}, 1, Pace(1, 1))["one"]
     assert paired._counted(rounds)["interface_bytes"] is not None
     monkeypatch.setattr(paired.dist, "get_backend", lambda: "nccl")
     assert paired._counted(rounds)["interface_bytes"] is None
 
 
 @pytest.mark.parametrize(("fails", "told"), [("join", "made up: ValueError: no"), ("step", "made up: it cannot")])
-def test_an_error_of_a_side_names_it(alone, monkeypatch, fails, told):
+def test_an_error_of_a_method_names_it(alone, monkeypatch, fails, told):
     def join(model, optimizer):
         if fails == "join":
             raise ValueError("no")
@@ -152,16 +152,16 @@ def test_an_error_of_a_side_names_it(alone, monkeypatch, fails, told):
         raise GossamerError("it cannot")
 
     monkeypatch.setitem(PEERS, "made up", Peer("one", join, 1.0))
-    with pytest.raises(SideError) as caught:
+    with pytest.raises(MethodError) as caught:
         paired.run(find_workload("Convnet(0.001)"), ["compute", "made up"], rounds=1, steps=1, warmup=1)
     assert str(caught.value) == told
-    assert caught.value.side == "made up"
+    assert caught.value.method == "made up"
 
 
-def test_a_side_whose_exchange_changes_between_the_rounds_is_marked(alone):
-    sides = ["compute", "OneBitAdam(warmup=2)", "OneBitAdam(warmup=4)", "after(3, Gossip())", "after(4, Gossip())"]
-    found = paired.run(find_workload("Convnet(0.001)"), sides, rounds=2, steps=1, warmup=3, told=lambda *_: None)["sides"]
-    assert [side for side in sides if "two_phases" in found[side]] == ["OneBitAdam(warmup=4)", "after(4, Gossip())"]
+def test_a_method_whose_exchange_changes_between_the_rounds_is_marked(alone):
+    methods = ["compute", "OneBitAdam(warmup=2)", "OneBitAdam(warmup=4)", "after(3, Gossip())", "after(4, Gossip())"]
+    found = paired.run(find_workload("Convnet(0.001)"), methods, rounds=2, steps=1, warmup=3, told=lambda *_: None)["methods"]
+    assert [method for method in methods if "two_phases" in found[method]] == ["OneBitAdam(warmup=4)", "after(4, Gossip())"]
 
 
 def test_the_busiest_host_counts(alone, monkeypatch):
@@ -172,31 +172,31 @@ def test_the_busiest_host_counts(alone, monkeypatch):
 
 def test_bounds_follow_from_when_an_exchange_may_travel():
     step, ready = 10.0, Ready((4.0, 8.0), (0.5, 0.5), 10.0, (2.0, 0.0))
-    sides = {name: a_side(when=name) for name in ("joined", "layered", "overlapped", "after")}
-    sides |= {"compute": a_side(), "unknown": a_side()}
-    figures = {name: {"step_seconds": step if name == "compute" else 99.0} for name in sides}
-    ranks = [{name: Sent(0.0 if name == "compute" else each, 1.0) for name in sides} for each in (1e6, 8e6)]
+    methods = {name: a_method(when=name) for name in ("joined", "layered", "overlapped", "after")}
+    methods |= {"compute": a_method(), "unknown": a_method()}
+    figures = {name: {"step_seconds": step if name == "compute" else 99.0} for name in methods}
+    ranks = [{name: Sent(0.0 if name == "compute" else each, 1.0) for name in methods} for each in (1e6, 8e6)]
     for sent in ranks:
         sent["unknown"] = Sent(None, 0.0)
-    _add_bounds(figures, ranks, [8e6, 8e6], ready, sides)
+    _add_bounds(figures, ranks, [8e6, 8e6], ready, methods)
     bounds = {name: figure.get("bound_seconds") for name, figure in figures.items()}
     assert bounds == {"compute": 10.0, "joined": 12.0, "layered": 10.0, "overlapped": 10.0, "after": 18.0, "unknown": None}
     by_layers = {name: figure.get("layered_bound_seconds") for name, figure in figures.items()}
     assert by_layers == {"compute": None, "joined": None, "layered": 12.0, "overlapped": None, "after": None, "unknown": None}
 
 
-def test_a_bound_is_never_above_that_of_a_side_that_may_travel_less():
+def test_a_bound_is_never_above_that_of_a_method_that_may_travel_less():
     step, ready = 3.0, Ready((1.0, 1.5, 2.5), (0.2, 0.7, 0.1), 3.0, (0.9, 0.5, 0.0))
     for payload in (0.0, 1e5, 1e6, 1e7):
-        sides = {"compute": a_side()} | {name: a_side(when=name) for name in ("overlapped", "joined", "after")}
-        figures = {name: {"step_seconds": step} for name in sides}
-        _add_bounds(figures, [{name: Sent(payload * (name != "compute"), 1.0) for name in sides}], [8e6], ready, sides)
-        bounds = [figures[name]["bound_seconds"] for name in sides]
+        methods = {"compute": a_method()} | {name: a_method(when=name) for name in ("overlapped", "joined", "after")}
+        figures = {name: {"step_seconds": step} for name in methods}
+        _add_bounds(figures, [{name: Sent(payload * (name != "compute"), 1.0) for name in methods}], [8e6], ready, methods)
+        bounds = [figures[name]["bound_seconds"] for name in methods]
         assert bounds == sorted(bounds)
 
 
 @pytest.mark.parametrize(
-    ("side", "when"),
+    ("method", "when"),
     [
         ("ddp", "joined"),
         ("torchft-ddp", "joined"),
@@ -211,6 +211,6 @@ def test_a_bound_is_never_above_that_of_a_side_that_may_travel_less():
         ("OneBitAdam()", "joined"),
     ],
 )
-def test_sides_say_when_their_exchange_travels(side, when):
-    assert exchanged(parse_side(side)) == when
-    assert side not in PEERS or PEERS[side].when == when
+def test_methods_say_when_their_exchange_travels(method, when):
+    assert exchanged(parse_method(method)) == when
+    assert method not in PEERS or PEERS[method].when == when

@@ -18,11 +18,11 @@ from gossamer.bench import memory, paired, peers, ranks
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.matrix import HEAD, Case, Turns, absent, draw, table
+from gossamer.bench.methods import OPTIMIZERS
 from gossamer.bench.peers import PEERS, Joined, Peer, builtin
 from gossamer.bench.peers.base import wait_for
 from gossamer.bench.ranks import own_address
 from gossamer.bench.results import Results
-from gossamer.bench.sides import OPTIMIZERS
 from gossamer.cli import app
 from gossamer.errors import ConfigurationError, GossamerError
 
@@ -142,7 +142,7 @@ def test_an_end_that_does_not_come_is_named():
 TURNS = {"rounds": 2, "steps_per_round": 5, "timed_steps": 5, "warmup": 4}
 
 
-def a_row(side, **more):
+def a_row(method, **more):
     figures = {
         "step_seconds": 0.5,
         "ratio": 0.5,
@@ -152,14 +152,14 @@ def a_row(side, **more):
         "cpu_seconds": 0.2,
     }
     counted = {"interface_bytes": 3e6, "exposed_seconds": 0.1, "wire_seconds": 0.3, "name": "Convnet"}
-    case = {"workload": CASE.workload, "network": CASE.network, "hosts": CASE.hosts, "side": side}
+    case = {"workload": CASE.workload, "network": CASE.network, "hosts": CASE.hosts, "method": method}
     return case | figures | counted | TURNS | more
 
 
 def test_a_missing_peer_is_a_row_with_its_reason_until_it_is_measured(tmp_path):
     results = Results(tmp_path / "results.jsonl")
     gone = absent(CASE, ["ddp", "bluefog", "AllReduce()"])
-    assert [row["side"] for row in gone] == ["bluefog"]
+    assert [row["method"] for row in gone] == ["bluefog"]
     results.add([a_row("ddp"), *gone])
     again = Results(tmp_path / "results.jsonl")
     assert again.lacking(CASE, ["ddp", "bluefog"], Turns(2)) == ["bluefog"]
@@ -173,9 +173,9 @@ def test_a_missing_peer_is_a_row_with_its_reason_until_it_is_measured(tmp_path):
     assert again.lacking(CASE, ["bluefog"], Turns(2)) == [], "what was measured once is not forgotten"
 
 
-def test_a_side_that_cannot_run_is_left_out_of_a_run(alone, monkeypatch):
+def test_a_method_that_cannot_run_is_left_out_of_a_run(alone, monkeypatch):
     result = paired.run(find_workload("Convnet(0.001)"), ["compute", "bagua"], rounds=1, steps=1, warmup=1)
-    assert list(result["sides"]) == list(result["seconds"]) == ["compute"]
+    assert list(result["methods"]) == list(result["seconds"]) == ["compute"]
     assert result["missing"] == {"bagua": PEERS["bagua"].gone}
     with pytest.raises(ConfigurationError, match="bagua"):
         paired.run(find_workload("Convnet(0.001)"), ["bagua"], rounds=1, steps=1)
@@ -209,7 +209,7 @@ def test_a_peer_works_in_its_turns_only_and_is_closed(alone, monkeypatch):
     monkeypatch.setitem(PEERS, "made up", Peer("one", join, 1.0, period=2))
     result = paired.run(find_workload("Convnet(0.001)"), ["compute", "made up"], rounds=1, steps=1, warmup=1)
     assert events == ["begin", *["backward"] * 2, "end", "begin", *["backward"] * 4, "end", "close"]
-    assert result["sides"]["made up"]["step_seconds"] > 0
+    assert result["methods"]["made up"]["step_seconds"] > 0
 
 
 def test_memory_and_quality_are_measured_in_a_peers_turn_too(alone, monkeypatch):
@@ -236,7 +236,7 @@ def test_memory_and_quality_are_measured_in_a_peers_turn_too(alone, monkeypatch)
 
 
 def test_the_list_has_everything_that_can_be_typed():
-    result = CliRunner().invoke(app, ["bench", "--list-sides"])
+    result = CliRunner().invoke(app, ["bench", "--list-methods"])
     assert result.exit_code == 0, result.output
     first = {line.split()[0] for line in result.output.splitlines()}
     assert {*PEERS, *(f"{name}()" for name in dict(registry())), *(f"{name}()" for name in OPTIMIZERS)} <= first
@@ -256,11 +256,11 @@ def test_peers_are_imported_when_they_are_joined_and_not_before():
 def test_a_peer_that_is_here_trains(name, namespaces):
     if reason := PEERS[name].missing(load=True):
         pytest.skip(reason)
-    command = ["-m", "gossamer.bench.paired", "--workload", "Convnet(0.02)", "--sides", "ddp", name]
+    command = ["-m", "gossamer.bench.paired", "--workload", "Convnet(0.02)", "--methods", "ddp", name]
     result = lab_json(Case("Convnet(0.02)", "1gbit", 2).spec(), [*command, "--rounds", "1", "--steps", "1", "--warmup", "1"])[
         -1
     ]
     assert result["missing"] == {}, json.dumps(result)
-    assert result["sides"][name]["step_seconds"] >= 0.02
-    sent, ddp = (result["sides"][side]["interface_bytes"] for side in (name, "ddp"))
+    assert result["methods"][name]["step_seconds"] >= 0.02
+    sent, ddp = (result["methods"][method]["interface_bytes"] for method in (name, "ddp"))
     assert sent == pytest.approx(PEERS[name].payload * ddp, rel=0.15), "the payload is the one that is told"

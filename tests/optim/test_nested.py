@@ -77,7 +77,7 @@ def test_hooks_act_once(algorithm: Algorithm, options: dict[str, float]) -> None
     assert trained(Counting, algorithm, **options) == trained(Plain, algorithm, **options)
 
 
-def test_a_subclass_of_an_optimizer_that_carries() -> None:
+def test_a_subclass_of_gossip_adamw() -> None:
     assert [found[0] for found in trained(CountingGossipAdamW, Gossip())] == [8, 8]
 
 

@@ -92,10 +92,10 @@ def test_the_short_table_of_speed():
 def test_times_to_quality(folder, stem, monkeypatch):
     monkeypatch.chdir(ROOT)
     rows = [row for row in read_rows(RESULTS / folder / "quality.jsonl") if row["workload"].endswith(f"{stem}.py")]
-    first = {row["seed"]: row for row in rows if row["side"] == "ddp"}
+    first = {row["seed"]: row for row in rows if row["method"] == "ddp"}
     targets = {seed: 0.905 if stem == "convnet" else time_to_quality.target_after(row, 300.0) for seed, row in first.items()}
     found = (RESULTS / folder / f"{stem}-quality.md").read_text().splitlines()
-    # Sides stand there in the order in which they were asked for.
+    # Methods stand there in the order in which they were asked for.
     assert sorted(found) == sorted(time_to_quality.page(rows, targets))
 
 

@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.studies import convergence
 from benchmarks.studies.convergence import Training, cut, run_all, table, train
+from gossamer.bench.methods import parse_optimizer
 from gossamer.bench.rows import append_row
-from gossamer.bench.sides import parse_optimizer
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError
 
@@ -45,7 +45,7 @@ def test_a_cut_batch_is_the_same_samples():
     assert all(targets.equal(inputs + 1) for inputs, targets in pieces)
 
 
-def test_the_learning_rate_and_the_side_decide_what_is_learned():
+def test_the_learning_rate_and_the_method_decide_what_is_learned():
     run = Training("numbers", "AllReduce()", 2, 20, seed=0)
     assert train(a_workload(), run)["loss"] < 1e-3
     slow = Training("numbers", "AllReduce()", 2, 20, seed=0, lr=1e-3)
@@ -84,7 +84,7 @@ def test_rows_are_known_by_all_that_differs(tmp_path):
 
 def test_rows_of_another_version_of_the_file_are_neither_taken_nor_compared(tmp_path):
     log, loss = tmp_path / "runs.jsonl", iter((1.0, 2.0, 4.0, 8.0))
-    exact, gossip = (Training("numbers", side, 2, 5, 0) for side in ("AllReduce()", "Gossip()"))
+    exact, gossip = (Training("numbers", method, 2, 5, 0) for method in ("AllReduce()", "Gossip()"))
 
     def trained(workload, run):
         return {"loss": next(loss)}
@@ -109,7 +109,7 @@ def test_the_command_takes_no_results_of_a_file_that_has_changed(tmp_path, monke
         return {"loss": 1.0}
 
     monkeypatch.setattr(convergence, "run_all", lambda *arguments, **more: run_all(*arguments, remembered, **more))
-    command = ["--workload", str(path), "--steps", "1", "--seeds", "1", "--sides", "AllReduce()", "--save-to", str(tmp_path)]
+    command = ["--workload", str(path), "--steps", "1", "--seeds", "1", "--methods", "AllReduce()", "--save-to", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["convergence", *command])
     convergence.main()
     convergence.main()
@@ -137,7 +137,7 @@ def test_a_model_is_evaluated_in_evaluation_mode():
 
 def test_what_cannot_be_trained_is_refused_before_anything_is(tmp_path, monkeypatch):
     command = ["convergence", "--workload", "AlexNet(0.01)", "--steps", "1", "--save-to", str(tmp_path)]
-    command += ["--optimizer", "GossipAdamW()", "--sides", "AllReduce()"]
+    command += ["--optimizer", "GossipAdamW()", "--methods", "AllReduce()"]
     for last, complaint in (
         ("with_optimizer(Gossip(), GossipAdamW())", "so does --optimizer GossipAdamW()"),
         ("Nothing()", "Nothing"),
@@ -150,10 +150,10 @@ def test_what_cannot_be_trained_is_refused_before_anything_is(tmp_path, monkeypa
 
 
 def test_optimizers_that_communicate_are_compared_among_themselves(tmp_path):
-    sides = ("AllReduce()", "OneBitAdam(warmup=9)", "Gossip()", "QAdam()")
-    qualities = dict(zip(sides, (1.0, 2.0, 3.0, 5.0), strict=True))
-    runs = [Training("numbers", side, 2, 5, 0) for side in sides]
-    rows = run_all(a_workload(), runs, tmp_path / "runs.jsonl", lambda workload, run: {"loss": qualities[run.side]})
+    methods = ("AllReduce()", "OneBitAdam(warmup=9)", "Gossip()", "QAdam()")
+    qualities = dict(zip(methods, (1.0, 2.0, 3.0, 5.0), strict=True))
+    runs = [Training("numbers", method, 2, 5, 0) for method in methods]
+    rows = run_all(a_workload(), runs, tmp_path / "runs.jsonl", lambda workload, run: {"loss": qualities[run.method]})
     differences = {line.split(" | ")[4]: line.split(" | ")[8] for line in table(rows)[2:]}
     assert differences == {
         "`AllReduce()`": "+0.000", "`Gossip()`": "+2.000", "`OneBitAdam(warmup=9)`": "+0.000", "`QAdam()`": "+3.000",
@@ -162,8 +162,8 @@ def test_optimizers_that_communicate_are_compared_among_themselves(tmp_path):
 
 def test_how_far_replicas_are_apart_is_told() -> None:
     rows = []
-    for side in ("AllReduce()", "Gossip(wire='fp32', every=3)"):
-        run = Training("numbers", side, 2, 20, seed=0)
+    for method in ("AllReduce()", "Gossip(wire='fp32', every=3)"):
+        run = Training("numbers", method, 2, 20, seed=0)
         rows.append(run.key() | {"quality": train(a_workload(), run)})
     assert rows[0]["quality"]["distance"] == 0
     assert 0 < rows[1]["quality"]["distance"] < 1

@@ -17,9 +17,9 @@ from gossamer.errors import GossamerError
 RISING = [(float(second), quality) for second, quality in enumerate([0.1, 0.2, 0.9, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])]
 
 
-def a_run(side, seed, factor, measure="accuracy"):
+def a_run(method, seed, factor, measure="accuracy"):
     evaluations = [(10 * index, factor * second, quality) for index, (second, quality) in enumerate(RISING)]
-    return {"side": side, "seed": seed, "measure": measure, "evaluations": evaluations}
+    return {"method": method, "seed": seed, "measure": measure, "evaluations": evaluations}
 
 
 def test_one_good_evaluation_is_no_crossing():
@@ -56,7 +56,7 @@ def test_the_target_is_what_a_run_had_reached_by_then():
     assert seconds_to(run, 0.4) == pytest.approx(30.0)
 
 
-def test_sides_are_compared_seed_by_seed():
+def test_methods_are_compared_seed_by_seed():
     rows = [a_run("ddp", 0, 10.0), a_run("ddp", 1, 20.0), a_run("Gossip()", 0, 2.0), a_run("Gossip()", 1, 5.0)]
     lines = table(rows, {0: 0.45, 1: 0.45})
     assert lines[2].startswith("| `ddp` | 2 of 2 | 1500 | 35 (35 to 35) | 52.5 (35.0 to 70.0) | 1.00 (1.00 to 1.00) |")
@@ -74,7 +74,7 @@ def test_how_much_of_what_is_possible_was_reached_is_told_where_steps_without_co
     assert without[3].endswith("| 4.00 |")
 
 
-def test_a_side_is_measured_by_what_computing_took_beside_it():
+def test_a_method_is_measured_by_what_computing_took_beside_it():
     """The machine was twice as fast when the second one ran."""
     rows = [a_run("ddp", 0, 10.0) | {"alone": [0.3, 0.2, 0.2]}, a_run("Gossip()", 0, 2.5) | {"alone": [0.1]}]
     lines = table([*rows, a_run("compute", 0, 4.0)], {0: 0.45})
@@ -91,7 +91,7 @@ def test_a_side_is_measured_by_what_computing_took_beside_it():
 
 def test_a_longer_run_takes_the_place_of_a_shorter_one(tmp_path):
     runs = Runs(tmp_path / "deep" / "quality.jsonl")
-    key = {"workload": "w", "network": "n", "hosts": 2, "side": "ddp", "seed": 0, "eval_every": 5}
+    key = {"workload": "w", "network": "n", "hosts": 2, "method": "ddp", "seed": 0, "eval_every": 5}
     runs.add(key | {"evaluations": [[5, 1.0, 0.1]]})
     runs.add(key | {"evaluations": [[5, 1.0, 0.1], [10, 2.0, 0.2]]})
     runs.add(key | {"seed": 1, "evaluations": []})
@@ -123,11 +123,11 @@ def workload(tmp_path):
 def test_a_study_is_trained_told_and_not_trained_again(tmp_path, workload, capsys, monkeypatch):
     monkeypatch.setattr(time_to_quality, "COMPUTE_SECONDS", 1.5)
     require_matplotlib()
-    words = ["--workload", str(workload), "--network", "unshaped", "--hosts", "2", "--sides", "Gossip()", "compute"]
+    words = ["--workload", str(workload), "--network", "unshaped", "--hosts", "2", "--methods", "Gossip()", "compute"]
     words += ["--seeds", "1", "--target", "0.2", "--eval-every", "5", "--seconds", "60", "--save-to", str(tmp_path / "out")]
     assert main(words) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "quality.jsonl").read_text().splitlines()]
-    assert [row["side"] for row in rows] == ["Gossip()", "compute"]
+    assert [row["method"] for row in rows] == ["Gossip()", "compute"]
     assert rows[1]["evaluations"][-1][1] >= 1.5, "it is timed, whatever quality it has"
     for row in rows[:1]:
         assert seconds_to(row, 0.2) is not None
@@ -141,24 +141,24 @@ def test_a_study_is_trained_told_and_not_trained_again(tmp_path, workload, capsy
 
 
 def test_a_study_says_what_is_wrong(tmp_path, workload, capsys):
-    words = ["--workload", str(workload), "--target", "1", "--save-to", str(tmp_path), "--sides", "compute", "ddp"]
+    words = ["--workload", str(workload), "--target", "1", "--save-to", str(tmp_path), "--methods", "compute", "ddp"]
     assert main(words) == 1
-    assert "name another side first" in capsys.readouterr().err
+    assert "name another method first" in capsys.readouterr().err
     assert main(["--workload", "nowhere.py", "--target", "1", "--save-to", str(tmp_path)]) == 1
     assert "nowhere.py" in capsys.readouterr().err
 
 
-def test_a_side_that_fails_is_told_in_the_table_and_by_the_exit_code(tmp_path, workload, capsys, monkeypatch):
+def test_a_method_that_fails_is_told_in_the_table_and_by_the_exit_code(tmp_path, workload, capsys, monkeypatch):
     require_matplotlib()
 
     def train(key, seconds, until, told):
-        if key["side"] == "ddp-fp16":
+        if key["method"] == "ddp-fp16":
             raise GossamerError("nowhere to be\nfound")
-        return key | a_run(key["side"], key["seed"], 1.0)
+        return key | a_run(key["method"], key["seed"], 1.0)
 
     monkeypatch.setattr(time_to_quality, "train", train)
     words = ["--workload", str(workload), "--target", "0.4", "--seeds", "1", "--save-to", str(tmp_path / "out")]
-    assert main([*words, "--sides", "ddp", "ddp-fp16", "Gossip()"]) == 1
+    assert main([*words, "--methods", "ddp", "ddp-fp16", "Gossip()"]) == 1
     told = (tmp_path / "out" / "line-quality.md").read_text()
     assert told in capsys.readouterr().out
     assert "`ddp-fp16` was not trained with seed 0: nowhere to be found" in told
@@ -167,7 +167,7 @@ def test_a_side_that_fails_is_told_in_the_table_and_by_the_exit_code(tmp_path, w
 
 def test_runs_of_another_version_of_the_workload_are_not_taken(tmp_path, workload):
     runs = Runs(tmp_path / "quality.jsonl")
-    key = {"workload": str(workload), "network": "n", "hosts": 2, "side": "ddp", "seed": 0, "eval_every": 5}
+    key = {"workload": str(workload), "network": "n", "hosts": 2, "method": "ddp", "seed": 0, "eval_every": 5}
     runs.add(key | {"evaluations": [[5, 1.0, 0.1]], "digest": digest(workload)})
     assert runs.find(key) is not None
     workload.write_text(workload.read_text() + "# other\n")

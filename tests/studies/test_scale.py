@@ -9,14 +9,14 @@ from gossamer.errors import ConfigurationError
 SECONDS, RATE = 0.3, 47e6
 
 
-def a_row(side: str, hosts: int, **more) -> dict:
+def a_row(method: str, hosts: int, **more) -> dict:
     figures = {"step_seconds": 0.5, "payload_bytes": 2e6, "messages": 6.0, "interface_bytes": 2.1e6, "cpu_seconds": 0.02}
     case = {"workload": f"Convnet({SECONDS})", "network": "50mbit", "hosts": hosts, "name": "Convnet"}
-    return case | {"side": side, "tcp_bits_per_second": RATE} | figures | more
+    return case | {"method": method, "tcp_bits_per_second": RATE} | figures | more
 
 
-def rows_of(side: str, *hosts: int) -> list[dict]:
-    return [row for n in hosts for row in (a_row("compute", n, step_seconds=SECONDS + 0.01), a_row(side, n))]
+def rows_of(method: str, *hosts: int) -> list[dict]:
+    return [row for n in hosts for row in (a_row("compute", n, step_seconds=SECONDS + 0.01), a_row(method, n))]
 
 
 def test_a_prediction_knows_layers_rate_and_compute() -> None:
@@ -37,15 +37,15 @@ def test_every_emulated_host_has_a_line_of_its_own() -> None:
     assert in_pairs.wire_seconds > 0.9 * alone.wire_seconds > 0
 
 
-@pytest.mark.parametrize("side", ["ddp", "compute", "OneBitAdam()"])
-def test_what_the_clock_cannot_run_has_no_prediction(side: str) -> None:
-    assert scale.predict(a_row(side, 4), SECONDS) is None
+@pytest.mark.parametrize("method", ["ddp", "compute", "OneBitAdam()"])
+def test_what_the_clock_cannot_run_has_no_prediction(method: str) -> None:
+    assert scale.predict(a_row(method, 4), SECONDS) is None
 
 
-def test_points_follow_sides_and_workers() -> None:
+def test_points_follow_methods_and_workers() -> None:
     rows = [*rows_of("AllReduce()", 8, 2), *rows_of("ddp", 2), a_row("horovod", 2, missing="not installed")]
     rows += [a_row("QSGD()", 2, failed="it fell over")]
-    shown = [(point.row["side"], point.row["hosts"]) for point in scale.points(rows)]
+    shown = [(point.row["method"], point.row["hosts"]) for point in scale.points(rows)]
     assert shown == [("compute", 2), ("compute", 2), ("compute", 8), ("AllReduce()", 2), ("AllReduce()", 8), ("ddp", 2)]
 
 
@@ -61,7 +61,7 @@ def test_a_row_is_predicted_with_the_compute_of_its_own_run() -> None:
 
 
 def test_compute_alone_must_be_there() -> None:
-    with pytest.raises(ConfigurationError, match="no side `compute`"):
+    with pytest.raises(ConfigurationError, match="no method `compute`"):
         scale.points([a_row("AllReduce()", 4)])
 
 

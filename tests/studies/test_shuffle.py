@@ -23,7 +23,7 @@ def test_other_settings_are_other_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(shuffle, "find_workload", lambda name: a_workload())
 
     def train_on(workload, run, algorithm, batch):
-        trained.append((run.side, algorithm, batch))
+        trained.append((run.method, algorithm, batch))
         return {"loss": 1.0}
 
     monkeypatch.setattr(shuffle, "train_on", train_on)
@@ -90,12 +90,12 @@ def test_every_arm_trains_and_is_kept(tmp_path):
 
     runs = [Training("small", arm, 4, 32, 0) for arm in ARMS]
     rows = run_all(a_workload(), runs, tmp_path / "shuffle.jsonl", train)
-    found = {row["side"]: row["quality"]["accuracy"] for row in rows}
+    found = {row["method"]: row["quality"]["accuracy"] for row in rows}
     assert list(found) == list(ARMS)
     assert found[SHUFFLED] > 0.8
     assert found[MIXED] > 0.6
     again = run_all(a_workload(), runs, tmp_path / "shuffle.jsonl", None)
-    assert {row["side"]: row["quality"]["accuracy"] for row in again} == found
+    assert {row["method"]: row["quality"]["accuracy"] for row in again} == found
 
 
 def test_a_workload_without_samples_is_refused():
@@ -123,7 +123,7 @@ def test_globally_shuffled_data_come_in_batches_of_the_size_that_is_asked_for(mo
 
 def test_the_table_sets_the_arms_beside_globally_shuffled_data():
     about = {"workload": "convnet", "workers": 8, "steps": 936}
-    rows = [about | {"side": arm, "seed": 0, "quality": {"accuracy": 0.9 - 0.01 * i}} for i, arm in enumerate(ARMS)]
+    rows = [about | {"method": arm, "seed": 0, "quality": {"accuracy": 0.9 - 0.01 * i}} for i, arm in enumerate(ARMS)]
     lines = table(rows)
     assert len(lines) == 2 + len(ARMS)
     assert "+0.000" in lines[2]

@@ -31,7 +31,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("stored", "nbytes"), [("float32", 5 * (16 + 8)), ("uint8", 5 * (4 + 8))])
-def test_both_sides_train_and_the_row_says_what_travelled(alone: None, stored: str, nbytes: int) -> None:
+def test_both_methods_train_and_the_row_says_what_travelled(alone: None, stored: str, nbytes: int) -> None:
     found = measure(SMALL, SMALL, "compute", stored, Turns(rounds=3, steps=2, warmup=1), batches=7)
     assert found["batch_bytes"] == nbytes
     assert {name: len(seconds) for name, seconds in found["seconds"].items()} == {"staying": 3, "travelling": 3}
@@ -53,7 +53,7 @@ def test_every_step_takes_a_batch_whether_or_not_compute_is_emulated() -> None:
 
 def row(staying: list[float], travelling: list[float]) -> dict[str, Any]:
     """What was measured, with these step times."""
-    about = {"workload": "w", "samples": "w", "side": "compute", "stored": "uint8", "world": 4, "rate": "200mbit"}
+    about = {"workload": "w", "samples": "w", "method": "compute", "stored": "uint8", "world": 4, "rate": "200mbit"}
     about |= {"reference_seconds": 0.1, "step_seconds": 0.101, "ratio": 1.01, "ratio_low": 1.0, "ratio_high": 1.02}
     seconds = {"staying": staying, "travelling": travelling}
     return about | {"batch_bytes": 51200, "waited_seconds": 0.00123, "rounds": len(staying), "seconds": seconds}
@@ -99,7 +99,7 @@ def test_the_table_is_made_anew_of_what_was_saved(tmp_path: Path, monkeypatch: p
 
 
 def test_cases_that_are_not_asked_for_again_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, gossip = row([0.1] * 6, [0.101] * 6), row([0.1] * 6, [0.102] * 6) | {"side": "Gossip()"}
+    old, gossip = row([0.1] * 6, [0.101] * 6), row([0.1] * 6, [0.102] * 6) | {"method": "Gossip()"}
     (tmp_path / "shuffle-time.json").write_text(json.dumps([old, gossip]))
     new = row([0.2] * 6, [0.201] * 6)
     monkeypatch.setattr("benchmarks.studies.shuffle_time.in_lab", lambda options: iter([new]))
@@ -112,4 +112,4 @@ def test_cases_that_are_not_asked_for_again_are_kept(tmp_path: Path, monkeypatch
 def test_the_default_is_the_convnet_computed_and_emulated() -> None:
     options = options_of([])
     assert (options.hosts, options.rate, options.workloads) == (4, "200mbit", ["examples/02_convnet.py", "Convnet(0.1)"])
-    assert options.sides == ["compute", "Gossip(wire='bf16')"]
+    assert options.methods == ["compute", "Gossip(wire='bf16')"]

@@ -37,7 +37,7 @@ def test_processor_time_is_that_of_who_spent_it():
     assert spent["machine"] > 0.25
 
 
-def test_it_profiles_sides_on_emulated_hosts(tmp_path, monkeypatch):
+def test_it_profiles_methods_on_emulated_hosts(tmp_path, monkeypatch):
     asked = [
         "--network",
         "unshaped",
@@ -50,11 +50,11 @@ def test_it_profiles_sides_on_emulated_hosts(tmp_path, monkeypatch):
         "--save-to",
         str(tmp_path),
     ]
-    monkeypatch.setattr(sys, "argv", ["threads", *asked, "--sides", "compute", "ddp", "ScatterReduce()"])
+    monkeypatch.setattr(sys, "argv", ["threads", *asked, "--methods", "compute", "ddp", "ScatterReduce()"])
     threads.main()
     (row,) = read_rows(tmp_path / "threads.jsonl")
     assert list(row["threads"]) == ["compute", "ddp", "ScatterReduce()"]
-    assert all(side["step_seconds"] > 0.01 for side in row["threads"].values())
+    assert all(method["step_seconds"] > 0.01 for method in row["threads"].values())
     assert row["threads"]["compute"]["spent"][LANES] == 0
     assert (tmp_path / "threads.md").read_text() == "\n".join(table([row])) + "\n"
 
@@ -77,8 +77,8 @@ def test_what_cannot_be_emulated_is_one_line(monkeypatch):
         threads.main()
 
 
-def test_a_side_that_does_not_exist_is_told_before_anything_is_measured(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["threads", "--sides", "compute", "Gosip()"])
+def test_a_method_that_does_not_exist_is_told_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["threads", "--methods", "compute", "Gosip()"])
     monkeypatch.setattr(threads, "lab_result", lambda *_: pytest.fail("it was measured"))
-    with pytest.raises(SystemExit, match=r"unknown side 'Gosip' .* did you mean Gossip"):
+    with pytest.raises(SystemExit, match=r"unknown method 'Gosip' .* did you mean Gossip"):
         threads.main()

@@ -403,7 +403,6 @@ def replicated(algorithm=None, optimizers=None, **options):
     [
         ({"algorithm": Gossip()}, "moves weights"),
         ({"optimizers": lambda m: [sgd([m.weight]), sgd([m.bias])]}, "more than one optimizer"),
-        ({"optimizers": lambda m: torch.optim.LBFGS(m.parameters())}, "LBFGS"),
         ({"optimizers": lambda m: gossamer.optim.OneBitAdam(m.parameters())}, "communicates by itself"),
         ({"scaler": torch.amp.GradScaler("cpu")}, "GradScaler"),
     ],

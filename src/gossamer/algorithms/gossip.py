@@ -40,10 +40,10 @@ class Gossip(Meeting):
     ``ahead``: a message is averaged one update after it was made. With momentum that update is much like the one before, so
     it can be foreseen: what is sent is ``w + ahead·(w − w before the last update)``. Replicas stay closer, as if they were
     averaged just *after* each update and everyone had waited for that; the mean over the workers moves as before. Measured
-    with Adam: 1 saves 4 workers a few steps in a hundred, and 16 none. Without momentum, or with LBFGS, an update does not
+    with Adam: 1 saves 4 workers a few steps in a hundred, and 16 none. Without momentum an update does not
     tell of the next one: leave it at 0. After the last exchange of a run no update follows, and what was foreseen stays
-    between the replicas: end with ``close(average=True)``. Costs no byte on the wire, and a copy of the weights, unless
-    :class:`gossamer.optim.GossipAdamW` carries bfloat16 messages. At most 2: what is too far ahead swings. Not with ``lag``.
+    between the replicas: end with ``close(average=True)``. Costs no byte on the wire, and a copy of the weights. At
+    most 2: what is too far ahead swings. Not with ``lag``.
 
     ``wire="fp16"`` is eight times as precise as ``"bf16"``; a value beyond ±65504 (a running variance) is sent as that, so
     that it stays each worker's own: take ``"bf16"`` where there are such.

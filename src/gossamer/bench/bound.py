@@ -1,6 +1,6 @@
 """Bound: the least time that a step can take, from measured compute and a measured line. No simulator is involved.
 
-*Compute* is that of the slowest host: sides are timed from barrier to barrier, and so is the side that does not
+*Compute* is that of the slowest host: methods are timed from barrier to barrier, and so is the method that does not
 communicate. *Wire* is that of the rank which takes longest to send its own payload over its own line, both as measured:
 of a symmetric method the one behind a slow link. What a rank receives is not counted, and none sends more than it must.
 """
@@ -16,7 +16,7 @@ from gossamer.bench.clock import clock_for
 from gossamer.bench.workload import Workload
 
 When = Literal["joined", "layered", "overlapped", "after"]
-"""When a side's exchange may travel: from a gradient's readiness to the optimizer's step, or to the next use of its layer;
+"""When a method's exchange may travel: from a gradient's readiness to the optimizer's step, or to the next use of its layer;
 beside all of the compute; or only between the optimizer's step and the next forward pass, while nothing is computed."""
 
 

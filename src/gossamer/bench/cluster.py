@@ -70,13 +70,13 @@ def cases_here(workloads: Sequence[str]) -> list[Case]:
     return [Case(workload, network, dist.get_world_size() // local) for workload in workloads]
 
 
-def absent_here(case: Case, sides: Sequence[str]) -> list[Record]:
-    """Rows of those of ``sides`` that cannot run on some rank. Collective."""
-    return without_figures(case, "missing", missing(sides))
+def absent_here(case: Case, methods: Sequence[str]) -> list[Record]:
+    """Rows of those of ``methods`` that cannot run on some rank. Collective."""
+    return without_figures(case, "missing", missing(methods))
 
 
 def measure_here(
-    case: Case, sides: Sequence[str], turns: Turns, on_record: Callable[[Record], None] | None = None
+    case: Case, methods: Sequence[str], turns: Turns, on_record: Callable[[Record], None] | None = None
 ) -> list[Record]:
     """As :func:`gossamer.bench.matrix.measure`, by these ranks; all get the rows of the first. Collective."""
 
@@ -84,11 +84,11 @@ def measure_here(
         if on_record is not None:
             on_record({"round": index, "of": rounds})
 
-    found = run(find_workload(case.workload), sides, turns.rounds, turns.steps, turns.warmup, told)
+    found = run(find_workload(case.workload), methods, turns.rounds, turns.steps, turns.warmup, told)
     return of_all(rows_of(case, found))[0]
 
 
-def measure_memory_here(case: Case, sides: Sequence[str]) -> dict[str, Record]:
+def measure_memory_here(case: Case, methods: Sequence[str]) -> dict[str, Record]:
     """As :func:`gossamer.bench.matrix.measure_memory`, in a process beside each of these ranks. Collective.
 
     Nothing for a model on a GPU, whose memory is not counted.
@@ -96,11 +96,11 @@ def measure_memory_here(case: Case, sides: Sequence[str]) -> dict[str, Record]:
     if torch.cuda.is_initialized():
         return {}
     port = str(of_all(free_port(""))[0])
-    command = [sys.executable, "-m", "gossamer.bench.memory", "--workload", case.workload, "--sides", *sides]
+    command = [sys.executable, "-m", "gossamer.bench.memory", "--workload", case.workload, "--methods", *methods]
     environment = os.environ | {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     with tempfile.TemporaryFile("w+") as said:  # no pipe: processes that a peer leaves behind would hold it open
         done = subprocess.run(command, env=environment, stdout=said)
         if done.returncode != 0:
-            raise GossamerError(f"measuring the memory of {', '.join(sides)} failed with code {done.returncode}")
+            raise GossamerError(f"measuring the memory of {', '.join(methods)} failed with code {done.returncode}")
         said.seek(0)
         return beyond(read(of_all(json.loads(said.read().splitlines()[-1]))))

@@ -38,18 +38,18 @@ from gossamer.bench.matrix import (
     newest_files,
     table,
 )  # fmt: skip
+from gossamer.bench.methods import parse_method
 from gossamer.bench.plots import require_matplotlib
 from gossamer.bench.ranks import of_all
 from gossamer.bench.ratios import SPREAD, require_scipy
 from gossamer.bench.results import Results
 from gossamer.bench.rows import days
 from gossamer.bench.session import Place, Plan, Session
-from gossamer.bench.sides import parse_side
 from gossamer.bench.spelled import canonical
 from gossamer.errors import ConfigurationError, GossamerError
 
 SHOWN = {
-    "side": "side",
+    "method": "method",
     "ms per step": "ms per step",
     RATIO: "to DDP",
     "relative to compute": "to compute",
@@ -69,14 +69,14 @@ _MEANT = {
 RESULTS = "results.jsonl"
 
 ALL = "all"
-"""In place of sides: everything that is listed."""
+"""In place of methods: everything that is listed."""
 
-SIDES = ["AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')"]
+METHODS = ["AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')"]
 
 _WORKLOADS = f"Python files, or emulated models ({', '.join(MODELS)}) with their seconds per step, as in 'ResNet50(2.0)'."
 
 
-def _list_sides(wanted: bool) -> None:
+def _list_methods(wanted: bool) -> None:
     if wanted:
         typer.echo("\n".join(listing()))
         raise typer.Exit
@@ -89,38 +89,41 @@ def bench(
         typer.Option(help="A rate: 200mbit, unshaped; if you like with +LATENCY, /slow-link=RATE, /slow-host=FACTORx."),
     ] = None,
     hosts: Annotated[list[int] | None, typer.Option(help="Number of emulated hosts; may be given several times.")] = None,
-    side: Annotated[
+    method: Annotated[
         list[str] | None,
         typer.Option(
             help="A way to train, beside DDP: AllReduce(), Gossip(wire='bf16'), ddp-fp16; or all, for all that is listed."
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 20,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a side in its turn.")] = 5,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps of every side before the first turn.")] = 4,
-    at_once: Annotated[int, typer.Option(min=1, help="Sides that share a run and its memory with DDP and compute only.")] = 6,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of every method.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a method in its turn.")] = 5,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps of every method before the first turn.")] = 4,
+    per_run: Annotated[
+        int, typer.Option(min=1, help="Methods measured in one run, beside DDP and compute; fewer need less memory.")
+    ] = 6,
     save_to: Annotated[Path, typer.Option(help="Folder for results.jsonl, results.md and pictures.")] = Path("out/bench"),
-    memory: Annotated[bool, typer.Option(help="Measure each side's peak memory too, once per number of hosts.")] = True,
+    memory: Annotated[bool, typer.Option(help="Measure each method's peak memory too, once per number of hosts.")] = True,
     again: Annotated[bool, typer.Option(help="Measure anew what the folder has already.")] = False,
-    list_sides: Annotated[
-        bool, typer.Option("--list-sides", is_eager=True, callback=_list_sides, help="Show what --side can be, and leave.")
+    list_methods: Annotated[
+        bool,
+        typer.Option("--list-methods", is_eager=True, callback=_list_methods, help="Show what --method can be, and leave."),
     ] = False,
 ) -> None:
     """Time ways to train beside PyTorch DDP on emulated networks; stop and go on as you like.
 
-    Example: gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --side "Gossip(wire='bf16')"
+    Example: gossamer bench examples/02_convnet.py --network 200mbit --network 1gbit --method "Gossip(wire='bf16')"
 
-    On a cluster, on the network that there is: torchrun ... -m gossamer.bench mine.py --side "Gossip(wire='bf16')"
+    On a cluster, on the network that there is: torchrun ... -m gossamer.bench mine.py --method "Gossip(wire='bf16')"
     """
     first = os.environ.get("RANK", "0") == "0"
     try:
         require_matplotlib()  # before an hour of measuring, not after
         require_scipy()
-        wanted = [canonical(each) for given in side or SIDES for each in (everything() if given == ALL else [given])]
+        wanted = [canonical(each) for given in method or METHODS for each in (everything() if given == ALL else [given])]
         for each in wanted:
-            parse_side(each)
+            parse_method(each)
         workloads = list(map(canonical_workload, workloads))
-        plan = Plan(list(dict.fromkeys(wanted)), Turns(rounds, steps, warmup), at_once, memory, again)
+        plan = Plan(list(dict.fromkeys(wanted)), Turns(rounds, steps, warmup), per_run, memory, again)
         if first:
             save_to.mkdir(parents=True, exist_ok=True)
         if is_here():
@@ -202,16 +205,16 @@ def _line(row: Record, file: str | None) -> list[str]:
     """What is shown of a row, in the columns' order."""
     told = dict(zip(HEAD, cells(row, file), strict=True))
     older = "" if is_of(row, file) else " (another file)"
-    return [row["side"] + older, *(_brief(told[name], name) for name in [*SHOWN][1:])]
+    return [row["method"] + older, *(_brief(told[name], name) for name in [*SHOWN][1:])]
 
 
 def _fitting(lines: Sequence[Sequence[str]]) -> Table:
-    """A table without empty columns. In a narrow terminal sides go on in another line, and no figure is lost (from 80
+    """A table without empty columns. In a narrow terminal methods go on in another line, and no figure is lost (from 80
     characters on)."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left")
     filled = [any(column) for column in zip(*lines, strict=True)]
     for name in compress(SHOWN.values(), filled):
-        table.add_column(name, justify="left" if name == "side" else "right", overflow="fold")
+        table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     for line in lines:
         table.add_row(*map(escape, compress(line, filled)))
     return table

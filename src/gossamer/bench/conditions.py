@@ -59,14 +59,14 @@ def accelerator() -> dict[str, str]:
     return {"accelerator": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "nccl": known}
 
 
-def conditions(sides: Iterable[str], load_before: float, seeds: Any) -> dict[str, Any]:
+def conditions(methods: Iterable[str], load_before: float, seeds: Any) -> dict[str, Any]:
     """What a row of results tells of how it came about, to be asked for at the end.
 
     ``load_before``: :func:`load` when it began; the one after is mostly what the measurement itself made, and the one
-    before holds what the same command measured in the minute before. ``packages``: the versions of what ``sides`` use
+    before holds what the same command measured in the minute before. ``packages``: the versions of what ``methods`` use
     beside PyTorch. ``seeds``: of models and batches, in the form that the measurement has them.
     """
-    return here() | {"packages": packages(sides), "seeds": seeds, "load_before": load_before, "load_after": load()}
+    return here() | {"packages": packages(methods), "seeds": seeds, "load_before": load_before, "load_after": load()}
 
 
 def here() -> dict[str, Any]:
@@ -92,9 +92,9 @@ def of_hosts() -> dict[str, Any]:
     return {"host_names": names, "processor": " / ".join(processors)}
 
 
-def packages(sides: Iterable[str]) -> dict[str, str]:
-    """Versions of the installed distributions that ``sides`` are made of, PyTorch's own left out."""
-    modules = {PEERS[side].module for side in sides if side in PEERS} - {"torch"}
+def packages(methods: Iterable[str]) -> dict[str, str]:
+    """Versions of the installed distributions that ``methods`` are made of, PyTorch's own left out."""
+    modules = {PEERS[method].module for method in methods if method in PEERS} - {"torch"}
     if not modules:
         return {}
     found = packages_distributions()  # reads what is said of every installed distribution

@@ -1,4 +1,4 @@
-"""Listing: everything that can be typed as a side, one line each, and what of it cannot run here."""
+"""Listing: everything that can be typed as a method, one line each, and what of it cannot run here."""
 
 import inspect
 import re
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 from gossamer import optim
 from gossamer.algorithms import registry
+from gossamer.bench.methods import OPTIMIZERS, known_names
 from gossamer.bench.peers import PEERS
-from gossamer.bench.sides import OPTIMIZERS, known_names
 
 _MARGIN, _WIDTH = 30, 128
 
 
 def everything() -> list[str]:
-    """Every side that needs no settings: the peers, and all algorithms with their defaults; optimizers that communicate in
+    """Every method that needs no settings: the peers, and all algorithms with their defaults; optimizers that communicate in
     the phase in which they compress, which with their defaults begins somewhere between the rounds."""
     return [*PEERS, *(f"{name}()" for name in registry()), *(f"{name}(warmup=2)" for name in OPTIMIZERS)]
 

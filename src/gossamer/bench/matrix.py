@@ -1,6 +1,6 @@
 """Matrix: workloads × networks × numbers of hosts × ways to communicate, each case in the lab; its tables and pictures.
 
-Every case times its sides in one run, taking turns (:mod:`gossamer.bench.paired`). A side that cannot run here, or
+Every case times its methods in one run, taking turns (:mod:`gossamer.bench.paired`). A method that cannot run here, or
 failed, is a row that says why; it is measured when it is asked for again.
 """
 
@@ -15,16 +15,16 @@ from typing import Literal
 from gossamer.bench.catalogue import digest, find_workload, is_emulated, is_of
 from gossamer.bench.in_lab import Record, lab_json, lab_result
 from gossamer.bench.memory import beyond, read
+from gossamer.bench.methods import parse_method
 from gossamer.bench.network import parse_network
 from gossamer.bench.peers import BASELINE, PEERS, missing
-from gossamer.bench.plots import Bars, Panel, times_by_side, times_over_hosts
+from gossamer.bench.plots import Bars, Panel, times_by_method, times_over_hosts
 from gossamer.bench.ratios import SPREAD
 from gossamer.bench.rows import day, markdown
-from gossamer.bench.sides import parse_side
 from gossamer.lab import LabSpec
 
 ALWAYS = ("ddp", BASELINE)
-"""Sides of every case: the reference of the ratios, and what no communication at all would take."""
+"""Methods of every case: the reference of the ratios, and what no communication at all would take."""
 
 NOISY = 0.05
 """Half-width of a ratio's interval (or range) from which a row is called noisy."""
@@ -34,7 +34,7 @@ UNSHAPED = "unshaped"
 ROUNDS = "rounds of steps"
 RATIO = f"relative to DDP ({SPREAD})"
 HEAD = (
-    "workload", "network", "hosts", "side", ROUNDS, "ms per step", RATIO, "relative to compute", "bound, ms",
+    "workload", "network", "hosts", "method", ROUNDS, "ms per step", RATIO, "relative to compute", "bound, ms",
     "step / bound", "payload, MB", "on the wire, MB", "communication, ms", "exposed, ms", "CPU, ms", "memory / gradients",
     "measured",
 )  # fmt: skip
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How long a case is measured: rounds of a few steps of each side, after warm-up steps."""
+    """How long a case is measured: rounds of a few steps of each method, after warm-up steps."""
 
     rounds: int = 20
     steps: int = 5
@@ -86,40 +86,42 @@ def cases(workloads: Sequence[str], networks: Sequence[str], hosts: Sequence[int
     return result
 
 
-def portions(sides: Sequence[str], at_once: int) -> Iterator[list[str]]:
-    """``sides`` in portions that fit into memory together, each with the sides of every case before it."""
-    for side in sides:
-        parse_side(side)
-    others = [side for side in sides if side not in ALWAYS]
-    for start in range(0, len(others), at_once) or (0,):
-        yield [*ALWAYS, *others[start : start + at_once]]
+def portions(methods: Sequence[str], per_run: int) -> Iterator[list[str]]:
+    """``methods`` in portions that fit into memory together, each with the methods of every case before it."""
+    for method in methods:
+        parse_method(method)
+    others = [method for method in methods if method not in ALWAYS]
+    for start in range(0, len(others), per_run) or (0,):
+        yield [*ALWAYS, *others[start : start + per_run]]
 
 
-def absent(case: Case, sides: Iterable[str]) -> list[Record]:
-    """Rows of those of ``sides`` that cannot run on this machine."""
-    return without_figures(case, "missing", missing(sides))
+def absent(case: Case, methods: Iterable[str]) -> list[Record]:
+    """Rows of those of ``methods`` that cannot run on this machine."""
+    return without_figures(case, "missing", missing(methods))
 
 
 def without_figures(case: Case, what: Literal["missing", "failed"], reasons: Mapping[str, str]) -> list[Record]:
-    """Rows of sides that have none, each with its reason: they cannot run, or failed when they were tried."""
+    """Rows of methods that have none, each with its reason: they cannot run, or failed when they were tried."""
     if not reasons:
         return []
     shared: Record = {"name": find_workload(case.workload).name, "when": round(time.time())}
     if what == "failed":
         shared["digest"] = digest(case.workload)
-    return [asdict(case) | {"side": side, what: reason} | shared for side, reason in reasons.items()]
+    return [asdict(case) | {"method": method, what: reason} | shared for method, reason in reasons.items()]
 
 
-def measure(case: Case, sides: Sequence[str], turns: Turns, on_record: Callable[[Record], None] | None = None) -> list[Record]:
-    """Rows of one case: figures of every side, and what they were measured with; or why a side cannot run."""
-    command = ["-m", "gossamer.bench.paired", "--workload", case.workload, "--sides", *sides]
+def measure(
+    case: Case, methods: Sequence[str], turns: Turns, on_record: Callable[[Record], None] | None = None
+) -> list[Record]:
+    """Rows of one case: figures of every method, and what they were measured with; or why a method cannot run."""
+    command = ["-m", "gossamer.bench.paired", "--workload", case.workload, "--methods", *methods]
     numbers = {"--rounds": turns.rounds, "--steps": turns.steps, "--warmup": turns.warmup}
     command += [str(part) for pair in numbers.items() for part in pair]
-    return rows_of(case, lab_result(case.spec(), command, "sides", on_record))
+    return rows_of(case, lab_result(case.spec(), command, "methods", on_record))
 
 
 def rows_of(case: Case, found: Record) -> list[Record]:
-    """What :func:`gossamer.bench.paired.run` found, as a row for every side.
+    """What :func:`gossamer.bench.paired.run` found, as a row for every method.
 
     ``runner_latency``: the seconds that gossamer's runner adds to its own messages, where the network adds none by itself.
     """
@@ -129,18 +131,18 @@ def rows_of(case: Case, found: Record) -> list[Record]:
     if found["latency"]:
         shared["runner_latency"] = found["latency"]
     rows = []
-    for side, figures in found["sides"].items():
-        own = {"side": side, "round_seconds": [round(each, 6) for each in found["seconds"][side]]}
+    for method, figures in found["methods"].items():
+        own = {"method": method, "round_seconds": [round(each, 6) for each in found["seconds"][method]]}
         rows.append(asdict(case) | own | figures | shared)
     return rows + without_figures(case, "missing", found["missing"])
 
 
-def measure_memory(case: Case, sides: Sequence[str]) -> dict[str, Record]:
-    """What every side needs at its peak beyond training without communication; see :mod:`gossamer.bench.memory`.
+def measure_memory(case: Case, methods: Sequence[str]) -> dict[str, Record]:
+    """What every method needs at its peak beyond training without communication; see :mod:`gossamer.bench.memory`.
 
     On an unshaped network, whatever the case's is: memory does not depend on the rate, and over a slow link it takes minutes.
     """
-    command = ["-m", "gossamer.bench.memory", "--workload", case.workload, "--sides", *sides]
+    command = ["-m", "gossamer.bench.memory", "--workload", case.workload, "--methods", *methods]
     return beyond(read(lab_json(replace(case, network=UNSHAPED).spec(), command)))
 
 
@@ -168,8 +170,8 @@ def newest_files(rows: Sequence[Record]) -> dict[str, str]:
 def cells(row: Record, of_file: str | None) -> list[str]:
     """What the columns of ``HEAD`` say of a row; ``of_file``: the version of its workload's file that others are of."""
     older = "" if is_of(row, of_file) else " (another version of its file)"
-    undelayed = " (not delayed)" if row.get("runner_latency") and row["side"] in PEERS else ""
-    case = [row["name"] + older, row["network"] + undelayed, str(row["hosts"]), f"`{row['side']}`"]
+    undelayed = " (not delayed)" if row.get("runner_latency") and row["method"] in PEERS else ""
+    case = [row["name"] + older, row["network"] + undelayed, str(row["hosts"]), f"`{row['method']}`"]
     measured = day(row["when"]) if "when" in row else ""
     if not is_measured(row):
         return [*case, "", "", reason(row), *[""] * (len(HEAD) - 8), measured]
@@ -179,8 +181,8 @@ def cells(row: Record, of_file: str | None) -> list[str]:
         *case,
         f"{row['rounds']} of {row['timed_steps']}" if "timed_steps" in row else str(row["rounds"]),
         _milliseconds(row["step_seconds"]) + (" (two phases)" if row.get("two_phases") else ""),
-        "1" if row["side"] == "ddp" else _ratio(row, "ratio"),
-        "1" if row["side"] == BASELINE else _ratio(row, "ratio_to_compute"),
+        "1" if row["method"] == "ddp" else _ratio(row, "ratio"),
+        "1" if row["method"] == BASELINE else _ratio(row, "ratio_to_compute"),
         _two([_milliseconds(bound) for bound in bounds]),
         _two([f"{row['step_seconds'] / bound:.3f}" for bound in bounds]),
         megabytes(_payload(row)),
@@ -216,7 +218,7 @@ def _ratio(row: Record, name: str) -> str:
 
 def _payload(row: Record) -> float | None:
     """What a row says of its payload; nothing where nobody knows it (old rows have a zero there)."""
-    known = row["side"] not in PEERS or PEERS[row["side"]].payload is not None
+    known = row["method"] not in PEERS or PEERS[row["method"]].payload is not None
     return row["payload_bytes"] if known else None
 
 
@@ -231,13 +233,13 @@ def megabytes(nbytes: float | None) -> str:
 
 def _memory(row: Record) -> str:
     """The peak beyond ``compute``, with its noise, unless it is zero by definition."""
-    if "memory" not in row or row["side"] == BASELINE:
+    if "memory" not in row or row["method"] == BASELINE:
         return ""
     return f"{row['memory']:.2f} ± {row['memory_noise']:.2f}"
 
 
 def draw(rows: Sequence[Record], folder: Path) -> list[Path]:
-    """Pictures for every workload: of step times over the number of hosts on networks with several, on others by side.
+    """Pictures for every workload: of step times over the number of hosts on networks with several, on others by method.
 
     Of the version of its file that was measured last.
     """
@@ -258,26 +260,26 @@ def _draw(rows: Sequence[Record], folder: Path) -> Iterator[Path]:
         yield path
     others = {network: own for network, own in networks.items() if network not in panels}
     if others:
-        path, hosts = folder / f"{stem}-sides.png", sorted({row["hosts"] for own in others.values() for row in own})
+        path, hosts = folder / f"{stem}-methods.png", sorted({row["hosts"] for own in others.values() for row in own})
         counted = f"{' or '.join(map(str, hosts))} host{'s' if hosts != [1] else ''}"
-        times_by_side(path, [_by_side(*each) for each in others.items()], title=f"{name}, {counted}: step time")
+        times_by_method(path, [_by_method(*each) for each in others.items()], title=f"{name}, {counted}: step time")
         yield path
 
 
 def _over_hosts(network: str, rows: Sequence[Record]) -> Panel | None:
-    """None if no side was measured with several numbers of hosts."""
+    """None if no method was measured with several numbers of hosts."""
     seconds: dict[str, dict[int, float]] = {}
     bounds: dict[str, dict[int, float]] = {}
     for row in rows:
-        seconds.setdefault(row["side"], {})[row["hosts"]] = row["step_seconds"]
-        if row.get("bound_seconds") is not None and row["side"] != BASELINE:
-            bounds.setdefault(row["side"], {})[row["hosts"]] = row["bound_seconds"]
+        seconds.setdefault(row["method"], {})[row["hosts"]] = row["step_seconds"]
+        if row.get("bound_seconds") is not None and row["method"] != BASELINE:
+            bounds.setdefault(row["method"], {})[row["hosts"]] = row["bound_seconds"]
     return Panel(network, seconds, bounds) if max(map(len, seconds.values())) > 1 else None
 
 
-def _by_side(network: str, rows: Sequence[Record]) -> Bars:
+def _by_method(network: str, rows: Sequence[Record]) -> Bars:
     """First what every case has, then the others as they were measured."""
-    rows = sorted(rows, key=lambda row: row["side"] not in ALWAYS)
-    seconds = {row["side"]: row["step_seconds"] for row in rows}
-    bounds = {row["side"]: row["bound_seconds"] for row in rows if "bound_seconds" in row}
+    rows = sorted(rows, key=lambda row: row["method"] not in ALWAYS)
+    seconds = {row["method"]: row["step_seconds"] for row in rows}
+    bounds = {row["method"]: row["bound_seconds"] for row in rows if "bound_seconds" in row}
     return Bars(network, seconds, bounds, ours=seconds.keys() - PEERS.keys())

@@ -1,12 +1,12 @@
-"""Memory: what each side needs at its peak beyond the same training without communication, one side at a time.
+"""Memory: what each method needs at its peak beyond the same training without communication, one method at a time.
 
 A script of the lab; every rank prints one JSON object:
 
-    gossamer lab --hosts 4 -- -m gossamer.bench.memory --workload 'AlexNet(0.2)' --sides ddp 'AllReduce()'
+    gossamer lab --hosts 4 -- -m gossamer.bench.memory --workload 'AlexNet(0.2)' --methods ddp 'AllReduce()'
 
-Every rank forks a process for each side in turn, so that sides do not share memory. It first trains a tiny model, which
+Every rank forks a process for each method in turn, so that methods do not share memory. It first trains a tiny model, which
 loads code and compiles kernels: what counts is what grows with the model. Then the kernel's own mark of the most memory
-resident since (VmHWM), from before the workload's model is made until after its last step, less that of the side
+resident since (VmHWM), from before the workload's model is made until after its last step, less that of the method
 ``compute``: model, gradients, optimizer and activations cancel out. The C library is told to keep no freed memory.
 """
 
@@ -33,12 +33,12 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.peers import BASELINE
-from gossamer.bench.trained import make_side
+from gossamer.bench.trained import make_method
 from gossamer.bench.workload import Workload
 from gossamer.errors import GossamerError
 
 FIGURES = ("memory", "memory_noise")
-"""What a row tells of a side: see :func:`beyond`."""
+"""What a row tells of a method: see :func:`beyond`."""
 
 STEPS = 4
 REPEATS = 2
@@ -67,19 +67,19 @@ class Peak:
     gradients: int
 
 
-def measure(workload: Workload, side: str, steps: int) -> Peak:
+def measure(workload: Workload, method: str, steps: int) -> Peak:
     """The peak of this process, which trains nothing else. Collective: the process group exists."""
     _keep_nothing()
-    _train(_TINY, side, steps)
+    _train(_TINY, method, steps)
     _give_back()
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak from now on
-    return Peak(_train(workload, side, steps) - before, sum(p.nbytes for p in workload.build_model().parameters()))
+    return Peak(_train(workload, method, steps) - before, sum(p.nbytes for p in workload.build_model().parameters()))
 
 
-def _train(workload: Workload, side: str, steps: int) -> int:
+def _train(workload: Workload, method: str, steps: int) -> int:
     """Train a few steps; the process's peak, in bytes, before anything is freed."""
-    trained = make_side(workload, side, dist.get_rank())
+    trained = make_method(workload, method, dist.get_rank())
     with trained.joined.turn():
         for _ in range(trained.timed(steps)):
             trained.step()
@@ -110,22 +110,22 @@ def _keep_nothing() -> None:
         option(_MMAP_THRESHOLD, 1 << 16)
 
 
-def in_turn(workload: str, sides: Iterable[str], steps: int = STEPS, repeats: int = REPEATS) -> dict[str, list[Peak]]:
-    """Every side's peaks on this rank, of ``repeats`` trainings, each in a forked process; without sides that fail.
+def in_turn(workload: str, methods: Iterable[str], steps: int = STEPS, repeats: int = REPEATS) -> dict[str, list[Peak]]:
+    """Every method's peaks on this rank, of ``repeats`` trainings, each in a forked process; without methods that fail.
 
     All of them meet at one store, at ``MASTER_PORT``: of no other port is it known that nobody uses it.
 
     To be called before this process uses torch for anything: what has threads cannot be forked. So ``workload``, the name of
     one, is loaded by the forked processes only: its file may compute something.
     """
-    turns = [side for _ in range(repeats) for side in sides]
+    turns = [method for _ in range(repeats) for method in methods]
     found: dict[str, list[Peak]] = {}
     with _store_served():
-        for index, side in enumerate(turns):
-            peak = _forked(workload, side, steps, str(index))
+        for index, method in enumerate(turns):
+            peak = _forked(workload, method, steps, str(index))
             if peak is not None:
-                found.setdefault(side, []).append(peak)
-    return {side: peaks for side, peaks in found.items() if len(peaks) == repeats}
+                found.setdefault(method, []).append(peak)
+    return {method: peaks for method, peaks in found.items() if len(peaks) == repeats}
 
 
 @contextmanager
@@ -173,14 +173,14 @@ def _store(is_master: bool = False) -> TCPStore:
     return TCPStore(address, port, is_master=is_master, timeout=_PATIENCE, wait_for_workers=False)
 
 
-def _forked(workload: str, side: str, steps: int, name: str) -> Peak | None:
+def _forked(workload: str, method: str, steps: int, name: str) -> Peak | None:
     """The peak of a process of its own, in a process group of this name; None if it failed, and said why."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        os._exit(_child(workload, side, steps, name, writer))
-    well = _ended(child, f"the training with {side}", _LIMIT)
+        os._exit(_child(workload, method, steps, name, writer))
+    well = _ended(child, f"the training with {method}", _LIMIT)
     os.close(writer)
     os.set_blocking(reader, False)  # processes that a peer has left behind may hold the other end
     with os.fdopen(reader, "rb", buffering=0) as pipe:
@@ -202,12 +202,12 @@ def _ended(child: int, what: str, seconds: float) -> bool:
     return False
 
 
-def _child(workload: str, side: str, steps: int, name: str, writer: int) -> int:
+def _child(workload: str, method: str, steps: int, name: str, writer: int) -> int:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         store = PrefixStore(name, _store())
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_PATIENCE)
-        peak = measure(find_workload(workload), side, steps)
+        peak = measure(find_workload(workload), method, steps)
         os.write(writer, json.dumps({"nbytes": peak.nbytes, "gradients": peak.gradients}).encode())
     except BaseException:
         traceback.print_exc()
@@ -216,14 +216,14 @@ def _child(workload: str, side: str, steps: int, name: str, writer: int) -> int:
 
 
 def beyond(ranks: Sequence[dict[str, list[Peak]]]) -> dict[str, dict[str, float]]:
-    """Every side's peak beyond ``compute``, in units of the gradients, on the rank where it is largest; and the noise.
+    """Every method's peak beyond ``compute``, in units of the gradients, on the rank where it is largest; and the noise.
 
-    Of the sides that did not fail on some rank.
+    Of the methods that did not fail on some rank.
 
-    ``memory_noise``: by how much repeats of the side, or of ``compute``, differ on some rank, in the same units.
+    ``memory_noise``: by how much repeats of the method, or of ``compute``, differ on some rank, in the same units.
     """
-    measured = [side for side in ranks[0] if all({side, BASELINE} <= found.keys() for found in ranks)]
-    return {side: _beyond([(found[side], found[BASELINE]) for found in ranks]) for side in measured}
+    measured = [method for method in ranks[0] if all({method, BASELINE} <= found.keys() for found in ranks)]
+    return {method: _beyond([(found[method], found[BASELINE]) for found in ranks]) for method in measured}
 
 
 def _beyond(pairs: Sequence[tuple[list[Peak], list[Peak]]]) -> dict[str, float]:
@@ -235,20 +235,20 @@ def _beyond(pairs: Sequence[tuple[list[Peak], list[Peak]]]) -> dict[str, float]:
 
 def read(records: Iterable[dict[str, Any]]) -> list[dict[str, list[Peak]]]:
     """What :func:`main` printed on every rank."""
-    return [{side: [Peak(*each) for each in peaks] for side, peaks in found["peaks"].items()} for found in records]
+    return [{method: [Peak(*each) for each in peaks] for method, peaks in found["peaks"].items()} for found in records]
 
 
 def main() -> None:
     """Measure, and print from every rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", required=True, help="a Python file, or an emulated model such as 'AlexNet(2.0)'")
-    parser.add_argument("--sides", nargs="+", required=True)
+    parser.add_argument("--methods", nargs="+", required=True)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--repeats", type=int, default=REPEATS)
     options = parser.parse_args()
-    sides = dict.fromkeys([BASELINE, *options.sides])
-    found = in_turn(options.workload, sides, options.steps, options.repeats)
-    peaks = {side: [(peak.nbytes, peak.gradients) for peak in each] for side, each in found.items()}
+    methods = dict.fromkeys([BASELINE, *options.methods])
+    found = in_turn(options.workload, methods, options.steps, options.repeats)
+    peaks = {method: [(peak.nbytes, peak.gradients) for peak in each] for method, each in found.items()}
     sys.stdout.write(json.dumps({"peaks": peaks}) + "\n")
 
 

@@ -4,8 +4,8 @@ A script of the lab (or of torchrun on a real cluster); rank 0 prints one JSON o
 
     gossamer lab --hosts 4 --rate 200mbit -- -m gossamer.bench.paired --workload examples/02_convnet.py
 
-Every side trains its own copy of the model. A round is a few steps of each side, barrier to barrier, the order of the
-sides alternating from round to round; what counts is the ratio of two sides within a round.
+Every method trains its own copy of the model. A round is a few steps of each method, barrier to barrier, the order of the
+methods alternating from round to round; what counts is the ratio of two methods within a round.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from gossamer.bench.line import plain_tcp
 from gossamer.bench.peers import BASELINE
 from gossamer.bench.ranks import of_all
 from gossamer.bench.ratios import compare, paired_ratio
-from gossamer.bench.trained import MODEL_SEED, Pace, Trained, make_side, named, pace
+from gossamer.bench.trained import MODEL_SEED, Pace, Trained, make_method, named, pace
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError, GossamerError
 
@@ -41,66 +41,66 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A few steps of one side: seconds per step, and what else they cost this rank."""
+    """A few steps of one method: seconds per step, and what else they cost this rank."""
 
     seconds: float
     counted: Counters
 
 
 def take_turns(
-    sides: dict[str, Trained], rounds: int, common: Pace, told: Callable[[int], None] = lambda index: None
+    methods: dict[str, Trained], rounds: int, common: Pace, told: Callable[[int], None] = lambda index: None
 ) -> dict[str, list[Round]]:
-    """Every side's rounds: seconds per step, and what else the steps cost. ``told`` is called before every round.
+    """Every method's rounds: seconds per step, and what else the steps cost. ``told`` is called before every round.
 
     ``common``: how many steps are timed; see :func:`gossamer.bench.trained.pace`.
     """
-    results: dict[str, list[Round]] = {name: [] for name in sides}
-    names = list(sides)
+    results: dict[str, list[Round]] = {name: [] for name in methods}
+    names = list(methods)
     for index in range(rounds):
         told(index)
         turn = index // 2 % len(names)
         order = names[turn:] + names[:turn]
         for name in order if index % 2 == 0 else reversed(order):
-            results[name].append(_time(sides[name], common.of(sides[name])))
+            results[name].append(_time(methods[name], common.of(methods[name])))
     return results
 
 
-def _time(side: Trained, own: Pace) -> Round:
-    with side.joined.turn():
+def _time(method: Trained, own: Pace) -> Round:
+    with method.joined.turn():
         for _ in range(own.lead_in):
-            side.step()  # what the side before left in caches and token buckets is not this side's
-        before = Counters.read(side.joined.replica)
-        _meet(side)
+            method.step()  # what the method before left in caches and token buckets is not this method's
+        before = Counters.read(method.joined.replica)
+        _meet(method)
         begin = time.perf_counter()
         for _ in range(own.timed_steps):
-            side.step()
-        _meet(side)
+            method.step()
+        _meet(method)
         seconds = (time.perf_counter() - begin) / own.timed_steps
-        counted = Counters.read(side.joined.replica).per_step(before, own.timed_steps)
-        _end_turn(side)
+        counted = Counters.read(method.joined.replica).per_step(before, own.timed_steps)
+        _end_turn(method)
         return Round(seconds, counted)
 
 
-def warm_up(side: Trained, steps: int) -> None:
+def warm_up(method: Trained, steps: int) -> None:
     """Train at least so many steps."""
-    with side.joined.turn():
-        for _ in range(side.timed(steps)):
-            side.step()
-        _meet(side)
-        _end_turn(side)
+    with method.joined.turn():
+        for _ in range(method.timed(steps)):
+            method.step()
+        _meet(method)
+        _end_turn(method)
 
 
-def _end_turn(side: Trained) -> None:
-    """Leave nothing on the line, where it would be in another side's way, nor in memory that others need."""
-    if side.joined.replica is not None:
-        side.joined.replica.wait_for_exchanges()
-    side.joined.model.zero_grad()
-    _meet(side)
+def _end_turn(method: Trained) -> None:
+    """Leave nothing on the line, where it would be in another method's way, nor in memory that others need."""
+    if method.joined.replica is not None:
+        method.joined.replica.wait_for_exchanges()
+    method.joined.model.zero_grad()
+    _meet(method)
 
 
-def _meet(side: Trained) -> None:
-    if side.joined.replica is not None:
-        side.joined.replica.catch_up()
+def _meet(method: Trained) -> None:
+    if method.joined.replica is not None:
+        method.joined.replica.catch_up()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     dist.barrier()
@@ -115,38 +115,38 @@ def tell(index: int, rounds: int) -> None:
 
 def run(
     workload: Workload,
-    sides: Sequence[str],
+    methods: Sequence[str],
     rounds: int,
     steps: int,
     warmup: int = 4,
     told: Callable[[int, int], None] = tell,
 ) -> dict[str, Any]:
-    """Time all ``sides`` that can run here; the first one is the reference of the ratios.
+    """Time all ``methods`` that can run here; the first one is the reference of the ratios.
 
-    ``told`` hears of every round, and of how many. Where plain TCP can be measured, and with a side ``compute``, every side
+    ``told`` hears of every round, and of how many. Where plain TCP can be measured, and with a method ``compute``, every method
     also gets its bound: see :mod:`gossamer.bench.bound`.
     """
     rank, load_before = dist.get_rank(), load()
-    lacking = missing(sides)
-    sides = [name for name in sides if name not in lacking]
-    if not sides:
-        raise ConfigurationError("none of the sides can run here: " + "; ".join(f"{k}: {v}" for k, v in lacking.items()))
+    lacking = missing(methods)
+    methods = [name for name in methods if name not in lacking]
+    if not methods:
+        raise ConfigurationError("none of the methods can run here: " + "; ".join(f"{k}: {v}" for k, v in lacking.items()))
     made = {}
-    for name in sides:
+    for name in methods:
         with named(name):
-            made[name] = make_side(workload, name, rank)
+            made[name] = make_method(workload, name, rank)
     lines_before = plain_tcp()
-    ready = measure_ready(workload, rank, forward=any(side.when == "layered" for side in made.values()))
-    for name, side in made.items():
+    ready = measure_ready(workload, rank, forward=any(method.when == "layered" for method in made.values()))
+    for name, method in made.items():
         with named(name):
-            warm_up(side, warmup)
+            warm_up(method, warmup)
     common = pace(made.values(), steps)
-    begun = {name: side.phase(side.timed(warmup)) for name, side in made.items()}
+    begun = {name: method.phase(method.timed(warmup)) for name, method in made.items()}
     results, sent = _measure(made, rounds, common, told)
     lines = [statistics.median(both) for both in map(operator.add, lines_before, plain_tcp())]
     figures = _figures(made, results, sent, common)
-    for name, side in made.items():
-        if side.phase(side.timed(warmup) + rounds * common.of(side).taken - 1) != begun[name]:
+    for name, method in made.items():
+        if method.phase(method.timed(warmup) + rounds * common.of(method).taken - 1) != begun[name]:
             figures[name]["two_phases"] = True
     if lines and BASELINE in figures:
         rows = of_all({name: astuple(each) for name, each in sent.items()})
@@ -158,36 +158,36 @@ def run(
         "rounds": rounds,
         "steps_per_round": steps,
         "warmup": warmup,
-        "sides": figures,
+        "methods": figures,
         "missing": lacking,
         "seconds": {name: [each.seconds for each in results[name]] for name in made},
         "tcp_bits_per_second": min(lines) if lines else None,
         "world": dist.get_world_size(),
         "rate": os.environ.get("GOSSAMER_LAB_RATE", "unshaped"),
         "latency": float(os.environ.get("GOSSAMER_LAB_LATENCY_S", "0")),
-        "conditions": _conditions(sides, load_before),
+        "conditions": _conditions(methods, load_before),
     }
 
 
-def _conditions(sides: Sequence[str], load_before: float) -> Figures:
+def _conditions(methods: Sequence[str], load_before: float) -> Figures:
     """Of this rank, with the loads of the busiest host and what else the hosts of a cluster differ in."""
     seeds = {"model": MODEL_SEED, "batches": list(range(dist.get_world_size()))}
-    told = conditions(sides, load_before, seeds) | of_hosts()
+    told = conditions(methods, load_before, seeds) | of_hosts()
     return told | {name: max(of_all(told[name])) for name in ("load_before", "load_after")}
 
 
 def _close(made: dict[str, Trained]) -> None:
-    """End what the sides have started. All is measured then: one that does not end well is told, and takes nothing along."""
-    for name, side in made.items():
+    """End what the methods have started. All is measured then: one that does not end well is told, and takes nothing along."""
+    for name, method in made.items():
         try:
-            side.joined.close()
+            method.joined.close()
         except GossamerError as error:
             sys.stderr.write(f"rank {dist.get_rank()}, {name}: {error}\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What one side hands to the transport: payload bytes (None: nobody knows), and rounds of messages one after the other."""
+    """What a method sends: payload bytes (None: unknown), and messages one after the other."""
 
     payload_bytes: float | None
     messages: float
@@ -196,15 +196,15 @@ class Sent:
 def _measure(
     made: dict[str, Trained], rounds: int, common: Pace, told: Callable[[int, int], None]
 ) -> tuple[dict[str, list[Round]], dict[str, Sent]]:
-    """Every side's rounds, and what it sends per step."""
+    """Every method's rounds, and what it sends per step."""
     before = _sent(made)
     results = take_turns(made, rounds, common, lambda index: told(index, rounds))
     # Over all rounds, because what a round's last step sends is still under way at its end.
     after, sent = _sent(made), dict[str, Sent]()
-    for name, side in made.items():
-        taken, then, now = rounds * common.of(side).taken, before[name], after[name]
+    for name, method in made.items():
+        taken, then, now = rounds * common.of(method).taken, before[name], after[name]
         counted = [each.payload_bytes for each in (then, now) if each.payload_bytes is not None]
-        payload = (counted[1] - counted[0]) / taken if counted else side.payload_bytes
+        payload = (counted[1] - counted[0]) / taken if counted else method.payload_bytes
         sent[name] = Sent(payload, (now.messages - then.messages) / taken)
     return results, sent
 
@@ -212,16 +212,16 @@ def _measure(
 def _figures(
     made: dict[str, Trained], results: dict[str, list[Round]], sent: dict[str, Sent], common: Pace
 ) -> dict[str, Figures]:
-    """Of every side: how it was timed, medians and ratios, means of what was counted, and what it sends."""
+    """Of every method: how it was timed, medians and ratios, means of what was counted, and what it sends."""
     seconds = {name: [each.seconds for each in rounds] for name, rounds in results.items()}
     first = next(iter(seconds.values()))
     return {
-        name: asdict(common.of(side))
+        name: asdict(common.of(method))
         | compare(seconds[name], first)
         | _beside_compute(seconds, name)
         | _counted(results[name])
         | asdict(sent[name])
-        for name, side in made.items()
+        for name, method in made.items()
     }
 
 
@@ -235,19 +235,19 @@ def _beside_compute(seconds: dict[str, list[float]], name: str) -> Figures:
     return {"compute_seconds": statistics.median(alone)} | ratio
 
 
-def missing(sides: Sequence[str]) -> dict[str, str]:
-    """Those of ``sides`` that cannot run on some rank, and why; the same on all ranks."""
-    everyone = of_all(peers.missing(sides, load=True))
+def missing(methods: Sequence[str]) -> dict[str, str]:
+    """Those of ``methods`` that cannot run on some rank, and why; the same on all ranks."""
+    everyone = of_all(peers.missing(methods, load=True))
     return {name: reason for reasons in reversed(everyone) for name, reason in reasons.items()}
 
 
-def _sent(sides: dict[str, Trained]) -> dict[str, Sent]:
+def _sent(methods: dict[str, Trained]) -> dict[str, Sent]:
     """What this rank's replicas have sent so far, with nothing under way; of others nobody counts the payload."""
     sent = {}
-    for name, side in sides.items():
-        if side.joined.replica is not None:
-            side.joined.replica.wait_for_exchanges()
-        own = {} if side.joined.replica is None else side.joined.replica.metrics()
+    for name, method in methods.items():
+        if method.joined.replica is not None:
+            method.joined.replica.wait_for_exchanges()
+        own = {} if method.joined.replica is None else method.joined.replica.metrics()
         sent[name] = Sent(own.get("bytes_sent"), own.get("messages_sent", 0.0))
     return sent
 
@@ -264,12 +264,12 @@ def _add_bounds(
     sent: Sequence[dict[str, Sent]],
     lines: Sequence[float],
     ready: Ready,
-    sides: dict[str, Trained],
+    methods: dict[str, Trained],
 ) -> None:
-    """Add to each side's figures its bound, and with the forward pass overlapped what its layers allow; ``sent`` and ``lines``
+    """Add each bound, and with the forward pass overlapped what the layers allow; ``sent`` and ``lines``
     are by rank.
 
-    None for a side of which nobody knows what it has to send: what has left the interface is no less than that, so it would
+    None for a method of which nobody knows what it has to send: what has left the interface is no less than that, so it would
     be no bound.
     """
     step = figures[BASELINE]["step_seconds"]
@@ -277,7 +277,7 @@ def _add_bounds(
         payloads = [each[name].payload_bytes for each in sent]
         known = [payload for payload in payloads if payload is not None]
         if len(known) == len(payloads):
-            when, on_the_wire = sides[name].when, wire(known, lines)
+            when, on_the_wire = methods[name].when, wire(known, lines)
             figure["bound_seconds"] = least(when, step, on_the_wire, ready)
             if when == "layered":
                 figure["layered_bound_seconds"] = layered(step, on_the_wire, ready)
@@ -295,14 +295,14 @@ def main() -> None:
     """Take the turns and print from rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", required=True, help="a Python file, or an emulated model such as 'ResNet50(2.0)'")
-    parser.add_argument("--sides", nargs="+", default=["ddp", "ddp-again", "AllReduce()", "Gossip(wire='bf16')"])
+    parser.add_argument("--methods", nargs="+", default=["ddp", "ddp-again", "AllReduce()", "Gossip(wire='bf16')"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--save-to", type=Path, metavar="FILE", help="where to write the result, instead of printing it")
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    result = run(find_workload(options.workload), options.sides, options.rounds, options.steps, options.warmup)
+    result = run(find_workload(options.workload), options.methods, options.rounds, options.steps, options.warmup)
     if dist.get_rank() == 0:
         _hand_over(json.dumps(result) + "\n", options.save_to)
     dist.barrier()

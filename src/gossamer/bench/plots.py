@@ -92,7 +92,7 @@ def _dress(axes: Any, until: float) -> None:
 
 @dataclass(frozen=True)
 class Panel:
-    """Step times of several sides over the number of hosts, ``seconds[side][hosts]``, and where they are known their bounds."""
+    """Step times over the number of hosts, ``seconds[method][hosts]``, and where they are known their bounds."""
 
     title: str
     seconds: dict[str, dict[int, float]]
@@ -106,15 +106,15 @@ def times_over_hosts(path: Path, panels: Sequence[Panel], *, title: str) -> None
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(width, 4.8), dpi=160, layout="constrained", sharey=True, squeeze=False
     )
-    looks, lines = looks_of(side for panel in panels for side in panel.seconds), {}
+    looks, lines = looks_of(method for panel in panels for method in panel.seconds), {}
     for axis, panel in zip(axes[0], panels, strict=True):
-        for side, seconds in panel.seconds.items():
+        for method, seconds in panel.seconds.items():
             hosts = sorted(seconds)
-            drawn = axis.plot(hosts, [seconds[n] for n in hosts], **looks[side], linewidth=2.0, markersize=5, label=side)
-            lines[side] = drawn[0]
-        for side, bounds in panel.bounds.items():
+            drawn = axis.plot(hosts, [seconds[n] for n in hosts], **looks[method], linewidth=2.0, markersize=5, label=method)
+            lines[method] = drawn[0]
+        for method, bounds in panel.bounds.items():
             hosts = sorted(bounds)
-            under = axis.plot(hosts, [bounds[n] for n in hosts], color=looks[side]["color"], linestyle=":", linewidth=1.2)
+            under = axis.plot(hosts, [bounds[n] for n in hosts], color=looks[method]["color"], linestyle=":", linewidth=1.2)
             lines["(dotted: the bound of each)"] = under[0]
         _dress_doubling(axis, panel.seconds.values(), "hosts", panel.title)
     axes[0][0].set_ylabel("seconds per step")
@@ -123,31 +123,31 @@ def times_over_hosts(path: Path, panels: Sequence[Panel], *, title: str) -> None
     _finish(figure, path, title)
 
 
-def looks_of(sides: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and line of each side: computing alone is black and dashed, the others all differ (up to 90 of them)."""
+def looks_of(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Colour, marker and line of each method: computing alone is black and dashed, the others all differ (up to 90 of them)."""
     colours = require_matplotlib().get_cmap("tab10").colors
     looks: dict[str, dict[str, Any]] = {BASELINE: {"color": "black", "marker": "o", "linestyle": "--"}}
-    for index, side in enumerate(side for side in dict.fromkeys(sides) if side != BASELINE):
-        looks[side] = {"color": colours[index % 10], "marker": _MARKERS[index % len(_MARKERS)], "linestyle": "-"}
+    for index, method in enumerate(method for method in dict.fromkeys(methods) if method != BASELINE):
+        looks[method] = {"color": colours[index % 10], "marker": _MARKERS[index % len(_MARKERS)], "linestyle": "-"}
     return looks
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Seconds per step of several sides, the bounds of those that have one, and which of them are gossamer's."""
+    """Seconds per step of several methods, the bounds of those that have one, and which of them are gossamer's."""
 
     title: str
     seconds: dict[str, float]
     bounds: dict[str, float]
     ours: Set[str]
 
-    def colour(self, side: str) -> str:
+    def colour(self, method: str) -> str:
         """Black, grey or green: computing alone, without gossamer, with it."""
-        return "#222222" if side == BASELINE else COLOURS[side in self.ours]
+        return "#222222" if method == BASELINE else COLOURS[method in self.ours]
 
 
-def times_by_side(path: Path, panels: Sequence[Bars], *, title: str) -> None:
-    """Draw a horizontal bar of seconds per step for every side, its bound as a line across it; save them as ``path``."""
+def times_by_method(path: Path, panels: Sequence[Bars], *, title: str) -> None:
+    """Draw a horizontal bar of seconds per step for every method, its bound as a line across it; save them as ``path``."""
     pyplot = require_matplotlib()
     columns = min(3, len(panels))
     rows, most = -(-len(panels) // columns), max(len(panel.seconds) for panel in panels)
@@ -165,11 +165,11 @@ def times_by_side(path: Path, panels: Sequence[Bars], *, title: str) -> None:
 
 
 def _draw_bars(axis: Any, panel: Bars) -> None:
-    sides, seconds = list(panel.seconds), list(panel.seconds.values())
-    bars = axis.barh(sides, seconds, color=[panel.colour(side) for side in sides], height=0.68)
+    methods, seconds = list(panel.seconds), list(panel.seconds.values())
+    bars = axis.barh(methods, seconds, color=[panel.colour(method) for method in methods], height=0.68)
     axis.bar_label(bars, [f"{1e3 * each:.0f} ms" for each in seconds], padding=5, fontsize=8)
-    bounded = [side for side in sides if side in panel.bounds]
-    bounds = [panel.bounds[side] for side in bounded]
+    bounded = [method for method in methods if method in panel.bounds]
+    bounds = [panel.bounds[method] for method in bounded]
     axis.scatter(bounds, bounded, marker="|", s=210, color=_BOUND, linewidth=2.0, zorder=3)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.18 * max(seconds))
@@ -209,19 +209,19 @@ class Measured:
 
 
 def over_workers(path: Path, shown: dict[str, dict[str, Measured]], *, title: str) -> None:
-    """Draw each of ``shown`` (by what it is, and by side) over the number of workers, predictions dotted; save as ``path``."""
+    """Draw each of ``shown`` (by what it is, and by method) over the number of workers, predictions dotted."""
     pyplot = require_matplotlib()
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.6), dpi=160, layout="constrained", squeeze=False)
-    names = list(dict.fromkeys(side for sides in shown.values() for side in sides))
+    names = list(dict.fromkeys(method for methods in shown.values() for method in methods))
     looks = looks_of(names)
-    for axis, (name, sides) in zip(axes.flat, shown.items(), strict=False):
-        for side, curve in sides.items():
+    for axis, (name, methods) in zip(axes.flat, shown.items(), strict=False):
+        for method, curve in methods.items():
             workers = sorted(curve.measured)
-            axis.plot(workers, [curve.measured[n] for n in workers], linewidth=1.8, markersize=4, label=side, **looks[side])
+            axis.plot(workers, [curve.measured[n] for n in workers], linewidth=1.8, markersize=4, label=method, **looks[method])
             workers = sorted(curve.predicted)
-            dotted = looks[side] | {"linestyle": ":", "marker": "x"}
+            dotted = looks[method] | {"linestyle": ":", "marker": "x"}
             axis.plot(workers, [curve.predicted[n] for n in workers], linewidth=1.8, markersize=6, **dotted)
-        _dress_doubling(axis, [curve.measured for curve in sides.values()], "workers", name)
+        _dress_doubling(axis, [curve.measured for curve in methods.values()], "workers", name)
         axis.set_ylim(bottom=0)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
@@ -231,13 +231,13 @@ def over_workers(path: Path, shown: dict[str, dict[str, Measured]], *, title: st
 def quality_over_time(
     path: Path, curves: dict[str, list[Sequence[tuple[float, float]]]], *, title: str, measure: str, target: float
 ) -> None:
-    """Draw qualities over seconds of training, a thin line for each of a side's runs, and the target; save them as ``path``."""
+    """Draw qualities over seconds of training, a thin line for each run of a method, and the target."""
     pyplot = require_matplotlib()
     figure, axis = pyplot.subplots(figsize=(8.6, 4.8), dpi=160, layout="constrained")
     colours = pyplot.get_cmap("tab10").colors
-    for index, (side, runs) in enumerate(curves.items()):
+    for index, (method, runs) in enumerate(curves.items()):
         for number, run in enumerate(runs):
-            label = side if number == 0 else None
+            label = method if number == 0 else None
             style = {"color": colours[index % 10], "linewidth": 1.2, "marker": "o", "markersize": 2.5}
             axis.plot([x for x, _ in run], [y for _, y in run], label=label, **style)
     axis.axhline(target, color="black", linestyle=":", linewidth=1.0, label=f"target {target:.4g}")

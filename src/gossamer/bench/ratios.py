@@ -1,4 +1,4 @@
-"""Ratio: how long one side takes relative to another in the same rounds, and how far that is from round to round."""
+"""Ratio: how long one method takes relative to another in the same rounds, and how far that is from round to round."""
 
 import statistics
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Results: the rows of a file, one per case and side: what has been measured already, and what is lacking."""
+"""Results: the rows of a file, one per case and method: what has been measured already, and what is lacking."""
 
 import fcntl
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from gossamer.bench.spelled import canonical
 
 
 class Results:
-    """Rows of a file of JSON lines: one per case and side. ``writes``: whether new ones are written down.
+    """Rows of a file of JSON lines: one per case and method. ``writes``: whether new ones are written down.
 
     Several processes may write to one file: each knows what was there when it began, and what it has measured itself, and
     leaves alone what others have added since.
@@ -26,24 +26,24 @@ class Results:
         self.rows: list[Record] = _read(path)
 
     def there(self, case: Case, turns: Turns) -> dict[str, Record]:
-        """What has been measured in this case, by side; not in fewer rounds, with fewer steps, less warm, or when the
+        """What has been measured in this case, by method; not in fewer rounds, with fewer steps, less warm, or when the
         workload's file was another one."""
-        return {row["side"]: row for row in self._of_case(case) if is_measured(row) and _turns(row).cover(turns)}
+        return {row["method"]: row for row in self._of_case(case) if is_measured(row) and _turns(row).cover(turns)}
 
-    def lacking(self, case: Case, sides: Iterable[str], turns: Turns) -> list[str]:
-        """Those of ``sides`` that are not :meth:`there`."""
+    def lacking(self, case: Case, methods: Iterable[str], turns: Turns) -> list[str]:
+        """Those of ``methods`` that are not :meth:`there`."""
         there = self.there(case, turns)
-        return [side for side in sides if side not in there]
+        return [method for method in methods if method not in there]
 
     def failed(self, case: Case) -> set[str]:
-        """Sides whose last measurement failed."""
-        return {row["side"] for row in self._of_case(case) if "failed" in row}
+        """Methods whose last measurement failed."""
+        return {row["method"] for row in self._of_case(case) if "failed" in row}
 
     def memory(self, case: Case) -> dict[str, Record]:
-        """What sides need of memory with this workload and number of hosts, on whichever network it was measured."""
+        """What methods need of memory with this workload and number of hosts, on whichever network it was measured."""
         rows = self._of_file(case.workload)
         same = [row for row in rows if (row["workload"], row["hosts"]) == (case.workload, case.hosts)]
-        return {row["side"]: {name: row[name] for name in FIGURES} for row in same if FIGURES[0] in row}
+        return {row["method"]: {name: row[name] for name in FIGURES} for row in same if FIGURES[0] in row}
 
     def _of_case(self, case: Case) -> list[Record]:
         return [row for row in self._of_file(case.workload) if case_of(row) == case]
@@ -54,7 +54,7 @@ class Results:
         return [row for row in self.rows if is_of(row, of_file)]
 
     def add(self, rows: Sequence[Record]) -> None:
-        """Keep rows, in place of older ones of the same case and side, and write them down.
+        """Keep rows, in place of older ones of the same case and method, and write them down.
 
         What could not run, or failed, does not take the place of what was measured.
         """
@@ -65,10 +65,10 @@ class Results:
 
 
 def _read(path: Path) -> list[Record]:
-    """Rows of a file, sides and workloads spelled as they are compared."""
+    """Rows of a file, methods and workloads spelled as they are compared."""
     return [
-        row | {"side": canonical(row["side"]), "workload": canonical_workload(row["workload"])}
-        if {"side", "workload"} <= row.keys() else row
+        row | {"method": canonical(row["method"]), "workload": canonical_workload(row["workload"])}
+        if {"method", "workload"} <= row.keys() else row
         for row in read_rows(path)
     ]  # fmt: skip
 
@@ -96,4 +96,4 @@ def _turns(row: Record) -> Turns:
 
 
 def _key(row: Record) -> tuple[Any, ...]:
-    return case_of(row), row["side"]
+    return case_of(row), row["method"]

@@ -13,7 +13,7 @@ from gossamer.bench.matrix import ALWAYS, Case, Turns, is_measured, portions, re
 from gossamer.bench.memory import FIGURES
 from gossamer.bench.results import Results
 from gossamer.bench.rows import days
-from gossamer.bench.trained import SideError
+from gossamer.bench.trained import MethodError
 from gossamer.errors import GossamerError
 from gossamer.lab import LabError
 
@@ -22,9 +22,9 @@ from gossamer.lab import LabError
 class Plan:
     """What is measured of every case."""
 
-    sides: Sequence[str]
+    methods: Sequence[str]
     turns: Turns
-    at_once: int
+    per_run: int
     memory: bool
     again: bool
 
@@ -38,7 +38,7 @@ class Place:
     warnings: Callable[[], list[str]]
     """Why figures would not be good now."""
     absent: Callable[[Case, Sequence[str]], list[Record]]
-    """Rows of sides that need not be tried, because they cannot run."""
+    """Rows of methods that need not be tried, because they cannot run."""
     measure: Callable[[Case, Sequence[str], Turns, Callable[[Record], None]], list[Record]]
     memory: Callable[[Case, Sequence[str]], dict[str, Record]]
     separate: bool
@@ -67,10 +67,10 @@ class Session:
     def _known(self, case: Case, conditions: Mapping[str, Any]) -> list[str]:
         """What is there already, and what of it was otherwise when it was measured."""
         there = [] if self._plan.again else list(self._results.there(case, self._plan.turns).items())
-        rows = [row for side, row in there if side in self._plan.sides]
+        rows = [row for method, row in there if method in self._plan.methods]
         if not rows:
             return []
-        told = f"{case}: {len(rows)} of {len(self._plan.sides)} sides are there; --again measures them anew. {days(rows)}"
+        told = f"{case}: {len(rows)} of {len(self._plan.methods)} methods are there; --again measures them anew. {days(rows)}"
         others = {name: [row[name] for row in rows if row.get(name, now) != now] for name, now in conditions.items()}
         differ = [f"{name} {_short(other[0])} → {_short(conditions[name])}" for name, other in others.items() if other]
         return [told.strip(), *([f"Changed since: {'; '.join(differ)}"] if differ else [])]
@@ -78,25 +78,25 @@ class Session:
     def _lacking(self, case: Case) -> list[list[str]]:
         """The portions to time; what failed before comes last, each by itself."""
         plan, results = self._plan, self._results
-        wanted = list(plan.sides) if plan.again else results.lacking(case, plan.sides, plan.turns)
+        wanted = list(plan.methods) if plan.again else results.lacking(case, plan.methods, plan.turns)
         missing = self._place.absent(case, wanted)
         results.add(missing)
         self._log(case, missing)
-        absent = {row["side"] for row in missing}
+        absent = {row["method"] for row in missing}
         before = results.failed(case)
-        fresh = [side for side in wanted if side not in absent | before]
-        tried = [side for side in wanted if side in before - absent]
-        made = [*portions(fresh, plan.at_once), *(portions(tried, 1) if tried else [])]
+        fresh = [method for method in wanted if method not in absent | before]
+        tried = [method for method in wanted if method in before - absent]
+        made = [*portions(fresh, plan.per_run), *(portions(tried, 1) if tried else [])]
         return [each for each in made if plan.again or results.lacking(case, each, plan.turns)]
 
     def _unweighed(self, case: Case) -> list[list[str]]:
-        """The portions of timed sides whose memory is not known."""
+        """The portions of timed methods whose memory is not known."""
         plan, results = self._plan, self._results
-        rows = {side: row for side, row in results.there(case, plan.turns).items() if side in {*ALWAYS, *plan.sides}}
+        rows = {method: row for method, row in results.there(case, plan.turns).items() if method in {*ALWAYS, *plan.methods}}
         known = {} if plan.again else results.memory(case)
-        results.add([row | known[side] for side, row in rows.items() if side in known and FIGURES[0] not in row])
-        sides, size = [side for side in rows if side not in known], plan.at_once + len(ALWAYS)
-        return [sides[start : start + size] for start in range(0, len(sides), size)]
+        results.add([row | known[method] for method, row in rows.items() if method in known and FIGURES[0] not in row])
+        methods, size = [method for method in rows if method not in known], plan.per_run + len(ALWAYS)
+        return [methods[start : start + size] for start in range(0, len(methods), size)]
 
     def _each(
         self, case: Case, waiting: Sequence[list[str]], work: Callable[[Case, list[str]], None], always: Sequence[str] = ()
@@ -105,38 +105,38 @@ class Session:
         failed, left = [], deque(waiting)
         while left:
             portion = left.popleft()
-            own = [side for side in portion if side not in always]
+            own = [method for method in portion if method not in always]
             try:
                 work(case, portion)
             except LabError:  # no other portion will run here either
                 raise
             except GossamerError as error:
-                apart = [[*always, side] for side in own] if self._place.separate and len(own) > 1 else []
+                apart = [[*always, method] for method in own] if self._place.separate and len(own) > 1 else []
                 if always and not apart:
                     self._results.add(without_figures(case, "failed", _blamed(error, own or portion)))
                 if not self._place.separate:
                     raise
                 told = f"{case}, {', '.join(portion)}: "
-                self._say([told + _last_line(error), *(["each of these sides is measured by itself now"] if apart else [])])
+                self._say([told + _last_line(error), *(["each of these methods is measured by itself now"] if apart else [])])
                 left.extendleft(reversed(apart))
                 failed += [] if apart else [told + str(error)]
         return failed
 
     def _time(self, case: Case, portion: list[str]) -> None:
-        """Time sides that share a run; what is known of their memory stays."""
+        """Time methods that share a run; what is known of their memory stays."""
         turns = self._plan.turns
-        with self._bar(f"{case}: {len(portion)} sides", turns.rounds) as note:
+        with self._bar(f"{case}: {len(portion)} methods", turns.rounds) as note:
             rows = self._place.measure(case, portion, turns, note)
         known = self._results.memory(case)
-        self._results.add([row | known.get(row["side"], {}) for row in rows])
+        self._results.add([row | known.get(row["method"], {}) for row in rows])
         self._log(case, rows)
 
     def _weigh(self, case: Case, portion: list[str]) -> None:
-        """Measure the memory of sides that have been timed."""
-        with self._bar(f"{case}: memory of {len(portion)} sides", None):
+        """Measure the memory of methods that have been timed."""
+        with self._bar(f"{case}: memory of {len(portion)} methods", None):
             found = self._place.memory(case, portion)
         there = self._results.there(case, self._plan.turns)
-        self._results.add([there[side] | found[side] for side in portion if side in found])
+        self._results.add([there[method] | found[method] for method in portion if method in found])
 
     @contextmanager
     def _bar(self, what: str, total: int | None) -> Iterator[Callable[[Record], None]]:
@@ -152,7 +152,7 @@ class Session:
             self._progress.remove_task(bar)
 
     def _log(self, case: Case, rows: Sequence[Record]) -> None:
-        self._say([f"{case}: {row['side']} {_found(row)}" for row in rows])
+        self._say([f"{case}: {row['method']} {_found(row)}" for row in rows])
 
     def _say(self, lines: Sequence[str]) -> None:
         for line in () if self._progress.disable else lines:
@@ -163,10 +163,12 @@ def _found(row: Record) -> str:
     return f"{1e3 * row['step_seconds']:.1f} ms, {row['ratio']:.3f} of DDP" if is_measured(row) else reason(row)
 
 
-def _blamed(error: GossamerError, sides: Sequence[str]) -> dict[str, str]:
-    """The side that an error is of, and what it was; nothing if it may be of any of several."""
-    of = [error.side] if isinstance(error, SideError) else sides
-    return {side: _last_line(error).rpartition(f"{side}: ")[2] for side in of} if len(of) == 1 or {*of} <= {*ALWAYS} else {}
+def _blamed(error: GossamerError, methods: Sequence[str]) -> dict[str, str]:
+    """The method that an error is of, and what it was; nothing if it may be of any of several."""
+    of = [error.method] if isinstance(error, MethodError) else methods
+    return (
+        {method: _last_line(error).rpartition(f"{method}: ")[2] for method in of} if len(of) == 1 or {*of} <= {*ALWAYS} else {}
+    )
 
 
 def _last_line(error: GossamerError) -> str:

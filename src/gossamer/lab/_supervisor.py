@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gossamer.lab import network, syscalls
+from gossamer.lab.breaking import Breaker
 from gossamer.lab.environment import rank_environment
+from gossamer.lab.faults import OF_HOSTS
 from gossamer.lab.isolation import Unavailable, isolate, step
 from gossamer.lab.processes import RankProcess, kill_descendants
 from gossamer.lab.spec import LabSpec
@@ -102,20 +104,25 @@ def _run(job: dict[str, Any]) -> None:
         namespaces = list(made)
     elif job["shaping"] == "runner" and spec.latency_s:
         report("note", "latency is added by gossamer's own runner, to gossamer's own traffic only")
+    elif any(fault.kind in OF_HOSTS for fault in spec.planned):
+        report("failed", "faults of hosts' links need emulated hosts, which are not possible here")
+        return
     report("started", job["shaping"])
-    Watch(spec, _start(spec, job, namespaces, delayed), report).run()
+
+    def start(rank: int) -> RankProcess:
+        return _start(spec, rank, job, namespaces, delayed)
+
+    ranks = [start(rank) for rank in range(spec.world)]
+    Watch(spec, ranks, report, Breaker(spec, namespaces, ranks, report), start).run()
 
 
-def _start(spec: LabSpec, job: dict[str, Any], namespaces: list[int | None], delayed: bool) -> list[RankProcess]:
-    ranks = []
-    for rank in range(spec.world):
-        env = rank_environment(
-            spec, rank, base=job["env"], shaping=job["shaping"], port=job["port"], run_id=job["run_id"], delayed=delayed
-        )
-        host = rank // spec.procs_per_host
-        with step(f"starting rank {rank} of {spec.world}"):
-            ranks.append(RankProcess(rank, host, job["command"], env, namespaces[host]))
-    return ranks
+def _start(spec: LabSpec, rank: int, job: dict[str, Any], namespaces: list[int | None], delayed: bool) -> RankProcess:
+    env = rank_environment(
+        spec, rank, base=job["env"], shaping=job["shaping"], port=job["port"], run_id=job["run_id"], delayed=delayed
+    )
+    host = rank // spec.procs_per_host
+    with step(f"starting rank {rank} of {spec.world}"):
+        return RankProcess(rank, host, job["command"], env, namespaces[host])
 
 
 def _delay(spec: LabSpec, namespaces: list[int]) -> bool:

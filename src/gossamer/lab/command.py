@@ -29,6 +29,10 @@ def lab(
         str, typer.Option(help="stopping (its processes), or telling them, who wait longer: GOSSAMER_LAB_SLOWDOWN.")
     ] = "stopping",
     slow_link: Annotated[list[str] | None, typer.Option(help="HOST=RATE: a host with another rate, both ways.")] = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(help="'kill 2 @20s', stop, restart (a rank), cut, power-off, throttle (a host); repeat it for more."),
+    ] = None,
     shaping: Annotated[str, typer.Option(help="auto, namespaces, runner (gossamer's traffic only) or none.")] = "auto",
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the run is ended.")] = None,
 ) -> None:
@@ -40,7 +44,7 @@ def lab(
         spec = LabSpec(  # which checks all of them
             hosts=hosts, rate=rate, procs_per_host=procs_per_host, latency=latency,
             slow=_slow(slow or []), slow_by=cast(Slowing, slow_by), slow_links=_slow_links(slow_link or []),
-            shaping=cast(Shaping, shaping), timeout=timeout,
+            faults=fault or (), shaping=cast(Shaping, shaping), timeout=timeout,
         )  # fmt: skip
         code = run_lab(spec, command).exit_code
     except GossamerError as error:

@@ -44,6 +44,16 @@ def delay(namespaces: Sequence[int], rates: Sequence[Rate], latency_s: float) ->
     in_child(lambda: _delay(namespaces, rates, latency_s))
 
 
+def set_link(host: int, up: bool) -> None:
+    """Let the bridge pass on what a host sends and receives, or drop it without a sign to either side."""
+    in_child(lambda: _set_link(host, up))
+
+
+def throttle(namespace: int, host: int, rate: Rate) -> None:
+    """Give a host's link another rate, both ways; `rate` may be unshaped."""
+    in_child(lambda: _throttle(namespace, host, rate))
+
+
 def queue_limit(rate: Rate) -> int:
     """Bytes which may wait in a token bucket's queue: 50 ms of the rate, at least four bursts and 256 kB.
 
@@ -93,15 +103,40 @@ def _limit_segments(ip: Any, rate: Rate) -> None:
             ip.link("set", index=_index(ip, INTERFACE), gso_max_size=max(4096, min(65536, round(0.8 * rate.burst))))
 
 
-def _shape(ip: Any, interface: str, rate: Rate) -> None:
+def _shape(ip: Any, interface: str, rate: Rate, command: str = "add") -> None:
     """Put a token bucket on what leaves through an interface."""
     if rate.bps is None:
         return
     with _naming("a token bucket (tc tbf, kernel module sch_tbf)"):
         ip.tc(
-            "add", "tbf", index=_index(ip, interface), handle="1:",
+            command, "tbf", index=_index(ip, interface), handle="1:",
             rate=round(rate.bps / 8), burst=rate.burst, limit=queue_limit(rate),
         )  # fmt: skip
+
+
+def _set_link(host: int, up: bool) -> None:
+    """Take the host's end out of the bridge: its frames then come to nobody, while both sides keep their carrier."""
+    with _netlink("a change of a bridge's port") as ip:
+        ip.link("set", index=_index(ip, f"host{host}"), master=_index(ip, "bridge") if up else 0)
+
+
+def _throttle(namespace: int, host: int, rate: Rate) -> None:
+    with _netlink("another rate") as ip:
+        _reshape(ip, f"host{host}", rate)
+    syscalls.setns(namespace, syscalls.CLONE_NEWNET)
+    with _netlink("another rate") as ip:
+        _reshape(ip, INTERFACE, rate)
+
+
+def _reshape(ip: Any, interface: str, rate: Rate) -> None:
+    """Change the token bucket of an interface, which may have none, or is to have none any more."""
+    if rate.bps is None:
+        ip.tc("del", index=_index(ip, interface), parent=_ROOT)
+    else:
+        _shape(ip, interface, rate, "replace")
+
+
+_ROOT = 0xFFFFFFFF
 
 
 def _delay(namespaces: Sequence[int], rates: Sequence[Rate], latency_s: float) -> None:

@@ -41,6 +41,10 @@ class RankProcess:
         self.host = host
         self.exit_code: int | None = None
         self.failed_at: float | None = None
+        self.broken = False
+        """Whether a fault has ended it, or stopped it for ever: its end is no failure of the run."""
+        self.restarts = False
+        """Whether it is to be started again when it has ended."""
         self.tail = ErrorTail()
         # The supervisor has a single thread, so that running Python between fork and exec is safe here. Groups of
         # processes, not sessions: Linux schedules sessions against each other (autogroup), and a host that computes

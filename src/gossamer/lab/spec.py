@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from gossamer.checks import is_number, is_whole
 from gossamer.errors import ConfigurationError
+from gossamer.lab.faults import OF_HOSTS, OF_RANKS, Fault, parse_fault
 from gossamer.lab.rates import Rate, parse_duration, parse_rate
 
 Shaping = Literal["auto", "namespaces", "runner", "none"]
@@ -25,6 +26,7 @@ class LabSpec:
     `slow_links` maps a host to another rate of its link, both ways. `latency` is added to every packet, one way
     (`"2ms"`). `slow` maps a host to the factor by which its processes are slowed: by `"stopping"` them for the rest of
     the time, or by `"telling"` them, for scripts that emulate compute by waiting and read GOSSAMER_LAB_SLOWDOWN.
+    `faults` are what breaks during the run (`"kill 2 @20s"`, see `faults.py`): all ranks then run to their own end.
     `timeout` is in seconds, for the whole run. A field that is out of range raises ConfigurationError.
     """
 
@@ -35,6 +37,7 @@ class LabSpec:
     slow: Mapping[int, float] = field(default_factory=dict)
     slow_by: Slowing = "stopping"
     slow_links: Mapping[int, str] = field(default_factory=dict)
+    faults: Sequence[str] = ()
     shaping: Shaping = "auto"
     timeout: float | None = None
 
@@ -49,6 +52,8 @@ class LabSpec:
             self._check_slow(host, factor)
         for host in self.slow_links:
             self._check_host("slow_links", host)
+        for fault in self.planned:
+            self._check_fault(fault)
         self.rates, self.latency_s  # noqa: B018  (reading them checks them)
 
     @property
@@ -70,6 +75,12 @@ class LabSpec:
         """Added one-way latency in seconds."""
         return parse_duration(self.latency)
 
+    @property
+    def planned(self) -> tuple[Fault, ...]:
+        """The faults, read."""
+        texts = [self.faults] if isinstance(self.faults, str) else self.faults
+        return tuple(parse_fault(text) for text in texts)
+
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -85,6 +96,21 @@ class LabSpec:
         self._check_host("slow", host)
         if not (is_number(factor) and 1 <= factor <= 100):
             raise ConfigurationError(f"host {host} is slowed by {factor!r}: the factor must be a number from 1 to 100")
+
+    def _check_fault(self, fault: Fault) -> None:
+        if fault.kind in OF_HOSTS:
+            self._check_host(f"fault {fault.kind}", fault.target)
+            if self.shaping in ("runner", "none"):
+                raise ConfigurationError(
+                    f"fault {fault.kind} breaks a host's link, which shaping={self.shaping!r} does not have"
+                )
+        elif fault.target not in range(self.world):
+            raise ConfigurationError(f"fault {fault.kind} names rank {fault.target}: ranks are 0 to {self.world - 1}")
+        if fault.kind in OF_RANKS and self.slow_by == "stopping" and fault.target // self.procs_per_host in self.slow:
+            raise ConfigurationError(
+                f"fault {fault.kind} of rank {fault.target}, whose host is slowed by stopping and continuing it: use "
+                "slow_by='telling', or another rank"
+            )
 
     def _check_host(self, name: str, host: int) -> None:
         if host not in range(self.hosts):

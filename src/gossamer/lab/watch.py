@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gossamer.lab.breaking import Breaker
 from gossamer.lab.lines import LineSplitter
 from gossamer.lab.processes import RankProcess, pace
 from gossamer.lab.spec import LabSpec
@@ -40,8 +41,16 @@ class Watch:
     SIGKILL comes next). Each but the first has a deadline.
     """
 
-    def __init__(self, spec: LabSpec, ranks: list[RankProcess], report: Callable[..., None]) -> None:
-        self._ranks = ranks
+    def __init__(
+        self,
+        spec: LabSpec,
+        ranks: list[RankProcess],
+        report: Callable[..., None],
+        breaker: Breaker,
+        start: Callable[[int], RankProcess],
+    ) -> None:
+        """`start` starts a rank anew, for the faults after which that is due."""
+        self._ranks, self._breaker, self._start = ranks, breaker, start
         self._report = report
         self._stage = "running"
         self._deadline = None if spec.timeout is None else time.monotonic() + spec.timeout
@@ -52,25 +61,38 @@ class Watch:
         self._wakeup = _wake_for_children()
         self._selector.register(self._wakeup, selectors.EVENT_READ, None)
         for rank in ranks:
-            for stream, fd in rank.streams():
-                self._selector.register(fd, selectors.EVENT_READ, _Pipe(rank, stream, LineSplitter()))
+            self._listen(rank)
         stopped = spec.slow.items() if spec.slow_by == "stopping" else ()
         self._pacers = [pace(self._groups(host), factor) for host, factor in stopped if factor > 1]
 
+    def _listen(self, rank: RankProcess) -> None:
+        for stream, fd in rank.streams():
+            self._selector.register(fd, selectors.EVENT_READ, _Pipe(rank, stream, LineSplitter()))
+
     def run(self) -> None:
         """Watch until all ranks have ended; the last event reported is the outcome."""
+        self._breaker.begin(time.monotonic())
         self._reap()  # whoever has ended before we listened
         while any(rank.exit_code is None for rank in self._ranks):
             # No longer than selectors can wait; the deadline is looked at after every wait.
-            wait = None if self._deadline is None else min(_LONGEST_WAIT_S, max(0.0, self._deadline - time.monotonic()))
-            for key, _ in self._selector.select(wait):
+            for key, _ in self._selector.select(self._longest_wait()):
                 self._readable(key.fd, key.data)
+            if self._stage == "running":
+                self._breaker.carry_out(time.monotonic())
             self._reap()
+            self._end_what_is_stopped()
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._overdue()
         self._drain()
         self._choose_failed()
         self._report("end", self._outcome())
+
+    def _longest_wait(self) -> float | None:
+        now = time.monotonic()
+        limits = [] if self._deadline is None else [max(0.0, self._deadline - now)]
+        fault = self._breaker.seconds_left(now) if self._stage == "running" else None
+        limits += [] if fault is None else [fault]
+        return min([_LONGEST_WAIT_S, *limits]) if limits else None
 
     def _readable(self, fd: int, pipe: _Pipe | None) -> bool:
         """Take in what is there to read from one of the file descriptors; whether there was anything."""
@@ -90,6 +112,7 @@ class Watch:
     def _line(self, pipe: _Pipe, line: str) -> None:
         if pipe.stream == "stderr":
             pipe.rank.tail.add(line, time.monotonic())
+        self._breaker.saw(line, time.monotonic())
         self._report("line", pipe.rank.rank, pipe.stream, line)
 
     def _wish(self, data: bytes) -> None:
@@ -112,15 +135,24 @@ class Watch:
                 return
             if pid in self._pacers:  # its host's ranks have ended
                 self._pacers.remove(pid)
-            for rank in self._ranks:
-                if rank.pid == pid:
+            for rank in list(self._ranks):
+                if rank.pid == pid and rank.exit_code is None:
                     rank.ended(status, time.monotonic())
                     self._failure(rank)
 
     def _failure(self, rank: RankProcess) -> None:
-        if rank.exit_code and self._stage == "running":
+        if self._stage == "running" and rank.restarts:
+            self._ranks[rank.rank] = again = self._start(rank.rank)
+            self._listen(again)
+        elif rank.exit_code and self._stage == "running" and not self._breaker.planned:
             self._stage = "last words"
             self._deadline = time.monotonic() + _LAST_WORDS_S
+
+    def _end_what_is_stopped(self) -> None:
+        """Where all other ranks have ended: those that a fault has stopped for ever."""
+        left = [rank for rank in self._ranks if rank.exit_code is None]
+        if self._stage == "running" and left and all(rank.broken for rank in left):
+            self._end(signal.SIGKILL)
 
     def _overdue(self) -> None:
         if self._stage == "running":
@@ -143,9 +175,10 @@ class Watch:
 
     def _choose_failed(self) -> None:
         """The first failure so far; one that comes after we have begun to end ranks is our doing."""
-        if self._stage == "last words":
-            failed = [rank for rank in self._ranks if rank.failed_at is not None]
-            self._failed = min(failed, key=lambda rank: rank.failed_at or 0.0)
+        survived = self._stage == "running" and self._breaker.planned and self._stopped_with is None
+        if survived or self._stage == "last words":
+            failed = [rank for rank in self._ranks if rank.failed_at is not None and not rank.broken]
+            self._failed = min(failed, key=lambda rank: rank.failed_at or 0.0, default=None)
 
     def _drain(self) -> None:
         """Read what ended ranks have left in their pipes; a pipe which a daemon still holds does not end."""

@@ -16,11 +16,11 @@ from torch.optim.optimizer import ParamsT
 from gossamer.checks import is_whole
 from gossamer.errors import ConfigurationError
 from gossamer.optim.adam import adam_steps, check_adam
-from gossamer.optim.carrying import Cargo, Carrier, Legs
 from gossamer.optim.loan import give_back, save_as_given
+from gossamer.optim.wide import Wide
 
 
-class GossipAdamW(Carrier):
+class GossipAdamW(Wide):
     """AdamW which divides by the size that the *mean* gradient of all workers has, and not by that of a worker's own.
 
     An all-reduce averages the noise of p workers' gradients before Adam takes its root; where weights are averaged, every
@@ -52,8 +52,8 @@ class GossipAdamW(Carrier):
 
     Not the choice for SGD's models (momentum is linear in the gradient, so it does not matter when it is averaged), nor where
     gradients are averaged: it is AdamW then. Nor with ``GossipGraD(history=True)``, which averages momenta themselves: they
-    have less noise than is assumed here. On the CPU it takes one pass over memory, in which averages that have come are added
-    and messages in bfloat16 are written, too; elsewhere several.
+    have less noise than is assumed here. On the CPU it takes one pass over memory, elsewhere
+    several.
 
     Raises:
         ConfigurationError: an option out of its range.
@@ -101,14 +101,12 @@ class GossipAdamW(Carrier):
         counts = self.count()
         columns = parameters, gradients, self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
         if (places := self._places_of(columns)) is not None and places.fit(gradients):
-            _in_one_pass(group, places, gradients, counts, self.cargo)
+            _in_one_pass(group, places, gradients, counts)
             return
         whole = [row[0].is_cpu and _alike_and_whole([[tensor] for tensor in row]) for row in zip(*columns, strict=True)]
         if any(whole):
             chosen = _chosen(columns, whole)
-            _in_one_pass(group, _Places(chosen), chosen[1], list(compress(counts, whole)), self.cargo)
-        if self.cargo is not None:
-            self.cargo.unload()
+            _in_one_pass(group, _Places(chosen), chosen[1], list(compress(counts, whole)))
         others = [not each for each in whole]
         if any(others):
             _together(group, _chosen(columns, others), list(compress(counts, others)))
@@ -156,7 +154,7 @@ def _compile(kind: type[np.floating[Any]]) -> None:
     """Compile the loop, or load it where it is compiled already: now, and not amid the first step, for which others wait."""
     from gossamer.optim.loops import adamw
 
-    adamw(np.zeros((4, 0), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), kind), (kind(0),) * 5, *Legs.none(0))
+    adamw(np.zeros((4, 0), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), kind), (kind(0),) * 5)
 
 
 class _Places:
@@ -188,9 +186,7 @@ class _Places:
         )
 
 
-def _in_one_pass(
-    group: Mapping[str, Any], places: _Places, gradients: list[Tensor], counts: Sequence[int], cargo: Cargo | None
-) -> None:
+def _in_one_pass(group: Mapping[str, Any], places: _Places, gradients: list[Tensor], counts: Sequence[int]) -> None:
     """Tensors of one dtype without gaps in the host's memory, in one pass over it. ``counts``: the numbers of these updates."""
     from gossamer.optim.loops import adamw
 
@@ -206,9 +202,8 @@ def _in_one_pass(
     if len(factors) > 1:
         rows = {count: row for row, count in enumerate(factors)}
         each = each[[rows[count] for count in counts]]
-    legs = Legs.none(len(gradients)) if cargo is None else cargo.take(places.weight)
     addresses = np.stack([places.weight, gradient, places.mean, places.square])
-    adamw(addresses, places.sizes, np.broadcast_to(each, (len(gradients), 4)).copy(), tuple(map(kind, rates)), *legs)
+    adamw(addresses, places.sizes, np.broadcast_to(each, (len(gradients), 4)).copy(), tuple(map(kind, rates)))
     increment_version(places.weights)  # autograd does not see what is written to an address
 
 

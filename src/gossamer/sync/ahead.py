@@ -45,12 +45,9 @@ class Ahead:
             torch._foreach_copy_(places, weights)
             self._remembered.add(bucket.index)
 
-    def lay_out(self, bucket: Bucket, members: Sequence[Tensor], by: float, only: Sequence[int] | None = None) -> None:
-        """Lay ``members`` into their bucket: w + by·(w − w before the update), if there was one. ``only``: the others are there
-        already."""
-        if only is not None and len(only) < len(members):
-            self._lay_some(bucket, members, by, only)
-        elif bucket.index not in self._remembered:
+    def lay_out(self, bucket: Bucket, members: Sequence[Tensor], by: float) -> None:
+        """Lay ``members`` into their bucket: w + by·(w − w before the update), if there was one."""
+        if bucket.index not in self._remembered:
             torch._foreach_copy_(bucket.views, list(members))
         elif (found := self._in_one_pass(bucket, members)) is not None:
             loops, columns = found
@@ -63,14 +60,6 @@ class Ahead:
             places = self._places[bucket.index]
             laid = [member if place is None else place for place, member in zip(places, members, strict=True)]
             torch._foreach_copy_(bucket.views, laid)
-
-    def _lay_some(self, bucket: Bucket, members: Sequence[Tensor], by: float, only: Sequence[int]) -> None:
-        places = self._places[bucket.index] if bucket.index in self._remembered else [None] * len(members)
-        for index in only:
-            before, now = places[index], members[index]
-            if before is not None:
-                _move_beyond([before], [now], by)
-            bucket.views[index].copy_(now if before is None else before)
 
     @staticmethod
     def _memory(bucket: Bucket) -> Tensor:

@@ -32,12 +32,11 @@ def check_model(model: Any) -> None:
     """Refuse what cannot be replicated in place, with the reason."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"replicate() takes a torch.nn.Module; got {type(model).__name__}")
-    scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
-    if any(next(module.parameters(), None) is not None for module in scripted):
-        raise ConfigurationError(
-            "scripted modules (torch.jit) with parameters cannot be replicated: pass the model as it was before"
-        )
-    for module in model.modules():
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"module {path!r} is scripted (torch.jit) and takes no hooks: give the model as it was before torch.jit.script"
+            )
         _check_wrapper(module)
     for name, parameter in named_parameters(model).items():
         _check_parameter(name, parameter)
@@ -101,6 +100,11 @@ def check_optimizers(optimizers: Any) -> tuple[Optimizer, ...]:
                 f"{type(optimizer).__name__} wraps an optimizer, and its own steps cannot be watched: give the one inside it "
                 "(as wrapper.optimizer)"
             )
+        if isinstance(getattr(optimizer, "inner", optimizer), torch.optim.LBFGS):
+            raise ConfigurationError(
+                "LBFGS cannot be replicated: it decides by each rank's own loss where to evaluate it next, so that ranks would "
+                "take different numbers of backward passes; use another optimizer"
+            )
     return tuple(listed)
 
 
@@ -153,9 +157,8 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:
-        # Scripted modules have no parameters here, and keep places of another kind.
-        plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        self._places: list[dict[str, Any]] = [place for module in plain for place in (module._parameters, module._modules)]
+        modules = list(model.modules())
+        self._places: list[dict[str, Any]] = [place for module in modules for place in (module._parameters, module._modules)]
         self._before, self._ids = [dict(place) for place in self._places], _ids(self._places)
         self._groups = [(optimizer, [id(p) for p in held_by(optimizer)]) for optimizer in optimizers]
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}

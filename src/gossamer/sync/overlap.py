@@ -85,8 +85,6 @@ class ForwardOverlap(NoOverlap):
         before, complete = OwnHook(self.before), OwnHook(self._complete_outside)
         handles: list[Any] = []
         for module in self._model.modules():
-            if isinstance(module, torch.jit.ScriptModule):  # has no parameters to wait for, and takes no hooks
-                continue
             handles.append(module.register_forward_pre_hook(before, prepend=True))
             handles.append(module.register_state_dict_pre_hook(complete))
             handles.append(module.register_load_state_dict_pre_hook(complete))

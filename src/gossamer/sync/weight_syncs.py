@@ -3,19 +3,15 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
 
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
-from gossamer.optim.carrying import Cargo, Carrier
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.history import history, skips
-from gossamer.sync.hooks import OwnHook
 from gossamer.sync.lagging import catch_up
 from gossamer.sync.module_buffers import averaged, beside_parameters
 from gossamer.sync.statistics import Statistics
@@ -76,18 +72,14 @@ class WeightSyncs:
         with changing(self._optimizers[index]):
             self._all[index].land()
 
-    def prepare(self, index: int, step: int, at_once: bool) -> None:
-        """One optimizer is about to update its weights: add what has come for them, or have it do so if it can. ``at_once``:
-        it is (and does not look at them before)."""
+    def prepare(self, index: int, step: int) -> None:
+        """One optimizer is about to update its weights: add what has come for them."""
         self._follow(index)
-        optimizer = self._optimizers[index]
-        with changing(optimizer):
-            carries = at_once and isinstance(optimizer, Carrier) and _nobody_looks_on(optimizer)
-            _give(optimizer, self._all[index].prepare(step, carries))
+        with changing(self._optimizers[index]):
+            self._all[index].prepare(step)
 
     def launch(self, index: int, step: int) -> None:
         """Send one optimizer's weights on their way."""
-        _give(self._optimizers[index], None)
         with self._changing_late(index):
             self._all[index].launch(step)
 
@@ -122,11 +114,6 @@ class WeightSyncs:
         """
         catch_up(self._runner, self._all[0], (lambda: False) if at_average else self.answer, self.exchange_again)
 
-    def release(self) -> None:
-        """Let optimizers train alone."""
-        for optimizer in self._optimizers:
-            _give(optimizer, None)
-
     def _changing_late(self, index: int) -> AbstractContextManager[None]:
         """What may lag may be there by now, and is added before the next exchange begins."""
         if not self._algorithm.may_lag:
@@ -137,19 +124,3 @@ class WeightSyncs:
     def _follow(self, index: int) -> None:
         if index == 0 and self._buffers_travel:
             self._all[0].follow(beside_parameters(self._model))
-
-
-def _give(optimizer: Optimizer, cargo: Cargo | None) -> None:
-    """Have it carry this, if it ever carries anything; None: nothing."""
-    if isinstance(optimizer, Carrier):
-        optimizer.cargo = cargo
-
-
-def _nobody_looks_on(optimizer: Carrier) -> bool:
-    """Whether nothing but gossamer reads or changes weights between what has come and what is sent: no other hook on the step,
-    and no step of a subclass."""
-    hooks = chain(
-        optimizer._optimizer_step_pre_hooks.values(), optimizer._optimizer_step_post_hooks.values(),
-        _global_optimizer_pre_hooks.values(), _global_optimizer_post_hooks.values(),
-    )  # fmt: skip
-    return all(isinstance(hook, OwnHook) for hook in hooks) and type(optimizer).__module__.startswith("gossamer.")

@@ -7,7 +7,7 @@ begins then, so that ranks at different steps meet in the exchange of the same n
 note in ``gossamer.lanes``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -24,7 +24,6 @@ from gossamer.sync import landing
 from gossamer.sync.agreement import agree
 from gossamer.sync.ahead import Ahead
 from gossamer.sync.exchange import Exchange, Kept
-from gossamer.sync.freight import Freight, Load, Manifest, of_one_message
 from gossamer.sync.history import halve_at_most, keep_squares_valid, variances, weight_of
 from gossamer.sync.statistics import Statistics
 
@@ -63,9 +62,6 @@ class WeightSync:
         self._tensors = dict(tensors)
         self.exchange = Exchange(runner, algorithm, settles=False)
         self._ahead = Ahead()
-        self._manifest = Manifest()
-        self._freight: Freight | None = None
-        """What an optimizer carries in the step that is being taken."""
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
         self._lay_out()
         self._step = 0
@@ -98,7 +94,6 @@ class WeightSync:
         self._places = self._where()
         pieces = self._pieces()
         self._members = [[pieces[s.name] for s in bucket.segments] for bucket in self.exchange.buckets]
-        self._wholes = [[self._tensors[part_of(s.name)[0]] for s in bucket.segments] for bucket in self.exchange.buckets]
         self._variances = variances(self._tensors)
 
     def _where(self) -> list[int]:
@@ -142,39 +137,15 @@ class WeightSync:
         return bool(self._runner.run(lambda: maximum(skipped, self._runner.world), "the question who skips the step").any())
 
     @torch.no_grad()
-    def prepare(self, step: int, carried: bool) -> Freight | None:
+    def prepare(self, step: int) -> None:
         """An update is about to be made: add what the last exchange brought, and remember what those weights were that are sent
-        ahead after it. ``step``: as for :meth:`launch`. ``carried``: the optimizer can do both; returns what it is to do."""
-        self._recover()
-        upcoming = self._following(step)
-        due = self.exchange.due_at(upcoming)
-        if carried and not self._lag and self._history is None:
-            self.arrive()
-            self._freight = self._loaded(upcoming, due)
+        ahead after it. ``step``: as for :meth:`launch`."""
         self.land()
-        carried_out = set() if self._freight is None else self._freight.sent
-        for index in due:
-            if index not in carried_out and self.exchange.handlers[index].ahead_at(upcoming):
+        upcoming = self._following(step)
+        for index in self.exchange.due_at(upcoming):
+            if self.exchange.handlers[index].ahead_at(upcoming):
                 self._follow_moved()
                 self._ahead.remember(self.exchange.buckets[index], self._members[index])
-        return self._freight
-
-    def _loaded(self, upcoming: int, due: Sequence[int]) -> Freight | None:
-        """What an optimizer can carry in an update after which the buckets that are ``due`` are sent; what of it was pending
-        is so no more. None: nothing."""
-        self._follow_moved()
-        addresses = [address for tensor in self._tensors.values() if (address := tensor.data_ptr())]
-        if len(set(addresses)) < len(addresses):  # weights that are tied by their memory have two places in the messages
-            return None
-        loads = []
-        for index in sorted({*self._deltas, *due}):
-            bucket, members, delta = self.exchange.buckets[index], self._members[index], self._deltas.get(index)
-            rows = self._manifest.rows(bucket, members, self._wholes[index])
-            if rows is not None and (delta is None or of_one_message(delta)):
-                by = self.exchange.handlers[index].ahead_at(upcoming) if index in due else None
-                loads.append(Load(bucket, members, rows, delta, by))
-                self._deltas.pop(index, None)
-        return Freight(loads, self._manifest, self._ahead, self._adding) if loads else None
 
     @torch.no_grad()
     def launch(self, step: int) -> None:
@@ -182,14 +153,12 @@ class WeightSync:
 
         ``step``: of the replica.
         """
-        freight, self._freight = self._freight, None
-        written = set() if freight is None else freight.lay_out()
         self.land()
         self.steps = self._following(step)
         if self.exchange.launched:
             self._late += 1
         elif self._algorithm.due(self.steps):
-            self._begin(self._algorithm.step_of(self.exchanges) if self._lag else self.steps, written)
+            self._begin(self._algorithm.step_of(self.exchanges) if self._lag else self.steps)
         self._ahead.drop()
 
     def _following(self, step: int) -> int:
@@ -210,32 +179,23 @@ class WeightSync:
         """Whether one more exchange could begin at once. The first one waits for what the optimizer will remember."""
         return self.exchange.arrived and (self._extended or self._history is None)
 
-    def _begin(self, step: int, written: Set[int] = frozenset()) -> None:
-        """``written``: the buckets that hold their messages already."""
+    def _begin(self, step: int) -> None:
         self._step, self._late = step, 0
         self.exchanges += 1
         self._follow_history()
         self._follow_moved()
         with self.exchange.transaction():
             for index in self.exchange.due_at(step):
-                if index not in written:
-                    ahead = self.exchange.handlers[index].ahead_at(step)
-                    self._ahead.lay_out(self.exchange.buckets[index], self._members[index], ahead)
+                ahead = self.exchange.handlers[index].ahead_at(step)
+                self._ahead.lay_out(self.exchange.buckets[index], self._members[index], ahead)
                 self.exchange.launch_due(index, step, f"after step {step}")
 
     @torch.no_grad()
     def arrive(self) -> None:
         """Wait for the exchange that is under way; its result stays pending."""
-        self._recover()
         if self.exchange.launched:
             with self.exchange.transaction():
                 self._arrive()
-
-    def _recover(self) -> None:
-        """Add what an optimizer has left on board of a step that an error ended."""
-        if self._freight is not None:
-            self._freight.unload()
-            self._freight = None
 
     def _arrive(self) -> None:
         with self._statistics.exposed():
@@ -314,9 +274,6 @@ class WeightSync:
 
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` returned."""
-        if self._freight is not None:  # what was pending when an error ended a step is nothing to the weights that were loaded
-            self._freight.drop()
-            self._freight = None
         self.arrive()
         self._deltas = {}
         self.exchanges = max((int(number) for number in kept.get(EXCHANGES, {}).values()), default=0)

@@ -1,4 +1,4 @@
-"""Peers: what else a user of PyTorch could take, as sides of a comparison; by the names that are typed."""
+"""Peers: what else a user of PyTorch could take, as methods of a comparison; by the names that are typed."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ PEERS: dict[str, Peer] = builtin.PEERS | wrapped.PEERS | horovod.PEERS | torchft
 __all__ = ["BASELINE", "LOCAL_STEPS", "PEERS", "Joined", "Peer", "missing"]
 
 
-def missing(sides: Iterable[str], load: bool = False) -> dict[str, str]:
-    """Those of ``sides`` that cannot run in this process, and why. ``load``: import them to find out, which takes seconds."""
-    reasons = {side: PEERS[side].missing(load) for side in sides if side in PEERS}
-    return {side: reason for side, reason in reasons.items() if reason is not None}
+def missing(methods: Iterable[str], load: bool = False) -> dict[str, str]:
+    """Those of ``methods`` that cannot run in this process, and why. ``load``: import them to find out, which takes seconds."""
+    reasons = {method: PEERS[method].missing(load) for method in methods if method in PEERS}
+    return {method: reason for method, reason in reasons.items() if reason is not None}

@@ -1,4 +1,4 @@
-"""Peer: one alternative to gossamer that a user of PyTorch could take, as a side of a comparison."""
+"""Peer: one alternative to gossamer that a user of PyTorch could take, as a method of a comparison."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +17,7 @@ from gossamer.errors import GossamerError
 from gossamer.replica import Replica
 
 BASELINE = "compute"
-"""The side that trains without any communication, as others are measured beside it."""
+"""The method that trains without any communication, as others are measured beside it."""
 
 LOCAL_STEPS = 8
 """Steps between two averages, for those that do not average in every step."""

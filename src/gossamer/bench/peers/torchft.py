@@ -40,7 +40,7 @@ def _meet(asynchronous: bool = False) -> _Quorum:
 
     ``asynchronous``: the quorum is found while the forward pass goes on, torchft's default; DiLoCo demands that it is there
     before the exchange, and nothing is computed between the two in LocalSGD. Configured for speed: all replicas
-    begin alike, so nothing is copied at the first step; heartbeats once a second and not ten times, because other sides take
+    begin alike, so nothing is copied at the first step; heartbeats once a second and not ten times, because other methods take
     turns with this one. An exchange that failed is an error, and not a step that is left out.
     """
     from torchft import Manager

@@ -1,4 +1,4 @@
-"""Sides of a comparison are spelled as in a script, and nothing else is understood."""
+"""Methods of a comparison are spelled as in a script, and nothing else is understood."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ import torch
 from gossamer import AllReduce, Gossip, Hierarchical, PushSum, ScatterReduce, after
 from gossamer.algorithms import registry
 from gossamer.bench.listing import everything
-from gossamer.bench.sides import (
+from gossamer.bench.methods import (
     OPTIMIZERS,
     PLAIN,
     OverlapForward,
@@ -16,7 +16,7 @@ from gossamer.bench.sides import (
     join,
     known_names,
     overlaps_forward,
-    parse_side,
+    parse_method,
 )
 from gossamer.bench.trained import _period
 from gossamer.codecs import Quantize
@@ -26,7 +26,7 @@ from gossamer.optim import GossipAdamW, OneBitAdam
 
 
 @pytest.mark.parametrize(
-    ("text", "side"),
+    ("text", "method"),
     [
         *((name, name) for name in PLAIN),
         ("AllReduce()", AllReduce()),
@@ -38,8 +38,8 @@ from gossamer.optim import GossipAdamW, OneBitAdam
         ("PushSum(topology=OutNeighbours(((1,), (0,))))", PushSum(topology=OutNeighbours(((1,), (0,))))),
     ],
 )
-def test_sides_are_understood(text: str, side: object) -> None:
-    assert parse_side(text) == side
+def test_methods_are_understood(text: str, method: object) -> None:
+    assert parse_method(text) == method
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_sides_are_understood(text: str, side: object) -> None:
         ("Gossip(bucket_bytes=True)", "got True"),
     ],
 )
-def test_what_is_wrong_with_a_side_is_told_without_a_list(text: str, told: str) -> None:
+def test_what_is_wrong_with_a_method_is_told_without_a_list(text: str, told: str) -> None:
     with pytest.raises(ConfigurationError, match=told) as caught:
-        parse_side(text)
+        parse_method(text)
     assert "Known:" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -84,23 +84,23 @@ def test_what_is_wrong_with_a_side_is_told_without_a_list(text: str, told: str) 
     ],
 )
 def test_an_unknown_name_is_told_with_those_that_are_near_and_all_that_are_known(text: str, near: str) -> None:
-    with pytest.raises(ConfigurationError, match="unknown side") as caught:
-        parse_side(text)
+    with pytest.raises(ConfigurationError, match="unknown method") as caught:
+        parse_method(text)
     hint, known = str(caught.value).split("Known: ")
     assert near in hint.split("did you mean ")[1].removesuffix("? ").split(" or ")
     assert {*PLAIN, "Gossip"} <= {*known.split(", ")}
 
 
 def test_calls_of_anything_else_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="unknown side 'print'"):
-        parse_side("print(1)")
+    with pytest.raises(ConfigurationError, match="unknown method 'print'"):
+        parse_method("print(1)")
 
 
 def test_an_optimizer_that_communicates_takes_the_others_place() -> None:
-    side = parse_side("OneBitAdam(warmup=3)")
-    assert isinstance(side, partial)
+    method = parse_method("OneBitAdam(warmup=3)")
+    assert isinstance(method, partial)
     model = torch.nn.Linear(2, 2)
-    joined = join(side, model, torch.optim.SGD(model.parameters(), lr=0.5))
+    joined = join(method, model, torch.optim.SGD(model.parameters(), lr=0.5))
     assert joined.model is model
     assert isinstance(joined.optimizer, OneBitAdam)
     assert joined.optimizer.param_groups[0]["lr"] == 0.5
@@ -108,10 +108,10 @@ def test_an_optimizer_that_communicates_takes_the_others_place() -> None:
 
 @pytest.mark.parametrize("text", ["Gossip()", "overlap_forward(ScatterReduce())"])
 def test_an_algorithm_goes_with_another_optimizer_than_the_workloads(text: str) -> None:
-    side, alone = parse_side(f"with_optimizer({text}, GossipAdamW(eps=0.5))"), parse_side(text)
-    assert (algorithm_of(side), overlaps_forward(side)) == (algorithm_of(alone), overlaps_forward(alone))
+    method, alone = parse_method(f"with_optimizer({text}, GossipAdamW(eps=0.5))"), parse_method(text)
+    assert (algorithm_of(method), overlaps_forward(method)) == (algorithm_of(alone), overlaps_forward(alone))
     model = torch.nn.Linear(2, 2)
-    joined = join(side, model, torch.optim.SGD(model.parameters(), lr=0.25))
+    joined = join(method, model, torch.optim.SGD(model.parameters(), lr=0.25))
     assert isinstance(joined.optimizer, GossipAdamW)
     assert (joined.optimizer.param_groups[0]["lr"], joined.optimizer.param_groups[0]["eps"]) == (0.25, 0.5)
     joined.close()
@@ -120,17 +120,17 @@ def test_an_algorithm_goes_with_another_optimizer_than_the_workloads(text: str) 
 def test_an_optimizer_that_does_not_take_what_it_is_given_is_told() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigurationError, match=r"GossipAdamW: .*speed"):
-        join(parse_side("with_optimizer(Gossip(), GossipAdamW(speed=1))"), model, torch.optim.SGD(model.parameters(), lr=0.1))
+        join(parse_method("with_optimizer(Gossip(), GossipAdamW(speed=1))"), model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_optimizers_that_communicate_are_known_as_such() -> None:
     assert {*OPTIMIZERS} == {"OneBitAdam", "QAdam"}
-    assert algorithm_of(parse_side("QAdam()")) is None
+    assert algorithm_of(parse_method("QAdam()")) is None
     assert algorithm_of("ddp") is None
 
 
 @pytest.mark.parametrize(
-    ("side", "period"),
+    ("method", "period"),
     [
         ("Gossip()", 1),
         ("Gossip(every=2)", 2),
@@ -142,19 +142,19 @@ def test_optimizers_that_communicate_are_known_as_such() -> None:
         ("post-localsgd", 8),
     ],
 )
-def test_a_side_is_timed_over_whole_periods_of_its_exchanges(side, period):
+def test_a_method_is_timed_over_whole_periods_of_its_exchanges(method, period):
     """One that may lag is waited for only when it is late: over fewer steps nobody would ever wait for it."""
-    assert _period(parse_side(side)) == period
+    assert _period(parse_method(method)) == period
 
 
 def test_everything_that_is_listed_can_be_parsed():
-    sides = everything()
-    assert {"ddp", "torchft-diloco", "AllReduce()", "Gossip()", "OneBitAdam(warmup=2)"} <= set(sides)
-    assert {f"{name}()" for name in registry()} <= set(sides), "a new algorithm appears by itself"
-    for side in sides:
-        parse_side(side)
+    methods = everything()
+    assert {"ddp", "torchft-diloco", "AllReduce()", "Gossip()", "OneBitAdam(warmup=2)"} <= set(methods)
+    assert {f"{name}()" for name in registry()} <= set(methods), "a new algorithm appears by itself"
+    for method in methods:
+        parse_method(method)
 
 
 def test_rotated_topologies_and_nothing_that_cannot_be_made():
-    assert "Rotated" in repr(parse_side("Gossip(topology=rotated(Ring()))"))
+    assert "Rotated" in repr(parse_method("Gossip(topology=rotated(Ring()))"))
     assert not {"Pattern", "Topology", "Codec"} & set(known_names())

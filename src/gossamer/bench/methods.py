@@ -1,4 +1,4 @@
-"""Side: one way to train in a comparison, spelled as in a script: ``ddp`` or ``ScatterReduce(codec=Quantize(bits=4))``."""
+"""Method: one way to train in a comparison, spelled as in a script: ``ddp`` or ``ScatterReduce(codec=Quantize(bits=4))``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from gossamer.optim.communicating import Communicating
 from gossamer.replicate import replicate
 
 PLAIN = tuple(PEERS)
-"""Sides without gossamer."""
+"""Methods without gossamer."""
 
 _KINDS: dict[str, type[Optimizer]] = {
     name: getattr(optim, name) for name in optim.__all__ if isinstance(getattr(optim, name), type)
@@ -55,35 +55,35 @@ class WithOptimizer:
 
 _EXAMPLE = "Gossip(wire='bf16')"
 
-Side = Algorithm | OverlapForward | WithOptimizer | partial[Optimizer] | str
+Method = Algorithm | OverlapForward | WithOptimizer | partial[Optimizer] | str
 
 OPTIMIZERS = tuple(name for name, kind in _KINDS.items() if issubclass(kind, Communicating))
 """Optimizers that communicate themselves."""
 
 
-def algorithm_of(side: Side) -> Algorithm | None:
-    """The algorithm of a side; None of what is PyTorch's own, and of an optimizer that communicates."""
-    if isinstance(side, WithOptimizer):
-        side = side.way
-    if isinstance(side, OverlapForward):
-        return side.algorithm
-    return side if isinstance(side, Algorithm) else None
+def algorithm_of(method: Method) -> Algorithm | None:
+    """The algorithm of a method; None of what is PyTorch's own, and of an optimizer that communicates."""
+    if isinstance(method, WithOptimizer):
+        method = method.way
+    if isinstance(method, OverlapForward):
+        return method.algorithm
+    return method if isinstance(method, Algorithm) else None
 
 
-def optimizer_of(side: Side) -> partial[Optimizer] | None:
-    """A maker of the optimizer that a side has in place of the workload's."""
-    if isinstance(side, WithOptimizer):
-        return side.optimizer
-    return side if isinstance(side, partial) else None
+def optimizer_of(method: Method) -> partial[Optimizer] | None:
+    """A maker of the optimizer that a method has in place of the workload's."""
+    if isinstance(method, WithOptimizer):
+        return method.optimizer
+    return method if isinstance(method, partial) else None
 
 
-def overlaps_forward(side: Side) -> bool:
-    """Whether the exchange of a side goes on during the next forward pass because it was asked to."""
-    return isinstance(side.way if isinstance(side, WithOptimizer) else side, OverlapForward)
+def overlaps_forward(method: Method) -> bool:
+    """Whether the exchange of a method goes on during the next forward pass because it was asked to."""
+    return isinstance(method.way if isinstance(method, WithOptimizer) else method, OverlapForward)
 
 
 def known_names() -> dict[str, Any]:
-    """What a side may be made of."""
+    """What a method may be made of."""
     made_of: dict[str, Any] = {
         name: getattr(codecs, name) for name in codecs.__all__ if isinstance(getattr(codecs, name), type)
     }
@@ -102,7 +102,7 @@ def known_names() -> dict[str, Any]:
     return made_of | dict(registry()) | {name: partial(partial, kind) for name, kind in _KINDS.items()}
 
 
-def parse_side(text: str) -> Side:
+def parse_method(text: str) -> Method:
     """One of ``PLAIN``, an algorithm (alone, overlapping the forward pass, with an optimizer), or a maker of an optimizer that
     communicates.
 
@@ -111,7 +111,7 @@ def parse_side(text: str) -> Side:
     if text in PEERS:
         return text
     names = known_names()
-    made = _made(text, names, "side", [*PLAIN, *sorted(names)])
+    made = _made(text, names, "method", [*PLAIN, *sorted(names)])
     if isinstance(made, partial) and made.func.__name__ not in OPTIMIZERS:
         raise ConfigurationError(f"{text!r} does not communicate; write for example with_optimizer(Gossip(), {text})")
     if not isinstance(made, Algorithm | OverlapForward | WithOptimizer | partial):
@@ -164,15 +164,15 @@ def in_place_of(optimizer: Optimizer, maker: partial[Optimizer], model: nn.Modul
         raise ConfigurationError(f"{maker.func.__name__}: {error}") from error
 
 
-def join(side: Side, model: nn.Module, optimizer: Optimizer) -> Joined:
-    """Let ``model`` communicate as ``side`` says; returns what to train with.
+def join(method: Method, model: nn.Module, optimizer: Optimizer) -> Joined:
+    """Let ``model`` communicate as ``method`` says; returns what to train with.
 
-    An optimizer that the side names takes the place of the workload's, with its learning rate unless it has one.
+    An optimizer that the method names takes the place of the workload's, with its learning rate unless it has one.
     """
-    if isinstance(side, str):
-        return PEERS[side].join(model, optimizer)
-    maker = optimizer_of(side)
+    if isinstance(method, str):
+        return PEERS[method].join(model, optimizer)
+    maker = optimizer_of(method)
     if maker is not None:
         optimizer = in_place_of(optimizer, maker, model)
-    replica = replicate(model, optimizer, algorithm_of(side), overlap_forward=overlaps_forward(side))
+    replica = replicate(model, optimizer, algorithm_of(method), overlap_forward=overlaps_forward(method))
     return Joined(model, optimizer, close=replica.close, replica=replica)
