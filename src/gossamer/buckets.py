@@ -1,7 +1,5 @@
 """Bucket: the flat tensor in which the gradients (or weights) of several parameters travel as one."""
 
-import hashlib
-import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -106,10 +104,19 @@ class Plan:
         """The order and the cuts, as plain lists of names."""
         return {"buckets": [list(layout.names) for layout in self.layouts]}
 
-    def digest(self) -> str:
-        """A hash over names, shapes, strides and dtypes in order: equal plans, equal digests."""
-        rows = [(str(a.dtype), a.label, [(s.name, s.shape, s.stride) for s in a.segments]) for a in self.layouts]
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    def lines(self) -> str:
+        """A line for each parameter, in order, of all that ranks must have alike: equal plans, equal lines."""
+        return "\n".join(
+            f"{s.name}: {layout.dtype} {list(s.shape)} in the order of strides {list(in_order(s.shape, s.stride))}, bucket "
+            f"{index} {layout.label}".rstrip()
+            for index, layout in enumerate(self.layouts)
+            for s in layout.segments
+        )
+
+
+def in_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides that are equal exactly where elements follow each other in the same order: 0 where there is only one."""
+    return tuple(each if size > 1 else 0 for size, each in zip(shape, stride, strict=True))
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -1,12 +1,13 @@
 """Agreement: proof that all ranks mean the same thing, by hashes in tensors; nothing is pickled over the wire."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from gossamer.buckets import Plan
 from gossamer.comm.ops import Flow, all_gather, broadcast, maximum
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import DisagreementError
@@ -35,6 +36,14 @@ def agree(runner: Runner, facts: Mapping[str, str], hint: str = "") -> None:
             texts = _exchange_texts(runner, _first_that_differs(runner, text.split("\n")))
             reason = hint and f". {hint}"
             raise DisagreementError(f"rank {runner.rank}: ranks differ in {topic}: {_describe(texts)}{reason}")
+
+
+def agree_on_plan(runner: Runner, plan: Plan) -> Plan:
+    """The plan, if all ranks have the same. Collective, wherever one is adopted: what lies in another order would be averaged
+    with other elements."""
+    hint = "Give all ranks the same model, in the same memory format, before replicate()"
+    agree(runner, {"the plan of buckets": plan.lines()}, hint)
+    return plan
 
 
 def _first_that_differs(runner: Runner, lines: list[str]) -> str:

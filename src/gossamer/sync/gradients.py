@@ -18,7 +18,7 @@ from gossamer.buckets import Bucket, Plan, Routing, make_plan, plan_from_names
 from gossamer.comm.ops import broadcast, maximum
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.errors import ConfigurationError
-from gossamer.sync.agreement import agree
+from gossamer.sync.agreement import agree_on_plan
 from gossamer.sync.backward import Backward, alarming, current_task
 from gossamer.sync.discarded import Discarded
 from gossamer.sync.exchange import Exchange, Kept, of_any_plan
@@ -75,7 +75,7 @@ class GradientSync:
         self.exchange = Exchange(runner, algorithm, alone, self._routing, revocable=True)
         self.discarded = Discarded(self.exchange, self._slots, owners or [self._slots.keys()])
         # Until the first step has shown the order, assume that gradients come in the reverse order of definition.
-        self.adopt_plan(self._make_plan(dict(reversed(list(parameters.items())))))
+        self.adopt_plan(agree_on_plan(runner, self._make_plan(dict(reversed(list(parameters.items()))))))
 
     def hook(self, backward: Backward) -> list[Any]:
         """Install one hook per parameter; returns the handles."""
@@ -338,8 +338,7 @@ class GradientSync:
         if self._runner.world > 1:
             order = self._runner.run(lambda: broadcast(order), "the order of gradients")
         tensors = {names[i]: self._slots[names[i]].parameter for i in order.tolist()}
-        plan = self._make_plan(tensors)
-        agree(self._runner, {"the plan of buckets": plan.digest()})
+        plan = agree_on_plan(self._runner, self._make_plan(tensors))
         if plan.names != self.exchange.plan.names:
             self._learned_plan = plan
 
@@ -368,7 +367,7 @@ class GradientSync:
         if sorted(names) != sorted(known):
             raise ConfigurationError("the saved plan names other parameters than this model has")
         if anew or not buckets:
-            self.adopt_plan(self._make_plan({name: self.parameters[name] for name in names}))
+            self.adopt_plan(agree_on_plan(self._runner, self._make_plan({name: self.parameters[name] for name in names})))
             self.learned, self.arranged = learned, False
             return
         if USAGE in (name for bucket in buckets for name in bucket):
@@ -377,7 +376,7 @@ class GradientSync:
             beside = next((name for bucket in buckets if USAGE in bucket for name in bucket if name != USAGE), None)
             if beside in known:
                 known[USAGE] = torch.empty(len(self._slots), dtype=known[beside].dtype, device=known[beside].device)
-        self.adopt_plan(plan_from_names(buckets, known, self._routing))
+        self.adopt_plan(agree_on_plan(self._runner, plan_from_names(buckets, known, self._routing)))
         self.learned, self.arranged = learned, order is not None
         if order is not None:
             self.exchange.arrange(order)

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.difference import Difference
-from gossamer.buckets import make_plan
+from gossamer.buckets import in_order, make_plan
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
+from gossamer.errors import UsageError
 from gossamer.memory import wide
 from gossamer.pieces import cut, part_of
 from gossamer.sync import landing
-from gossamer.sync.agreement import agree
+from gossamer.sync.agreement import agree, agree_on_plan
 from gossamer.sync.ahead import Ahead
 from gossamer.sync.exchange import Exchange, Kept
 from gossamer.sync.history import halve_at_most, keep_squares_valid, variances, weight_of
@@ -64,6 +65,7 @@ class WeightSync:
         self._ahead = Ahead()
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
         self._lay_out()
+        agree_on_plan(runner, self.exchange.plan)
         self._step = 0
         self._deltas: dict[int, Tensor | Difference] = {}
         """What is not added yet, by bucket."""
@@ -84,6 +86,7 @@ class WeightSync:
 
     def _lay_out(self) -> None:
         self.exchange.adopt(make_plan(self._pieces(), self._algorithm, at_once=True))
+        self._orders = self._order()
         self._ahead.forget()
         self._gather_members()
 
@@ -92,17 +95,33 @@ class WeightSync:
 
     def _gather_members(self) -> None:
         self._places = self._where()
+        self._check_order()
         pieces = self._pieces()
         self._members = [[pieces[s.name] for s in bucket.segments] for bucket in self.exchange.buckets]
         self._variances = variances(self._tensors)
 
-    def _where(self) -> list[int]:
-        """Where the tensors lie, if pieces are views of their memory; whoever assigns to ``.data`` moves them."""
-        return [] if self._algorithm.weight_parts == 1 else list(map(Tensor.data_ptr, self._tensors.values()))
+    def _where(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Where the tensors lie, and in which order, if pieces are views of their memory; an assignment to ``.data`` moves
+        them."""
+        return [] if self._algorithm.weight_parts == 1 else [(t.data_ptr(), t.stride()) for t in self._tensors.values()]
 
     def _follow_moved(self) -> None:
         if self._where() != self._places:
             self._gather_members()
+
+    def _check_order(self) -> None:
+        """Raise if a tensor that is cut into pieces lies in another order than where they were planned: the same piece would be
+        other elements, for this rank and for what has not been added yet."""
+        for name, order in self._order().items() if self._algorithm.weight_parts > 1 else ():
+            if order != self._orders.get(name, order):
+                raise UsageError(
+                    f"rank {self._runner.rank}: parameter {name!r} has another order of strides ({order}, before "
+                    f"{self._orders[name]}), and in_parts() cuts it along its memory: choose the memory format before "
+                    "replicate()"
+                )
+
+    def _order(self) -> dict[str, tuple[int, ...]]:
+        return {name: in_order(tensor.shape, tensor.stride()) for name, tensor in self._tensors.items()}
 
     def follow(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on with ``tensors`` where they have replaced others (a module may assign a new tensor to a buffer)."""
@@ -123,7 +142,8 @@ class WeightSync:
             return
         if self._skipped_anywhere():
             return
-        agree(self._runner, {"what the optimizer remembers": "\n".join(tensors) or "nothing"}, _WHY_HISTORIES_DIFFER)
+        lines = "\n".join(f"{name}, {list(in_order(t.shape, t.stride()))}" for name, t in tensors.items()) or "nothing"
+        agree(self._runner, {"what the optimizer remembers": lines}, _WHY_HISTORIES_DIFFER)
         self._extended = True
         self._tensors |= tensors
         self._lay_out()
