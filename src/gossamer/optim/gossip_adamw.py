@@ -191,7 +191,7 @@ def _in_one_pass(group: Mapping[str, Any], places: _Places, gradients: list[Tens
     from gossamer.optim.loops import adamw
 
     (first, second), lr = group["betas"], group["lr"]
-    kind = places.weights[0].detach().numpy().dtype.type
+    kind = np.float64 if places.weights[0].dtype == torch.float64 else np.float32
     rates = 1 - first, second, 1 - lr * group["weight_decay"], lr, group["eps"]
     gradient = np.array(list(map(Tensor.data_ptr, gradients)), np.int64)
     factors = {}

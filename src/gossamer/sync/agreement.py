@@ -149,12 +149,18 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def checksum(tensors: list[Tensor]) -> str:
+def checksum(tensors: Iterable[Tensor]) -> str:
     """A hash over the bits of ``tensors``: equal on ranks that hold the same values."""
     hasher = hashlib.sha256()
     for tensor in tensors:
-        hasher.update(_as_bytes(tensor).cpu().numpy().tobytes())
+        for portion in _as_bytes(tensor).split(_HASHED):
+            # A copy: torch refuses to resize a storage for ever that numpy has seen once.
+            hasher.update(portion.to("cpu", copy=True).numpy())
     return hasher.hexdigest()
+
+
+_HASHED = 2**22
+"""Bytes that are copied to be hashed, at a time."""
 
 
 def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
