@@ -20,6 +20,11 @@ def buffer_name(name: str) -> str:
     return name + _BUFFER
 
 
+def name_of_buffer(name: str) -> str:
+    """The reverse."""
+    return name.removesuffix(_BUFFER)
+
+
 def is_buffer(name: str) -> bool:
     """Whether that is what a name is of."""
     return name.endswith(_BUFFER)

@@ -36,6 +36,7 @@ from gossamer.sync.optimizers import OptimizerSync
 from gossamer.sync.overlap import ForwardOverlap, NoOverlap
 from gossamer.sync.scaling import LossScale, agree_on_overflow
 from gossamer.sync.statistics import Statistics
+from gossamer.sync.ties import once
 from gossamer.sync.turns import Turns
 from gossamer.sync.weight_syncs import WeightSyncs
 from gossamer.sync.weights import WeightSync
@@ -142,7 +143,7 @@ class Replica:
             return
         self._refuse_in_join("consensus()")
         self.wait_for_exchanges()
-        tensors: dict[str, Tensor] = {**floating(self._trainable), **beside_parameters(self._model)}
+        tensors = once({**floating(self._trainable), **beside_parameters(self._model)})
         self._at_average = True
         try:
             with at_average(self._runner, self._optimizers, tensors, self._weights.weigh):
@@ -161,7 +162,7 @@ class Replica:
             return 0.0
         self._refuse_in_join("consensus_distance()")
         self.wait_for_exchanges()
-        return distance(self._runner, floating(self._trainable), self._weights.weigh)
+        return distance(self._runner, once(floating(self._trainable)), self._weights.weigh)
 
     def catch_up(self) -> None:
         """Where exchanges may lag (``lag=``): wait until every rank is here and all have taken part in the same ones.

@@ -41,8 +41,6 @@ WEIGHTS: list[Algorithm] = [
     in_parts(2, Gossip(wire="fp32")),
 ]
 
-pending = pytest.mark.xfail(strict=True, reason="not mended yet")
-
 
 def batch(rank: int, step: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * step + rank))
@@ -189,7 +187,7 @@ def distances(replica: gossamer.Replica, model: nn.Module, optimizer: Any, steps
 
 @pytest.mark.parametrize(
     ("algorithm", "names"),
-    [pytest.param(a, n, marks=() if n == 3 and a.weight_parts > 1 else pending) for a in WEIGHTS for n in (2, 3)],
+    [(algorithm, names) for algorithm in WEIGHTS for names in (2, 3)],
     ids=repr,
 )
 def test_weights_that_are_tied_by_memory_meet_like_any_others(algorithm: Algorithm, names: int) -> None:
@@ -215,7 +213,6 @@ def test_weights_that_are_tied_by_memory_meet_like_any_others(algorithm: Algorit
     assert tied[-1] < 0.1 * 0.1
 
 
-@pending
 def test_a_transposed_view_is_the_same_memory() -> None:
     """An autoencoder whose decoder is its encoder, transposed."""
 
@@ -234,7 +231,6 @@ def test_a_transposed_view_is_the_same_memory() -> None:
     assert loopback(body, 4)[0][-1] < 1e-5
 
 
-@pending
 def test_a_partial_overlap_is_refused_with_both_names() -> None:
     def body(rank: int) -> None:
         model = nn.ParameterDict({"flat": nn.Parameter(torch.zeros(8))})
@@ -276,7 +272,6 @@ class WithBuffers(nn.Module):
 
 
 @pytest.mark.parametrize("algorithm", [Gossip(wire="fp32"), LocalSGD(every=1), DecentralizedSGD()], ids=repr)
-@pending
 def test_buffers_under_two_names_are_averaged_once(algorithm: Algorithm) -> None:
     def body(rank: int) -> list[float]:
         torch.manual_seed(0)
@@ -294,7 +289,6 @@ def test_buffers_under_two_names_are_averaged_once(algorithm: Algorithm) -> None
         assert found == pytest.approx([1.5] * 4, abs=0.1)
 
 
-@pending
 def test_a_buffer_that_is_a_part_of_another_is_refused_with_both_names() -> None:
     def body(rank: int) -> None:
         model = WithBuffers(2)
@@ -304,7 +298,6 @@ def test_a_buffer_that_is_a_part_of_another_is_refused_with_both_names() -> None
         loopback(body, 2)
 
 
-@pending
 def test_weights_that_are_untied_later_are_noticed() -> None:
     """As ``model.to(…)`` does it: from then on the second would never travel."""
 

@@ -13,6 +13,7 @@ from gossamer.memory import widened
 from gossamer.sync.checks import held_by
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.module_buffers import average
+from gossamer.sync.ties import once
 
 Weigh = Callable[[Mapping[str, Tensor]], None]
 """Makes of tensors, by name, what their mean over the ranks is made of: see ``WeightSync.weigh``."""
@@ -54,8 +55,9 @@ def become_average(
             stack.enter_context(changing(optimizer))
             kept |= {id(parameter): exact(optimizer, parameter) for parameter in held_by(optimizer)}
         places = {name: kept.get(id(parameter), parameter).detach() for name, parameter in parameters.items()}
-        weigh({**places, **buffers})
-        average(runner, [*places.values(), *buffers.values()], WHAT)
+        travelling = once({**places, **buffers})
+        weigh(travelling)
+        average(runner, list(travelling.values()), WHAT)
 
 
 @torch.no_grad()

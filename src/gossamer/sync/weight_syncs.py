@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -10,11 +11,13 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
+from gossamer.errors import UsageError
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.history import history, skips
 from gossamer.sync.lagging import catch_up
 from gossamer.sync.module_buffers import averaged, beside_parameters
 from gossamer.sync.statistics import Statistics
+from gossamer.sync.ties import called, ties
 from gossamer.sync.weights import WeightSync
 
 
@@ -39,15 +42,23 @@ class WeightSyncs:
         if algorithm.may_lag:
             runner.let_ranks_part()
         self._all: list[WeightSync] = []
+        self._tensors: dict[str, Tensor] = {}
+        """All that travel, and their other names."""
+        self._ties: dict[str, str] = {}
+        """Other names of what travels; see :func:`gossamer.sync.ties.ties`."""
         of_weights = algorithm.part("weights")
         self._buffers_travel = False
         if of_weights is None:
             return
         beside = averaged(model) if with_buffers else {}
         self._buffers_travel = bool(beside)
-        for optimizer, parameters in zip(optimizers, owned, strict=True):
-            tensors = {name: exact(optimizer, p) for name, p in parameters.items()} | ({} if self._all else beside)
-            wanted = {name for name, t in tensors.items() if of_weights.of(of_weights.route(name, t)).exchanges_history}
+        exact_weights = [{n: exact(each, p) for n, p in held.items()} for each, held in zip(optimizers, owned, strict=True)]
+        self._tensors = dict(chain.from_iterable(map(dict.items, [*exact_weights, beside])))
+        self._ties = ties(self._tensors)
+        for optimizer, parameters, weights in zip(optimizers, owned, exact_weights, strict=True):
+            travelling = weights if self._all else weights | beside
+            tensors = {name: tensor for name, tensor in travelling.items() if name not in self._ties}
+            wanted = {name for name, t in weights.items() if of_weights.of(of_weights.route(name, t)).exchanges_history}
             own = {name: p for name, p in parameters.items() if name in wanted}
             remembered = partial(history, optimizer, own) if own else None
             self._all.append(WeightSync(runner, of_weights, tensors, statistics, remembered, partial(skips, optimizer)))
@@ -123,4 +134,13 @@ class WeightSyncs:
 
     def _follow(self, index: int) -> None:
         if index == 0 and self._buffers_travel:
-            self._all[0].follow(beside_parameters(self._model))
+            beside = beside_parameters(self._model)
+            self._tensors |= {name: tensor for name, tensor in beside.items() if name in self._tensors}
+            self._all[0].follow(beside)
+        for name, first in self._ties.items():
+            if self._tensors[name].data_ptr() != self._tensors[first].data_ptr():
+                raise UsageError(
+                    f"rank {self._runner.rank}: {called(first)} and {called(name)} were the same memory when replicate() was "
+                    "called, and are not any more, so that the second one would not be averaged: close the replica before the "
+                    "model is moved, and replicate it again"
+                )
