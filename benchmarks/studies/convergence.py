@@ -1,13 +1,13 @@
 """Convergence: what training ends with under each relaxation, many workers in one process, paired by seed.
 
-python -m benchmarks.studies.convergence --workload examples/02_convnet.py --steps 351 --save-to benchmarks/results
-
-Every run is written down when it ends, and not done again unless the workload's file has changed: stop and go on as you like.
+Without ``--workload`` all runs of ``convergence.toml`` are trained. Every run is written down when it ends, and not done again
+unless the workload's file has changed: stop and go on as you like.
 """
 
 import argparse
 import statistics
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import gossamer
+from benchmarks.studies.harness import Study, console, parser_of
 from gossamer.bench.catalogue import digest, find_workload
 from gossamer.bench.methods import OPTIMIZERS, in_place_of, join, optimizer_of, parse_method, parse_optimizer
-from gossamer.bench.rows import append_row, markdown, read_rows
+from gossamer.bench.rows import Column, Record, Store, code, text
 from gossamer.bench.workload import Batches, Workload
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError
@@ -57,7 +57,15 @@ MOMENTA = (
     "OneBitAdam(lr=0.001, warmup=100)",
     "QAdam(lr=0.001, warmup=100)",
 )
-METHODS = {"gradients": GRADIENTS, "weights": WEIGHTS, "momenta": MOMENTA}
+FULL_PRECISION = (
+    "ScatterReduce(residual='fp32')",
+    "ScatterReduce(codec=Quantize(bits=4), residual='fp32')",
+    "ScatterReduce(codec=Sign(), residual='fp32')",
+    "ChunkSparse(residual='fp32')",
+    "PowerSGD(residual='fp32')",
+    *(f"{momenta[:-1]}, residual='fp32')" for momenta in MOMENTA),
+)
+METHODS = {"gradients": GRADIENTS, "weights": WEIGHTS, "momenta": MOMENTA, "full-precision": FULL_PRECISION}
 """What is trained beside an exact all-reduce: relaxations that move gradients, weights, or Adam's momentum.
 
 Beside Adam's momentum it is Adam with an exact all-reduce: the warm-up of 1-bit Adam, as long as the whole run. The others
@@ -65,8 +73,6 @@ are told when to end it: in runs of a few hundred steps the variance itself is n
 """
 
 QUALITIES = {"accuracy": (100.0, "points of accuracy"), "loss": (1.0, "nats of validation loss")}
-
-console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,8 @@ def check(run: Training) -> None:
         if named_by_method is not None:
             raise ConfigurationError(f"{run.method} names an optimizer, and so does --optimizer {run.optimizer}: one of them")
 
+
+KEY = (*(each.name for each in fields(Training)), "digest")
 
 Train = Callable[[Workload, Training], dict[str, float]]
 """The quality that a run ends with."""
@@ -150,25 +158,22 @@ def cut(batches: Iterator[tuple[Tensor, Tensor]], pieces: int) -> Iterator[tuple
 
 
 def run_all(
-    workload: Workload, runs: Iterable[Training], log: Path, train: Train = train, of_file: str | None = None
-) -> list[dict[str, Any]]:
-    """All of ``runs``; those that ``log`` has are taken from there. Returns all that it has then.
+    workload: Workload, runs: Iterable[Training], store: Store, train: Train = train, of_file: str | None = None
+) -> Iterator[Record]:
+    """Rows of those of ``runs`` that ``store`` does not have, each when it is there.
 
     ``of_file``: the :func:`~gossamer.bench.catalogue.digest` of the workload's file. What another version of it ended with is
     not taken.
     """
-    rows = read_rows(log)
-    own = [row for row, version in zip(rows, versions(rows), strict=True) if version in (None, of_file)]
+    own = [row for row, version in zip(store.rows, versions(store.rows), strict=True) if version in (None, of_file)]
     there = [Training(**{each.name: row[each.name] for each in fields(Training) if each.name in row}) for row in own]
-    for run in runs:
+    for run in dict.fromkeys(runs):
         if run in there:
             continue
         begin = time.perf_counter()
         row = run.key() | {"quality": train(workload, run), "seconds": time.perf_counter() - begin}
         console.log(f"{run.key()}: {row['quality']} ({row['seconds']:.0f} s)")
-        rows.append(row | {"digest": of_file, "gossamer": gossamer.__version__, "torch": torch.__version__})
-        append_row(log, rows[-1])
-    return rows
+        yield row | {"digest": of_file, "gossamer": gossamer.__version__, "torch": torch.__version__}
 
 
 def versions(rows: Sequence[dict[str, Any]]) -> list[str | None]:
@@ -180,40 +185,53 @@ def versions(rows: Sequence[dict[str, Any]]) -> list[str | None]:
     return [row.get("digest", first.get(row["workload"])) for row in rows]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: mean quality of every method, and its paired difference to the first method with a 95 % interval.
+def compared(rows: Sequence[Record]) -> list[Record]:
+    """Of every method, over its seeds: mean quality, and its paired difference to the first method with a 95 % interval.
 
     Optimizers that communicate are compared among themselves, and so is what each version of a workload's file ended with.
     """
-    head = (
-        "workload", "workers", "batches cut by", "steps", "method", "learning rate", "seeds", "quality",
-        "difference to the first (95 % interval)", "replicas apart",
-    )  # fmt: skip
-    lines: list[list[str]] = []
-    groups: dict[tuple[Any, ...], dict[tuple[str, str], dict[int, float]]] = {}
-    apart: dict[tuple[Any, ...], list[float]] = {}
-    units: dict[str, str] = {}
+    groups: dict[tuple[Any, ...], dict[tuple[str, str], list[Record]]] = {}
     for row, workload in zip(rows, _called(rows), strict=True):
-        name = "accuracy" if "accuracy" in row["quality"] else "loss"
-        scale, units[workload] = QUALITIES[name]
-        own_optimizer = row["method"].partition("(")[0] in OPTIMIZERS
-        decay = row.get("decay", False)
+        own_optimizer, decay = row["method"].partition("(")[0] in OPTIMIZERS, row.get("decay", False)
         about = (workload, row["workers"], row.get("cut", 1), row["steps"], own_optimizer, decay)
-        group = groups.setdefault(about, {})
-        method = f"`{row['method']}`" + (f", `{row['optimizer']}`" if "optimizer" in row else "")
-        spelled = method, f"{row.get('lr') or 'its own'}{', falling to zero' if decay else ''}"
-        group.setdefault(spelled, {})[row["seed"]] = scale * row["quality"][name]
-        if row["quality"].get("distance"):
-            apart.setdefault((about, spelled), []).append(row["quality"]["distance"])
-    for about, methods in groups.items():
-        reference = next(iter(methods.values()))
-        for spelled, values in methods.items():
-            shown = f"{statistics.mean(values.values()):.3f} {units[about[0]]}"
-            pairs = [values[seed] - reference[seed] for seed in values if seed in reference]
-            distances = apart.get((about, spelled))
-            distance = f"{100 * statistics.mean(distances):.2f} %" if distances else ""
-            lines.append([*map(str, about[:4]), *spelled, str(len(values)), shown, interval(pairs), distance])
-    return markdown(head, lines)
+        method = row["method"] + (f"`, `{row['optimizer']}" if "optimizer" in row else "")
+        rate = f"{row.get('lr') or 'its own'}{', falling to zero' if decay else ''}"
+        groups.setdefault(about, {}).setdefault((method, rate), []).append(row)
+    return [
+        dict(zip(("workload", "workers", "cut", "steps"), about, strict=False)) | {"method": method, "rate": rate}
+        | _over_seeds(own, next(iter(methods.values())))
+        for about, methods in groups.items() for (method, rate), own in methods.items()
+    ]  # fmt: skip
+
+
+def _over_seeds(rows: Sequence[Record], reference: Sequence[Record]) -> Record:
+    """What the runs of one method ended with, beside those of the first with the same seeds."""
+    name = "accuracy" if "accuracy" in rows[0]["quality"] else "loss"
+    scale, unit = QUALITIES[name]
+    own, other = ({row["seed"]: scale * row["quality"][name] for row in each} for each in (rows, reference))
+    distances = [row["quality"]["distance"] for row in rows if row["quality"].get("distance")]
+    return {
+        "seeds": len(own),
+        "quality": f"{statistics.mean(own.values()):.3f} {unit}",
+        "difference": interval([own[seed] - other[seed] for seed in own if seed in other]),
+        "apart": f"{100 * statistics.mean(distances):.2f} %" if distances else "",
+    }
+
+
+COLUMNS = (
+    Column("workload", text("workload")),
+    Column("workers", text("workers")),
+    Column("batches cut by", text("cut")),
+    Column("steps", text("steps")),
+    Column("method", code("method")),
+    Column("learning rate", text("rate")),
+    Column("seeds", text("seeds")),
+    Column("quality", text("quality")),
+    Column("difference to the first (95 % interval)", text("difference")),
+    Column("replicas apart", text("apart")),
+)
+
+STUDY = Study("convergence", KEY, lambda rows: COLUMNS, compared, note=lambda rows: "")
 
 
 def _called(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -234,61 +252,54 @@ def interval(differences: Sequence[float]) -> str:
     return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
 
 
+RUNS = Path(__file__).with_suffix(".toml")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """What can be asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", required=True, help="a Python file, or an emulated model such as 'ResNet50(2.0)'")
+    parser = parser_of(__doc__)
+    parser.add_argument("--workload", help="a Python file, or an emulated model such as 'ResNet50(2.0)'")
     parser.add_argument("--family", choices=tuple(METHODS), default="gradients")
     parser.add_argument("--methods", nargs="+", help="instead of the whole family")
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cut", type=int, default=1, help="cut every batch into so many (more workers, the same global batch)")
     parser.add_argument("--lr", type=float, help="learning rate, instead of the workload's")
     parser.add_argument("--decay", action="store_true", help="let the learning rate fall linearly to zero")
     parser.add_argument("--optimizer", help="one of gossamer.optim, such as 'GossipAdamW()', instead of the workload's")
-    parser.add_argument("--save-to", type=Path, default=Path("out/convergence"))
     return parser
 
 
 def asked_for(options: argparse.Namespace) -> tuple[Workload, list[Training]]:
     """The workload and the runs that a command line of :func:`make_parser` asks for. Raises as :func:`check` does."""
-    workload = find_workload(options.workload)
-    runs = [
-        Training(
-            workload.name,
-            method,
-            options.workers,
-            options.steps,
-            seed,
-            options.cut,
-            options.lr,
-            options.optimizer,
-            options.decay,
-        )
-        for seed in range(options.seeds)
-        for method in options.methods or METHODS[options.family]
-    ]
+    if options.steps is None:
+        raise ConfigurationError("--workload needs --steps")
+    workload, names = find_workload(options.workload), [each.name for each in fields(Training)]
+    same = {name: value for name, value in vars(options).items() if name in names} | {"workload": workload.name}
+    methods = options.methods or METHODS[options.family]
+    runs = [Training(**same, method=method, seed=seed) for seed in range(options.seeds) for method in methods]
     for run in runs:  # before the first is trained
         check(run)
     return workload, runs
 
 
-def main() -> None:
+def listed(path: Path = RUNS) -> list[argparse.Namespace]:
+    """The options of every run of a file."""
+    usual = vars(make_parser().parse_args([]))
+    return [argparse.Namespace(**usual | told) for told in tomllib.loads(path.read_text())["runs"]]
+
+
+def train_all(options: argparse.Namespace, store: Store) -> Iterator[Record]:
+    """Train what is not there yet: what the options ask for, or without a workload all that is listed."""
+    asked = [(each, *asked_for(each)) for each in ([options] if options.workload else listed())]
+    for each, workload, runs in asked:
+        yield from run_all(workload, runs, store, of_file=digest(each.workload))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Train what is not there yet, and write the table."""
-    options = make_parser().parse_args()
-    try:
-        _train_and_write(options)
-    except ConfigurationError as error:
-        raise SystemExit(f"convergence: {error}") from None
-
-
-def _train_and_write(options: argparse.Namespace) -> None:
-    log = options.save_to / "convergence.jsonl"
-    workload, runs = asked_for(options)
-    rows = run_all(workload, runs, log, of_file=digest(options.workload))
-    (options.save_to / "convergence.md").write_text("\n".join(table(rows)) + "\n")
-    console.log(f"wrote {options.save_to / 'convergence.md'}")
+    STUDY.main(make_parser(), train_all, arguments)
 
 
 if __name__ == "__main__":

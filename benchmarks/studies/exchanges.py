@@ -1,103 +1,76 @@
-"""Exchanges: runs single exchanges and collectives on several emulated networks; writes their rate beside plain TCP's.
+"""Exchanges: single exchanges and collectives beside what plain TCP sockets reach in the same repeat, on emulated networks.
 
-python -m benchmarks.studies.exchanges --save-to benchmarks/results
+Every repeat first sends as many bytes over plain TCP (both directions concurrently, a drained token bucket, the slowest
+rank), then over gossamer's runner, once behind another exchange and once after 150 ms of silence.
 """
 
 import argparse
-import json
 import statistics
-import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-from rich.console import Console
-
-from benchmarks.studies.primitives import PATTERNS
-from gossamer.bench.conditions import busy_machine, conditions, load
+from benchmarks.studies.harness import AS_RANK, Study, as_rank, console, parser_of
+from benchmarks.studies.primitives import PATTERNS, measured
+from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_json
-from gossamer.bench.rows import days, markdown, merged
-from gossamer.errors import GossamerError
+from gossamer.bench.rows import Column, Record, Store, number, text
 from gossamer.lab import LabSpec
 
 NETWORKS = ((4, "200mbit"), (4, "1gbit"), (8, "200mbit"), (8, "1gbit"))
 """Hosts and the rate of their links. On the last one the processors decide, where two of them carry all hosts."""
 
-console = Console(stderr=True)
+
+def _ratio(name: str) -> Callable[[Record], str]:
+    """Of the seconds of every repeat: the median, and the lowest and highest."""
+
+    def cell(row: Record) -> str:
+        ratios = [there / here for there, here in zip(row["seconds"]["tcp"], row["seconds"][name], strict=True)]
+        return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+    return cell
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: the rate of every exchange relative to plain TCP in the same repeat: the median, and the lowest and highest."""
-    head = (
-        "network",
-        "hosts",
-        "exchange",
-        "MB",
-        "sent by a host, MB",
-        "plain TCP, Mbit/s",
-        "gossamer / TCP (lowest to highest)",
-        "after 150 ms of silence (lowest to highest)",
-    )
-    lines = []
-    for row in rows:
-        sizes = (f"{row[name] / 1e6:g}" for name in ("bytes", "payload"))
-        ratios = (_ratio(row["seconds"]["tcp"], row["seconds"][name]) for name in ("gossamer", "gossamer_after_silence"))
-        plain = f"{row['bits_per_second']['tcp'] / 1e6:.1f}"
-        lines.append([row["rate"], str(row["hosts"]), row["pattern"], *sizes, plain, *ratios])
-    return markdown(head, lines)
+COLUMNS = (
+    Column("network", text("network")),
+    Column("hosts", text("hosts")),
+    Column("exchange", text("pattern")),
+    Column("MB", number("bytes", "{:g}", 1e-6)),
+    Column("sent by a host, MB", number("payload", "{:g}", 1e-6)),
+    Column("plain TCP, Mbit/s", lambda row: f"{row['bits_per_second']['tcp'] / 1e6:.1f}"),
+    Column("gossamer / TCP (lowest to highest)", _ratio("gossamer")),
+    Column("after 150 ms of silence (lowest to highest)", _ratio("gossamer_after_silence")),
+)
+
+STUDY = Study("exchanges", ("network", "hosts", "pattern", "bytes"), lambda rows: COLUMNS)
 
 
-def _ratio(plain: Sequence[float], own: Sequence[float]) -> str:
-    """Of the seconds of every repeat."""
-    ratios = [there / here for there, here in zip(plain, own, strict=True)]
-    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-
-
-def page(saved: dict[str, Any]) -> str:
-    """What ``exchanges.md`` says of what ``exchanges.json`` holds."""
-    rows = saved["exchanges"]
-    machines = sorted({f"{row['cores']} cores of {row['processor']}, PyTorch {row['torch']}" for row in rows})
-    return "\n".join([*table(rows), "", f"Emulated hosts on {'; '.join(machines)}. {days(rows)}"]) + "\n"
-
-
-def main() -> None:
-    """Measure, and save ``exchanges.json`` and ``exchanges.md``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save-to", type=Path, default=Path("out/exchanges"))
-    parser.add_argument("--mbytes", nargs="+", default=["0.5", "2", "8", "16", "64"], help="sizes in 10^6 bytes")
+def measure(options: argparse.Namespace, store: Store) -> Iterator[Record]:
+    """Every network in a lab of its own."""
     networks = {f"{hosts}x{rate}": (hosts, rate) for hosts, rate in NETWORKS}
-    parser.add_argument("--networks", nargs="+", choices=tuple(networks), default=list(networks), metavar="HOSTSxRATE")
+    for hosts, rate in map(networks.__getitem__, options.networks):
+        console.log(f"{hosts} hosts, {rate}")
+        load_before = load()
+        command = ["-m", "benchmarks.studies.exchanges", AS_RANK, "--repeats", str(options.repeats)]
+        command += ["--mbytes", *options.mbytes, "--patterns", *options.patterns]
+        found = lab_json(LabSpec(hosts=hosts, rate=rate), command)
+        yield from ({"network": rate} | row | conditions([], load_before, {}) for row in found)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure; as a rank of the lab, print what was measured."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--mbytes", nargs="+", default=["0.5", "2", "8", "16", "64"], help="sizes in 10^6 bytes")
+    networks = [f"{hosts}x{rate}" for hosts, rate in NETWORKS]
+    parser.add_argument("--networks", nargs="+", choices=networks, default=networks, metavar="HOSTSxRATE")
     parser.add_argument("--patterns", nargs="+", choices=tuple(PATTERNS), default=list(PATTERNS))
     parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for line in busy_machine():
-        console.log(line)
-    try:
-        for hosts, rate in map(networks.__getitem__, options.networks):
-            console.log(f"{hosts} hosts, {rate}")
-            load_before = load()
-            command = ["-m", "benchmarks.studies.primitives", "--repeats", str(options.repeats)]
-            command += ["--mbytes", *options.mbytes, "--patterns", *options.patterns]
-            found = lab_json(LabSpec(hosts=hosts, rate=rate), command)
-            told = conditions([], load_before, {}) | {"when": round(time.time())}
-            rows += [row | told for row in found]
-    except GossamerError as error:
-        raise SystemExit(f"exchanges: {error}") from None
-    finally:
-        if rows:  # what was measured before something failed, or somebody had enough, too
-            _save(rows, options.save_to)
-
-
-def _save(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Rows that this run did not measure again are kept."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "exchanges.json"
-    before = json.loads(path.read_text())["exchanges"] if path.exists() else []
-    saved = {"exchanges": merged(before, rows, ("rate", "hosts", "pattern", "bytes"))}
-    path.write_text(json.dumps(saved, indent=1))
-    (folder / "exchanges.md").write_text(page(saved))
-    console.log(f"wrote {folder / 'exchanges.md'} and exchanges.json")
+    if AS_RANK in sys.argv:
+        parser.add_argument(AS_RANK, action="store_true")
+        options = parser.parse_args()
+        as_rank(partial(measured, options.patterns, list(map(float, options.mbytes)), options.repeats))
+        return
+    STUDY.main(parser, measure, arguments)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,16 @@
-"""Kernels: how fast codecs encode and decode on one thread, as shares of a memory copy in the same run.
-
-python -m benchmarks.studies.kernels --save-to benchmarks/results
-"""
+"""Kernels: how fast codecs encode and decode on one thread, as shares of a memory copy in the same run."""
 
 import argparse
-import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
+from benchmarks.studies.harness import Study, console, parser_of
 from gossamer.bench.clock import clock_for, seconds_of
-from gossamer.bench.conditions import busy_machine, processor
-from gossamer.bench.rows import markdown, merged
+from gossamer.bench.conditions import processor
+from gossamer.bench.rows import Column, Record, Store, number, text
 from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK
 from gossamer.codecs.kernels import chunk_norms, kernels_for
 from gossamer.codecs.modulo import BLOCK as MODULO_BLOCK
@@ -38,8 +32,6 @@ CHUNK = 32 * 1024
 BUCKET = 2 * 2**20
 BATCH = 20
 """Calls that are timed together on a device: one alone takes less time than to launch it and to wait for it."""
-
-console = Console(stderr=True)
 
 
 class Memory:
@@ -81,13 +73,13 @@ def fused(codec: Codec, memory: Memory) -> dict[str, Callable[[], object]]:
 def whole(codec: Codec, memory: Memory) -> dict[str, Callable[[], object]]:
     """A codec as algorithms call it, bucket by bucket; every bucket's new rest takes turns with its old one."""
     buckets, outs = (tensor.split(BUCKET // 4) for tensor in (memory.x, memory.out))
-    owed, rests = ([rest.clone() for rest in memory.narrow_residual.split(BUCKET // 4)] for _ in range(2))
+    residuals, rests = ([rest.clone() for rest in memory.narrow_residual.split(BUCKET // 4)] for _ in range(2))
     payloads = [codec.encode(bucket) for bucket in buckets]
 
     def encode() -> None:
         for index, bucket in enumerate(buckets):
-            payloads[index] = codec.encode_keeping(bucket, owed[index], index, rests[index])
-            owed[index], rests[index] = rests[index], owed[index]
+            payloads[index] = codec.encode_keeping(bucket, residuals[index], index, rests[index])
+            residuals[index], rests[index] = rests[index], residuals[index]
 
     def add() -> None:
         for payload, out in zip(payloads, outs, strict=True):
@@ -123,7 +115,7 @@ def works(memory: Memory, sparse: bool) -> dict[tuple[str, str], Callable[[], ob
     return found
 
 
-def measure(mbytes: float, device: str, rounds: int, sparse: bool) -> list[dict[str, Any]]:
+def measure(mbytes: float, device: str, rounds: int, sparse: bool) -> list[Record]:
     """Interleaved rounds; per kernel the median of bytes of gradient per second, and of the share of the copy in its round."""
     memory = Memory(round(mbytes * 2**20) // 4, device)
     jobs, clock, calls = works(memory, sparse), clock_for(memory.x.device), 1 if device == "cpu" else BATCH
@@ -149,55 +141,42 @@ def measure(mbytes: float, device: str, rounds: int, sparse: bool) -> list[dict[
     ]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: one line per kernel."""
-    lines = []
-    for row in rows:
-        rate, share = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['share_of_copy']:.2f}"
-        lines.append([row["device"], f"{row['mbytes']:g}", row["codec"], row["kernel"], rate, share])
-    return markdown(("device", "MiB", "codec", "kernel", "GB/s of gradient", "share of a memory copy"), lines)
-
-
 def machine(device: str) -> str:
     """What the figures of a device were measured on."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"one thread of {processor()}"
     return f"{device}: {name}, torch {torch.__version__}"
 
 
-def page(saved: Mapping[str, Any]) -> str:
-    """What ``kernels.md`` says of what ``kernels.json`` holds."""
-    return "\n".join([*table(saved["kernels"]), "", saved["machine"]]) + "\n"
+STUDY = Study(
+    "kernels",
+    ("device", "mbytes", "codec", "kernel"),
+    lambda rows: (
+        Column("device", text("device")),
+        Column("MiB", number("mbytes", "{:g}")),
+        Column("codec", text("codec")),
+        Column("kernel", text("kernel")),
+        Column("GB/s of gradient", number("bytes_per_second", "{:.2f}", 1e-9)),
+        Column("share of a memory copy", number("share_of_copy", "{:.2f}")),
+    ),
+    note=lambda rows: "; ".join(dict.fromkeys(row["machine"] for row in rows)),
+)
 
 
-def save(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write the raw figures and the table. Rows of an earlier run that this one did not measure again are kept."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "kernels.json"
-    before = json.loads(path.read_text()) if path.exists() else {"kernels": []}
-    earlier = [{"machine": before["machine"]} | row for row in before["kernels"]]
-    rows = merged(earlier, rows, ("device", "mbytes", "codec", "kernel"))
-    saved = {"machine": "; ".join(dict.fromkeys(row["machine"] for row in rows)), "kernels": rows}
-    path.write_text(json.dumps(saved, indent=1))
-    (folder / "kernels.md").write_text(page(saved))
-    console.log(f"wrote {folder / 'kernels.md'} and {path}")
+def on_devices(options: argparse.Namespace, store: Store) -> Iterator[Record]:
+    """The rows of every device that there is."""
+    torch.set_num_threads(1)
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        console.log(f"{options.mbytes:g} MiB on {device}: {options.rounds} rounds")
+        yield from measure(options.mbytes, device, options.rounds, not options.no_sparse)
 
 
-def main() -> None:
-    """Measure everything and save ``kernels.json`` and ``kernels.md``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save-to", type=Path, default=Path("out/kernels"))
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure on the host, and on a GPU where there is one."""
+    parser = parser_of(__doc__)
     parser.add_argument("--mbytes", type=float, default=64.0)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-sparse", action="store_true", help="leave out the slow ones")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for warning in busy_machine():
-        console.log(warning)
-    rows = []
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        console.log(f"{options.mbytes:g} MiB on {device}: {options.rounds} rounds")
-        rows += measure(options.mbytes, device, options.rounds, not options.no_sparse)
-    save(options.save_to, rows)
+    STUDY.main(parser, on_devices, arguments)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Overhead: what exact all-reduce adds to a step where nothing travels, beside what PyTorch's DDP adds to it.
 
-    python -m benchmarks.studies.overhead --save-to benchmarks/results
-
 One process. With a world of one there is nobody to send to; with several ranks torch's fake process group stands for the
 others: its operations are over as soon as they begin. What remains is the work beside the network: hooks, copies into
 buckets, the launch of every exchange, the wait for it. The models have the parameters of ResNet-50 and GPT-2 and compute
@@ -16,12 +14,9 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed import GradBucket, HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
@@ -29,12 +24,13 @@ from torch.optim import SGD
 
 import gossamer
 from benchmarks.studies.absent import AbsentRunner
+from benchmarks.studies.harness import Study, console, parser_of
 from gossamer.algorithms import AllReduce
 from gossamer.bench.clock import clock_for, seconds_of
-from gossamer.bench.conditions import busy_machine, conditions, load
+from gossamer.bench.conditions import conditions, load
 from gossamer.bench.emulated import MODELS, Emulated
 from gossamer.bench.ratios import ends, require_scipy, spread
-from gossamer.bench.rows import markdown, write_rows
+from gossamer.bench.rows import Column, Record, Store, code, milliseconds, number, text
 from gossamer.replica import Replica
 
 SIZES = ("ResNet50", "GPT2")
@@ -43,7 +39,6 @@ ALONE = "alone"
 OURS = "AllReduce()"
 
 Step = Callable[[], None]
-console = Console(stderr=True)
 
 
 def _ours(model: nn.Module, optimizer: SGD, device: torch.device) -> nn.Module:
@@ -112,8 +107,8 @@ def trained(size: str, method: str, device: torch.device) -> Step:
     return step
 
 
-USED = {"user_seconds": "in user mode, ms", "kernel_seconds": "in the kernel, ms", "page_faults": "page faults"}
-"""What a process uses, and the columns of the table: newer rows have them, per step."""
+USED = ("user_seconds", "kernel_seconds", "page_faults")
+"""What a process uses, per step."""
 
 
 def used() -> dict[str, float]:
@@ -149,7 +144,7 @@ def measure(size: str, world: int, device: torch.device, rounds: int, steps: int
     return found
 
 
-def rows_of(size: str, world: int, found: Mapping[str, Timed]) -> list[dict[str, Any]]:
+def rows_of(size: str, world: int, found: Mapping[str, Timed]) -> list[Record]:
     """One per method: the median step time, and what it has beyond training alone in the same round."""
     rows = []
     for method, timed in found.items():
@@ -161,54 +156,59 @@ def rows_of(size: str, world: int, found: Mapping[str, Timed]) -> list[dict[str,
     return rows
 
 
-def page(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What ``overhead.md`` says: one line per method."""
-    lines, columns = [], USED if any(USED.keys() <= row.keys() for row in rows) else {}
-    for row in rows:
-        beyond = "" if row["method"] == ALONE else f"{_ms(row['beyond'])} ({_ms(row['low'])} to {_ms(row['high'])})"
-        cells = [row["model"], str(row["world"]), f"`{row['method']}`", _ms(row["step_seconds"]), beyond]
-        lines.append([*cells, *(_cell(row, what) for what in columns)])
-    first = rows[0]
-    where = first.get("accelerator") or f"one thread of {first['processor']}"
-    told = spread([{"rounds": len(row["seconds"])} for row in rows])
-    head = ("parameters of", "ranks", "method", "ms per step", f"ms beyond training alone ({told})", *columns.values())
-    table = markdown(head, lines)
-    return "\n".join([*table, "", f"{where}; torch {first['torch']}; {len(first['seconds'])} rounds."]) + "\n"
-
-
-def _cell(row: Mapping[str, Any], what: str) -> str:
-    if what not in row:
-        return ""
-    return f"{row[what]:.0f}" if what == "page_faults" else _ms(row[what])
+def _beyond(row: Record) -> str:
+    return "" if row["method"] == ALONE else f"{_ms(row['beyond'])} ({_ms(row['low'])} to {_ms(row['high'])})"
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
-def main() -> None:
-    """Measure everything and save ``overhead.jsonl`` and ``overhead.md``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save-to", type=Path, default=Path("out/overhead"))
+def columns(rows: Sequence[Record]) -> Sequence[Column]:
+    """What the table shows."""
+    told = spread([{"rounds": len(row["seconds"])} for row in rows])
+    return (
+        Column("parameters of", text("model")),
+        Column("ranks", text("world")),
+        Column("method", code("method")),
+        Column("ms per step", milliseconds("step_seconds", "{:.2f}")),
+        Column(f"ms beyond training alone ({told})", _beyond),
+        Column("in user mode, ms", milliseconds("user_seconds", "{:.2f}")),
+        Column("in the kernel, ms", milliseconds("kernel_seconds", "{:.2f}")),
+        Column("page faults", number("page_faults", "{:.0f}")),
+    )
+
+
+def note(rows: Sequence[Record]) -> str:
+    """Where the first row was measured, and how long."""
+    first = rows[0]
+    where = first.get("accelerator") or f"one thread of {first['processor']}"
+    return f"{where}; torch {first['torch']}; {len(first['seconds'])} rounds."
+
+
+STUDY = Study("overhead", ("model", "world", "method"), columns, note=note)
+
+
+def on_device(options: argparse.Namespace, store: Store) -> Iterator[Record]:
+    """The rows of every model and number of ranks."""
+    require_scipy()
+    torch.set_num_threads(1)
+    device, load_before = torch.device(options.device), load()
+    for size in options.sizes:
+        for world in WORLDS:
+            console.log(f"{size} on {device}, {world} {'rank' if world == 1 else 'ranks'}: {options.rounds} rounds")
+            rows = rows_of(size, world, measure(size, world, device, options.rounds, options.steps))
+            yield from (row | conditions(METHODS, load_before, 0) for row in rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every model, in a world of one and among others that are not there."""
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sizes", nargs="+", choices=sorted(MODELS), default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4)
-    options = parser.parse_args()
-    require_scipy()
-    torch.set_num_threads(1)
-    for warning in busy_machine():
-        console.log(warning)
-    device, load_before, rows = torch.device(options.device), load(), []
-    for size in options.sizes:
-        for world in WORLDS:
-            console.log(f"{size} on {device}, {world} {'rank' if world == 1 else 'ranks'}: {options.rounds} rounds")
-            rows += rows_of(size, world, measure(size, world, device, options.rounds, options.steps))
-    told = conditions(METHODS, load_before, 0)
-    rows = [row | told for row in rows]
-    write_rows(options.save_to / "overhead.jsonl", rows)
-    (options.save_to / "overhead.md").write_text(page(rows))
-    console.log(f"wrote {options.save_to / 'overhead.md'} and {options.save_to / 'overhead.jsonl'}")
+    STUDY.main(parser, on_device, arguments)
 
 
 if __name__ == "__main__":

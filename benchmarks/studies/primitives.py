@@ -1,23 +1,14 @@
-"""Primitives: the rate of single exchanges and collectives beside what plain TCP sockets reach in the same run.
+"""Primitives: the rate of single exchanges and collectives beside what plain TCP sockets reach in the same run."""
 
-A script of the lab; rank 0 prints one JSON object per pattern and size:
-
-    gossamer lab --hosts 4 --rate 200mbit -- -m benchmarks.studies.primitives --mbytes 8 16
-"""
-
-import argparse
-import json
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from gossamer.bench.rows import Record
 from gossamer.comm.ops import Flow, Start, all_gather, all_reduce, all_to_all, maximum, permute
 from gossamer.comm.topology import Permutation, shift
 from gossamer.comm.torch_runner import TorchRunner
@@ -107,7 +98,7 @@ def exchange(runner: TorchRunner, pattern: str, message: Tensor, drain: int, pau
     return slowest(runner, runner.wait(runner.submit(flow, f"{pattern} of {message.nbytes} bytes")))
 
 
-def measure(runner: TorchRunner, pattern: str, nbytes: int, repeats: int) -> dict[str, Any]:
+def measure(runner: TorchRunner, pattern: str, nbytes: int, repeats: int) -> Record:
     """Interleaved seconds of plain TCP with as many bytes, the exchange, and the exchange after a silence; and rates in
     bits of payload per second."""
     world = runner.world
@@ -133,24 +124,11 @@ def measure(runner: TorchRunner, pattern: str, nbytes: int, repeats: int) -> dic
     }
 
 
-def main() -> None:
-    """Measure every pattern and size, and print from rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--patterns", nargs="+", choices=tuple(PATTERNS), default=list(PATTERNS))
-    parser.add_argument("--mbytes", nargs="+", type=float, default=[8.0, 16.0, 64.0], help="sizes in 10^6 bytes")
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    dist.init_process_group("gloo")
+def measured(patterns: Sequence[str], mbytes: Sequence[float], repeats: int) -> Iterator[Record]:
+    """Every pattern and size. Collective: the process group exists."""
     runner = TorchRunner()
     runner.agree_on_opening(devices={torch.device("cpu")})
-    for pattern in options.patterns:
-        for mbytes in options.mbytes:
-            row = measure(runner, pattern, round(mbytes * 1e6), options.repeats)
-            if runner.rank == 0:
-                sys.stdout.write(json.dumps(row | {"rate": os.environ.get("GOSSAMER_LAB_RATE", "")}) + "\n")
+    for pattern in patterns:
+        for each in mbytes:
+            yield measure(runner, pattern, round(each * 1e6), repeats)
     runner.close()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

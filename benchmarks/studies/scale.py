@@ -1,32 +1,24 @@
 """Scale: time, bytes, messages and memory per worker over the number of workers, beside what the clocked runner predicts.
 
-gossamer bench 'Convnet(1)' --network 40mbit --hosts 2 --hosts 4 --hosts 8 --method 'Gossip()' --save-to out/scale
-python -m benchmarks.studies.scale out/scale
-
-The measurements are those of ``gossamer bench``, of emulated models: what a layer takes is known. A prediction is made of
+The measurements are those of the suite ``scale``, of emulated models: what a layer takes is known. A prediction is made of
 nothing but the model, the layers' times, the rate of plain TCP in the same run, and compute alone in the same run.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
+from benchmarks.studies.harness import RESULTS, console, parser_of
+from benchmarks.studies.pictures import Measured, over_workers
+from gossamer.bench.cases import ALWAYS, is_measured
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.emulated import Emulated
-from gossamer.bench.in_lab import Record
-from gossamer.bench.matrix import ALWAYS, is_measured, megabytes
 from gossamer.bench.methods import algorithm_of, optimizer_of, overlaps_forward, parse_method
 from gossamer.bench.network import parse_network
 from gossamer.bench.peers import BASELINE
-from gossamer.bench.plots import Measured, over_workers
-from gossamer.bench.rows import markdown, read_rows
+from gossamer.bench.rows import Column, Record, code, milliseconds, number, read_rows, table, text
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, StepTime, step_time
-
-console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,31 +78,39 @@ def _case(row: Record) -> tuple[str, str, int]:
     return row["workload"], row["network"], row["hosts"]
 
 
-def table(found: Sequence[Point]) -> list[str]:
+COLUMNS = (
+    Column("workload", text("name")),
+    Column("network", text("network")),
+    Column("method", code("method")),
+    Column("workers", text("hosts")),
+    Column("ms per step", milliseconds("step_seconds", "{:.0f}")),
+    Column("predicted", milliseconds("predicted_seconds", "{:.0f}")),
+    Column("measured / predicted", number("over_prediction", "{:.3f}")),
+    Column("payload, MB", number("payload_bytes", "{:.2f}", 1e-6)),
+    Column("predicted, MB", number("predicted_bytes", "{:.2f}", 1e-6)),
+    Column("messages", lambda row: f"{row['messages']:.1f}" if "predicted_messages" in row else ""),
+    Column("predicted", number("predicted_messages")),
+    Column("on the wire, MB", number("interface_bytes", "{:.2f}", 1e-6)),
+    Column("CPU, ms", milliseconds("cpu_seconds", "{:.0f}")),
+    Column("memory / gradients", lambda row: "" if row["method"] == BASELINE else number("memory", "{:.2f}")(row)),
+)
+
+
+def page(found: Sequence[Point]) -> str:
     """Markdown: what was measured beside what was predicted."""
-    head = (
-        "workload", "network", "method", "workers", "ms per step", "predicted", "measured / predicted", "payload, MB",
-        "predicted, MB", "messages", "predicted", "on the wire, MB", "CPU, ms", "memory / gradients",
-    )  # fmt: skip
-    return markdown(head, map(_cells, found))
+    return "\n".join(table(COLUMNS, map(_told, found))) + "\n"
 
 
-def _cells(point: Point) -> list[str]:
+def _told(point: Point) -> Record:
     row, predicted = point.row, point.predicted
-    cells = [row["name"], row["network"], f"`{row['method']}`", str(row["hosts"]), f"{1e3 * row['step_seconds']:.0f}"]
     if predicted is None:
-        cells += ["", "", megabytes(row["payload_bytes"]), "", "", ""]
-    else:
-        cells += [
-            f"{1e3 * predicted.step_seconds:.0f}",
-            f"{row['step_seconds'] / predicted.step_seconds:.3f}",
-            megabytes(row["payload_bytes"]),
-            megabytes(predicted.bytes_per_step),
-            f"{row['messages']:.1f}",
-            f"{predicted.messages_per_step:.1f}",
-        ]
-    memory = f"{row['memory']:.2f}" if "memory" in row and row["method"] != BASELINE else ""
-    return [*cells, megabytes(row["interface_bytes"]), f"{1e3 * row['cpu_seconds']:.0f}", memory]
+        return row
+    return row | {
+        "predicted_seconds": predicted.step_seconds,
+        "over_prediction": row["step_seconds"] / predicted.step_seconds,
+        "predicted_bytes": predicted.bytes_per_step,
+        "predicted_messages": predicted.messages_per_step,
+    }
 
 
 def curves(found: Sequence[Point]) -> dict[str, dict[str, Measured]]:
@@ -141,19 +141,19 @@ def _mega(nbytes: float | None) -> float | None:
     return None if nbytes is None else nbytes / 1e6
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Predict, and write the table and the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where gossamer bench has saved results.jsonl")
-    folder = parser.parse_args().folder
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=RESULTS / "scale", help="where gossamer bench has saved rows")
+    folder = parser.parse_args(arguments).folder
     try:
         rows = read_rows(folder / "results.jsonl")
         if not rows:
-            raise SystemExit(f"no measurements in {folder / 'results.jsonl'}: take some by gossamer bench --save-to {folder}")
+            raise SystemExit(f"no measurements in {folder / 'results.jsonl'}: take some by gossamer bench --suite scale")
         found = points(rows)
     except ConfigurationError as error:
         raise SystemExit(str(error)) from None
-    (folder / "scale.md").write_text("\n".join(table(found)) + "\n")
+    (folder / "scale.md").write_text(page(found))
     title = f"{found[0].row['name']}, {found[0].row['network']}: per worker, over the number of workers"
     over_workers(folder / "scale.png", curves(found), title=title)
     console.log(f"wrote {folder / 'scale.md'} and {folder / 'scale.png'}")

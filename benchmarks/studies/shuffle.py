@@ -1,22 +1,20 @@
 """Shuffle: gossip on shards sorted by label, without and with samples that travel, beside globally shuffled data.
 
-python -m benchmarks.studies.shuffle --save-to benchmarks/results
-
 Every run is written down when it ends, and not done again unless the workload's file has changed.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from benchmarks.studies.convergence import Training, run_all, table, train
+from benchmarks.studies.convergence import COLUMNS, KEY, Training, compared, run_all, train
+from benchmarks.studies.harness import Study, parser_of
 from gossamer.bench.catalogue import digest, find_workload
+from gossamer.bench.rows import Record, Store
 from gossamer.bench.workload import Workload
 from gossamer.data import RingShuffle
 from gossamer.errors import ConfigurationError
@@ -32,8 +30,6 @@ ALGORITHM, BATCH = "Gossip()", 64
 ARMS = (SHUFFLED, SORTED, TRAVELLING, MIXED, DEALT)
 
 Shard = tuple[Tensor, Tensor]
-
-console = Console(stderr=True)
 
 
 def shard(inputs: Tensor, labels: Tensor, rank: int, world: int) -> Shard:
@@ -93,24 +89,11 @@ def train_on(workload: Workload, run: Training, algorithm: str, batch: int) -> d
     return train(workload, replace(run, method=algorithm), batches)
 
 
-def main() -> None:
-    """Train what is not there yet, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", default="examples/02_convnet.py", help="a Python file that defines training_samples()")
-    parser.add_argument("--algorithm", default=ALGORITHM)
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=BATCH, help="samples per worker and step")
-    parser.add_argument("--steps", type=int, default=936, help="the default is a whole turn of all samples, 8 local epochs")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--save-to", type=Path, default=Path("out/shuffle"))
-    options = parser.parse_args()
-    try:
-        _train_and_write(options)
-    except ConfigurationError as error:
-        raise SystemExit(f"shuffle: {error}") from None
+STUDY = Study("shuffle", KEY, lambda rows: COLUMNS, compared, note=lambda rows: "")
 
 
-def _train_and_write(options: argparse.Namespace) -> None:
+def train_all(options: argparse.Namespace, store: Store) -> Iterator[Record]:
+    """Train every arm that is not there yet."""
     other = (options.algorithm, options.batch) != (ALGORITHM, BATCH)
     settings = f" ({options.algorithm}, batches of {options.batch})" if other else ""
     arms = {arm + settings: arm for arm in ARMS}  # by what rows are known by
@@ -118,12 +101,21 @@ def _train_and_write(options: argparse.Namespace) -> None:
     def train_arm(workload: Workload, run: Training) -> dict[str, float]:
         return train_on(workload, replace(run, method=arms[run.method]), options.algorithm, options.batch)
 
-    log = options.save_to / "shuffle.jsonl"
     workload = find_workload(options.workload)
     runs = [Training(workload.name, arm, options.workers, options.steps, seed) for seed in range(options.seeds) for arm in arms]
-    rows = run_all(workload, runs, log, train_arm, digest(options.workload))
-    (options.save_to / "shuffle.md").write_text("\n".join(table(rows)) + "\n")
-    console.log(f"wrote {options.save_to / 'shuffle.md'}")
+    yield from run_all(workload, runs, store, train_arm, digest(options.workload))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what is not there yet, and write the table."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--workload", default="examples/02_convnet.py", help="a Python file that defines training_samples()")
+    parser.add_argument("--algorithm", default=ALGORITHM)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=BATCH, help="samples per worker and step")
+    parser.add_argument("--steps", type=int, default=936, help="the default is a whole turn of all samples, 8 local epochs")
+    parser.add_argument("--seeds", type=int, default=3)
+    STUDY.main(parser, train_all, arguments)
 
 
 if __name__ == "__main__":

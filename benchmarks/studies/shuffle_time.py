@@ -1,43 +1,36 @@
 """Shuffle time: what samples that travel add to the step, beside the same samples that stay, on emulated hosts.
 
-python -m benchmarks.studies.shuffle_time --save-to benchmarks/results
-
 Two methods train in the same processes and take turns: one on batches of a share that stays in its worker's memory, one on
 those of a RingShuffle of the same share. What is exposed is the difference of their step times in the same round, whatever
 it is made of: the loop that stands still for a batch, cores that pack and unpack it, other messages that it slows down.
-With ``--in-place`` this is the script of the lab (or of torchrun on a real cluster), and rank 0 prints one JSON object.
 """
 
 import argparse
 import itertools
-import json
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 
+from benchmarks.studies.harness import AS_RANK, Study, as_rank, console, parser_of
 from benchmarks.studies.shuffle import Shard, endless, staying
+from gossamer.bench.cases import Turns
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_result
-from gossamer.bench.matrix import Turns
 from gossamer.bench.methods import parse_method
 from gossamer.bench.paired import take_turns, warm_up
 from gossamer.bench.peers import BASELINE
 from gossamer.bench.ratios import ENOUGH, compare, ends, require_scipy, spread
-from gossamer.bench.rows import markdown, merged
+from gossamer.bench.rows import Column, Record, Store, milliseconds, number, text
 from gossamer.bench.trained import MODEL_SEED, make_method, pace
 from gossamer.bench.workload import Workload
 from gossamer.data import RingShuffle
-from gossamer.errors import GossamerError
 from gossamer.lab import LabSpec
 
 WORKLOADS = ("examples/02_convnet.py", "Convnet(0.1)")
@@ -49,10 +42,8 @@ METHODS = (BASELINE, "Gossip(wire='bf16')")
 STORED = ("float32", "uint8")
 """How the pixels of a sample are kept, and so how many bytes travel."""
 
-KEY = ("workload", "samples", "method", "stored", "world", "rate")
+KEY = ("workload", "samples", "method", "stored", "hosts", "network")
 """What a case is known by."""
-
-console = Console(stderr=True)
 
 
 def share_of(workload: Workload, rank: int, batches: int, stored: str) -> Shard:
@@ -74,7 +65,7 @@ def fed(workload: Workload, batches: Iterator[Shard], emulated: bool) -> Workloa
     return replace(workload, random_batch=following)
 
 
-def measure(workload: Workload, samples: Workload, method: str, stored: str, turns: Turns, batches: int) -> dict[str, Any]:
+def measure(workload: Workload, samples: Workload, method: str, stored: str, turns: Turns, batches: int) -> Record:
     """Step times of ``method`` on ``samples`` that travel and on those that stay, by round; and how long the loop waited."""
     rank, rounds, steps, load_before = dist.get_rank(), turns.rounds, turns.steps, load()
     own = share_of(samples, rank, batches, stored)
@@ -97,8 +88,7 @@ def measure(workload: Workload, samples: Workload, method: str, stored: str, tur
         "samples": samples.name,
         "method": method,
         "stored": stored,
-        "world": dist.get_world_size(),
-        "rate": os.environ.get("GOSSAMER_LAB_RATE", "unshaped"),
+        "hosts": dist.get_world_size(),
         "batch_bytes": sum(part[:batch].nbytes for part in own),
         "rounds": rounds,
         "steps_per_round": steps,
@@ -133,7 +123,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(statistics.median(values), *ends(values))
 
 
-def exposed(row: dict[str, Any]) -> tuple[Estimate, Estimate]:
+def exposed(row: Record) -> tuple[Estimate, Estimate]:
     """What travelling adds to the step of the same round: in seconds, and as a share of the step with it."""
     rounds = list(zip(row["seconds"]["travelling"], row["seconds"]["staying"], strict=True))
     return estimate([with_it - alone for with_it, alone in rounds]), estimate(
@@ -148,39 +138,62 @@ def verdict(share: Estimate, rounds: int) -> str:
     return "yes" if share.high < BAR else "no" if share.low >= BAR else "not shown"
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: one row per way to communicate and to keep the samples."""
-    head = (
-        "workload", "hosts", "network", "communication", "samples kept as", "a batch, kB", "rounds", "ms per step, staying",
-        "ms per step, travelling", f"travelling / staying ({spread(rows)})", f"exposed, ms ({spread(rows)})",
-        f"exposed, % of the step ({spread(rows)})", f"under {100 * BAR:g} %", "of it waited for a batch, ms",
-    )  # fmt: skip
-    lines = []
-    for row in rows:
-        seconds, share = exposed(row)
-        cells = [
-            row["workload"],
-            str(row["world"]),
-            row["rate"],
-            "none" if row["method"] == BASELINE else f"`{row['method']}`",
-            row["stored"],
-            f"{row['batch_bytes'] / 1e3:.0f}",
-            str(row["rounds"]),
-            f"{1e3 * row['reference_seconds']:.1f}",
-            f"{1e3 * row['step_seconds']:.1f}",
-            f"{row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f})",
-            seconds.told(1e3, 1),
-            share.told(100, 1),
-            verdict(share, row["rounds"]),
-            f"{1e3 * row['waited_seconds']:.2f}",
-        ]
-        lines.append(cells)
-    return markdown(head, lines)
+def columns(rows: Sequence[Record]) -> Sequence[Column]:
+    """What the table shows: one row per way to communicate and to keep the samples."""
+    told = spread(rows)
+    return (
+        Column("workload", text("workload")),
+        Column("hosts", text("hosts")),
+        Column("network", text("network")),
+        Column("communication", lambda row: "none" if row["method"] == BASELINE else f"`{row['method']}`"),
+        Column("samples kept as", text("stored")),
+        Column("a batch, kB", number("batch_bytes", "{:.0f}", 1e-3)),
+        Column("rounds", text("rounds")),
+        Column("ms per step, staying", milliseconds("reference_seconds")),
+        Column("ms per step, travelling", milliseconds("step_seconds")),
+        Column(
+            f"travelling / staying ({told})",
+            lambda row: f"{row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f})",
+        ),
+        Column(f"exposed, ms ({told})", lambda row: exposed(row)[0].told(1e3, 1)),
+        Column(f"exposed, % of the step ({told})", lambda row: exposed(row)[1].told(100, 1)),
+        Column(f"under {100 * BAR:g} %", lambda row: verdict(exposed(row)[1], row["rounds"])),
+        Column("of it waited for a batch, ms", milliseconds("waited_seconds", "{:.2f}")),
+    )
 
 
-def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+STUDY = Study("shuffle_time", KEY, columns, note=lambda rows: "")
+
+
+def in_lab(options: argparse.Namespace, store: Store) -> Iterator[Record]:
+    """Every case in a lab of its own."""
+    require_scipy()
+    for name in {*options.workloads, options.samples_of}:
+        find_workload(name)
+    for method in options.methods:
+        parse_method(method)
+    for workload, method, stored in itertools.product(options.workloads, options.methods, options.stored):
+        console.log(f"{workload}, {method}, samples kept as {stored}: {options.rounds} rounds")
+        case = {"--workloads": workload, "--methods": method, "--stored": stored, "--samples-of": options.samples_of}
+        case |= {f"--{name}": str(getattr(options, name)) for name in ("batches", "rounds", "steps", "warmup")}
+        command = ["-m", "benchmarks.studies.shuffle_time", AS_RANK, *itertools.chain(*case.items())]
+        row = lab_result(LabSpec(hosts=options.hosts, rate=options.network), command, "waited_seconds")
+        console.log(f"exposed, % of the step: {exposed(row)[1].told(100, 1)}")
+        yield {"network": options.network} | row
+
+
+def on_ranks(options: argparse.Namespace) -> Iterator[Record]:
+    """The first case, among the ranks of this launch."""
+    name = options.workloads[0]
+    workload = find_workload(name)
+    samples = workload if name.endswith(".py") else find_workload(options.samples_of)
+    turns = Turns(options.rounds, options.steps, options.warmup)
+    yield measure(workload, samples, options.methods[0], options.stored[0], turns, options.batches)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every case; as a rank of the lab, print what was measured."""
+    parser = parser_of(__doc__)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="Python files, or emulated models")
     parser.add_argument("--samples-of", default=WORKLOADS[0], help="a Python file: what travels with an emulated model")
     parser.add_argument(
@@ -192,63 +205,12 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rate", default="200mbit")
-    parser.add_argument("--save-to", type=Path, default=Path("out/shuffle"))
-    parser.add_argument("--table-only", action="store_true", help="measure nothing: the table of the figures that are saved")
-    parser.add_argument("--in-place", action="store_true", help="measure the first case here, among the ranks of this launch")
-    return parser.parse_args(arguments)
-
-
-def in_lab(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every case in a lab of its own."""
-    for workload, method, stored in itertools.product(options.workloads, options.methods, options.stored):
-        console.log(f"{workload}, {method}, samples kept as {stored}: {options.rounds} rounds")
-        case = {"--workloads": workload, "--methods": method, "--stored": stored, "--samples-of": options.samples_of}
-        case |= {f"--{name}": str(getattr(options, name)) for name in ("batches", "rounds", "steps", "warmup")}
-        command = ["-m", "benchmarks.studies.shuffle_time", "--in-place", *itertools.chain(*case.items())]
-        row = lab_result(LabSpec(hosts=options.hosts, rate=options.rate), command, "waited_seconds")
-        console.log(f"exposed, % of the step: {exposed(row)[1].told(100, 1)}")
-        yield row
-
-
-def in_place(options: argparse.Namespace) -> None:
-    """Measure the first case, and print it from rank 0."""
-    dist.init_process_group("gloo")
-    name = options.workloads[0]
-    workload = find_workload(name)
-    samples = workload if name.endswith(".py") else find_workload(options.samples_of)
-    turns = Turns(options.rounds, options.steps, options.warmup)
-    row = measure(workload, samples, options.methods[0], options.stored[0], turns, options.batches)
-    if dist.get_rank() == 0:
-        sys.stdout.write(json.dumps(row) + "\n")
-        sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    """Measure every case and save ``shuffle-time.json`` and ``shuffle-time.md``, keeping what is not asked for."""
-    options = options_of()
-    if options.in_place:
-        in_place(options)
+    parser.add_argument("--network", default="200mbit", help="the rate of every host's link")
+    if AS_RANK in sys.argv:
+        parser.add_argument(AS_RANK, action="store_true")
+        as_rank(partial(on_ranks, parser.parse_args()))
         return
-    saved = options.save_to / "shuffle-time.json"
-    rows = json.loads(saved.read_text()) if saved.exists() or options.table_only else []
-    if not options.table_only:
-        try:
-            require_scipy()
-            for name in {*options.workloads, options.samples_of}:
-                find_workload(name)
-            for method in options.methods:
-                parse_method(method)
-            for row in in_lab(options):
-                rows = merged(rows, [row], KEY)
-                options.save_to.mkdir(parents=True, exist_ok=True)
-                saved.write_text(json.dumps(rows, indent=1) + "\n")
-        except GossamerError as error:
-            raise SystemExit(f"shuffle time: {error}") from None
-    (options.save_to / "shuffle-time.md").write_text("\n".join(table(rows)) + "\n")
-    console.log(f"wrote {options.save_to / 'shuffle-time.md'}")
+    STUDY.main(parser, in_lab, arguments)
 
 
 if __name__ == "__main__":

@@ -1,41 +1,35 @@
 """Threads: whose processor time a training step takes: the loop's, the lanes', the transport's, and the whole machine's.
 
-    python -m benchmarks.studies.threads --save-to benchmarks/results
-
 A profile of what stands beside the model's own computation, on emulated hosts. Linux only: it reads ``/proc``.
 """
 
 import argparse
-import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
 
+from benchmarks.studies.harness import AS_RANK, Study, as_rank, console, parser_of
 from gossamer.bench.catalogue import find_workload
-from gossamer.bench.conditions import busy_machine, conditions, load
-from gossamer.bench.in_lab import lab_result
+from gossamer.bench.conditions import conditions, load
+from gossamer.bench.in_lab import lab_json
 from gossamer.bench.methods import parse_method
 from gossamer.bench.network import parse_network
 from gossamer.bench.paired import warm_up
-from gossamer.bench.rows import markdown, merged, read_rows, write_rows
+from gossamer.bench.rows import Column, Record, Store, code, milliseconds, text
 from gossamer.bench.trained import make_method
-from gossamer.errors import GossamerError
 
 WORKLOADS = ("examples/02_convnet.py", "examples/01_gpt.py")
 METHODS = ("compute", "ddp", "AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')", "in_parts(8, Gossip())")
 LOOP, LANES, TRANSPORT, OTHERS = "the loop", "lanes", "transport", "others"
 WARM_UP = 16
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
-
-console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +77,9 @@ def _machine() -> float:
     return (user + nice + system + irq + softirq) * _TICK
 
 
-def measure(workload: str, methods: Sequence[str], steps: int) -> dict[str, Any]:
+def measure(workload: str, methods: Sequence[str], steps: int) -> Iterator[Record]:
     """On each rank: the step time of every method, one after the other, and the processor time of this process."""
     made = find_workload(workload)
-    found: dict[str, Any] = {}
     for name in methods:
         method = make_method(made, name, dist.get_rank())
         warm_up(method, WARM_UP)
@@ -96,70 +89,55 @@ def measure(workload: str, methods: Sequence[str], steps: int) -> dict[str, Any]
             method.step()
         dist.barrier()
         seconds, spent = (time.perf_counter() - begin) / steps, Spent.read().since(before, steps)
-        found[name] = {"step_seconds": seconds, "spent": spent}
+        found = {"workload": made.name, "hosts": dist.get_world_size(), "method": name, "steps": steps}
+        yield found | {"step_seconds": seconds, "spent": spent}
         method.joined.close()
-    return {"workload": made.name, "world": dist.get_world_size(), "steps": steps, "threads": found}
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Markdown: one line per method."""
-    head = (
-        "workload", "network", "method", "ms per step", *(f"{name}, ms" for name in (LOOP, LANES, TRANSPORT, OTHERS)),
-        "of these in the kernel, ms", "the machine per worker, ms",
-    )  # fmt: skip
-    lines = []
-    for row in rows:
-        for method, figures in row["threads"].items():
-            spent = figures["spent"]
-            own = [spent[name] for name in (LOOP, LANES, TRANSPORT, OTHERS, "kernel")]
-            numbers = [figures["step_seconds"], *own, spent["machine"] / row["world"]]
-            lines.append([row["workload"], row["network"], f"`{method}`", *(f"{1e3 * number:.1f}" for number in numbers)])
-    return markdown(head, lines)
+def _spent(name: str) -> Callable[[Record], str]:
+    return lambda row: f"{1e3 * row['spent'][name]:.1f}"
 
 
-def save(folder: Path, row: dict[str, Any]) -> None:
-    """Write ``threads.jsonl`` and ``threads.md``: a row, and those of other workloads and networks that are there already."""
-    path = folder / "threads.jsonl"
-    rows = merged(read_rows(path), [row], ("workload", "network", "world"))
-    write_rows(path, rows)
-    (folder / "threads.md").write_text("\n".join(table(rows)) + "\n")
-    console.log(f"wrote {folder / 'threads.md'} and {path}")
+COLUMNS = (
+    Column("workload", text("workload")),
+    Column("network", text("network")),
+    Column("method", code("method")),
+    Column("ms per step", milliseconds("step_seconds")),
+    *(Column(f"{name}, ms", _spent(name)) for name in (LOOP, LANES, TRANSPORT, OTHERS)),
+    Column("of these in the kernel, ms", _spent("kernel")),
+    Column("the machine per worker, ms", lambda row: f"{1e3 * row['spent']['machine'] / row['hosts']:.1f}"),
+)
+
+STUDY = Study("threads", ("workload", "network", "hosts", "method"), lambda rows: COLUMNS)
 
 
-def main() -> None:
-    """Measure in the lab, and save ``threads.jsonl`` and ``threads.md``; as a rank of the lab, print what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save-to", type=Path, default=Path("out/threads"))
+def in_lab(options: argparse.Namespace, store: Store) -> Iterator[Record]:
+    """Every workload in a lab of its own."""
+    for method in options.methods:
+        parse_method(method)
+    spec = parse_network(options.network).spec(options.hosts, waits=False)
+    for workload in options.workloads:
+        console.log(f"{workload} on {options.network}: {len(options.methods)} methods, {options.steps} steps of each")
+        before = load()
+        command = ["-m", "benchmarks.studies.threads", AS_RANK, "--workloads", workload, "--steps", str(options.steps)]
+        found = lab_json(spec, [*command, "--methods", *options.methods])
+        yield from (row | {"network": options.network} | conditions(options.methods, before, 0) for row in found)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure in the lab; as a rank of the lab, print what was measured."""
+    parser = parser_of(__doc__)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--network", default="200mbit", help="as in gossamer bench")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--steps", type=int, default=128)
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.as_rank:
-        dist.init_process_group("gloo")
-        found = measure(options.workloads[0], options.methods, options.steps)
-        if dist.get_rank() == 0:
-            sys.stdout.write(json.dumps(found) + "\n")
-            sys.stdout.flush()
-        dist.barrier()
-        dist.destroy_process_group()
+    if AS_RANK in sys.argv:
+        parser.add_argument(AS_RANK, action="store_true")
+        options = parser.parse_args()
+        as_rank(partial(measure, options.workloads[0], options.methods, options.steps))
         return
-    try:
-        for method in options.methods:
-            parse_method(method)
-        spec = parse_network(options.network).spec(options.hosts, waits=False)
-        for warning in busy_machine():
-            console.log(warning)
-        for workload in options.workloads:
-            console.log(f"{workload} on {options.network}: {len(options.methods)} methods, {options.steps} steps of each")
-            before = load()
-            command = ["-m", "benchmarks.studies.threads", "--as-rank", "--workloads", workload, "--steps", str(options.steps)]
-            row = lab_result(spec, [*command, "--methods", *options.methods], "threads") | {"network": options.network}
-            save(options.save_to, row | conditions(options.methods, before, 0))
-    except GossamerError as error:
-        raise SystemExit(f"threads: {error}") from None
+    STUDY.main(parser, in_lab, arguments)
 
 
 if __name__ == "__main__":

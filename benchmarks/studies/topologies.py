@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies.readme import insert
+from benchmarks.studies.pages import insert
 from gossamer.bench.plots import COLOURS, require_matplotlib
 from gossamer.comm.mixing import messages, slowest_spread, spectral_gap, typical_disagreement
 from gossamer.comm.topology import FAMILY, Hypercube, RandomMatching, Topology, rotated

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from gossamer.bench import cluster, line
+from gossamer.bench.cases import Case
 from gossamer.bench.catalogue import digest
 from gossamer.bench.cluster import absent_here, agree, cases_here, joined
-from gossamer.bench.matrix import Case
 from gossamer.cli import app
 from gossamer.errors import ConfigurationError
 

@@ -10,14 +10,15 @@ from rich.progress import Progress
 from typer.testing import CliRunner
 
 from gossamer.bench import command
-from gossamer.bench.matrix import Case, Turns
+from gossamer.bench.cases import Case, Turns
 from gossamer.bench.results import Results
-from gossamer.bench.session import Place, Plan, Session
+from gossamer.bench.session import Place, Session
+from gossamer.bench.suites import Run
 from gossamer.bench.trained import MethodError
 from gossamer.cli import app
 from gossamer.errors import GossamerError
 
-from .test_matrix import a_row
+from .test_cases import a_row
 
 CASE = Case("Convnet(0.05)", "200mbit", 4)
 CASE_KEYS = {"workload": CASE.workload, "network": CASE.network}
@@ -48,8 +49,9 @@ def a_place(fails=(), forgets=(), separate=True, calls=None, now=None, error=Gos
 
 def run(place, tmp_path, methods, memory=False, per_run=1, again=False, progress=None):
     results = Results(tmp_path / "results.jsonl")
-    plan = Plan(methods, TURNS, per_run, memory, again)
-    Session(place, plan, results, progress or command._progress(quiet=True)).run([CASE])
+    turns = {"rounds": TURNS.rounds, "steps": TURNS.steps, "warmup": TURNS.warmup}
+    wanted = Run((CASE.workload,), methods=tuple(methods), per_run=per_run, memory=memory, **turns)
+    Session(place, wanted, results, progress or command._progress(quiet=True), again).run([CASE])
 
 
 def rows(tmp_path):

@@ -8,15 +8,15 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from gossamer.bench import command, demo_display
+from gossamer.bench import command, demo_display, suites
+from gossamer.bench.cases import Case
 from gossamer.bench.demo_display import Display
 from gossamer.bench.demo_run import Run
-from gossamer.bench.matrix import Case, Turns
 from gossamer.bench.results import Results
-from gossamer.bench.session import Place, Plan, Session
+from gossamer.bench.session import Place, Session
 
+from .test_cases import a_row
 from .test_demo import a_run
-from .test_matrix import a_row
 
 
 def a_console(terminal: bool) -> Console:
@@ -112,7 +112,8 @@ def test_the_bar_of_a_case_moves_with_its_rounds_and_results_are_told_as_they_co
 
     place = Place(dict, list, lambda case, methods: [], measure, lambda case, methods: {}, separate=True)
     with progress:
-        Session(place, Plan(["Gossip()"], Turns(2, 1, 1), 1, False, False), Results(tmp_path / "r.jsonl"), progress).run([case])
+        wanted = suites.Run((case.workload,), methods=("Gossip()",), rounds=2, steps=1, warmup=1, memory=False)
+        Session(place, wanted, Results(tmp_path / "r.jsonl"), progress).run([case])
     described = f"{case}: 3 methods"  # DDP and computing alone go along
     assert seen == [(described, 1, 2), (described, 2, 2)]
     assert not progress.tasks

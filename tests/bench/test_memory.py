@@ -10,11 +10,11 @@ import pytest
 
 from gossamer.bench import memory
 from gossamer.bench.in_lab import lab_json
-from gossamer.bench.matrix import table
 from gossamer.bench.memory import Peak, beyond, read
+from gossamer.bench.tables import of_rows as table
 from gossamer.lab import LabSpec
 
-from .test_matrix import a_row
+from .test_cases import a_row
 
 
 def test_the_rank_that_needs_most_counts_in_units_of_the_gradients():

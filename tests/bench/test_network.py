@@ -6,10 +6,10 @@ import os
 import pytest
 
 from gossamer.bench import line
+from gossamer.bench.cases import Case
 from gossamer.bench.catalogue import find_workload, is_emulated
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.line import rings
-from gossamer.bench.matrix import Case
 from gossamer.bench.network import Network, parse_network
 from gossamer.errors import ConfigurationError
 

@@ -15,14 +15,16 @@ from typer.testing import CliRunner
 from benchmarks.studies import quality_run
 from gossamer.algorithms import registry
 from gossamer.bench import memory, paired, peers, ranks
+from gossamer.bench.cases import Case, Turns, absent
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.in_lab import lab_json
-from gossamer.bench.matrix import HEAD, Case, Turns, absent, draw, table
 from gossamer.bench.methods import OPTIMIZERS
 from gossamer.bench.peers import PEERS, Joined, Peer, builtin
 from gossamer.bench.peers.base import wait_for
 from gossamer.bench.ranks import own_address
 from gossamer.bench.results import Results
+from gossamer.bench.tables import COLUMNS, draw
+from gossamer.bench.tables import of_rows as table
 from gossamer.cli import app
 from gossamer.errors import ConfigurationError, GossamerError
 
@@ -166,7 +168,7 @@ def test_a_missing_peer_is_a_row_with_its_reason_until_it_is_measured(tmp_path):
     lines = table(again.rows)
     assert "not run: " in lines[3]
     assert PEERS["bluefog"].gone in lines[3]
-    assert {line.count("|") for line in lines} == {len(HEAD) + 1}
+    assert {line.count("|") for line in lines} == {len([column.title for column in COLUMNS]) + 1}
     assert draw(gone, tmp_path) == []
     again.add([a_row("bluefog")])
     again.add(gone)
@@ -182,11 +184,8 @@ def test_a_method_that_cannot_run_is_left_out_of_a_run(alone, monkeypatch):
 
 
 def test_what_one_rank_lacks_is_missing_everywhere(monkeypatch):
-    def gathered(everyone, own):
-        everyone[:] = [{"ddp": "not on the first"}, {}, {"compute": "not on the third", "ddp": "nor there"}]
-
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(dist, "all_gather_object", gathered)
+    everyone = [{"ddp": "not on the first"}, {}, {"compute": "not on the third", "ddp": "nor there"}]
+    monkeypatch.setattr(paired, "of_all", lambda own: everyone)
     assert paired.missing(["ddp", "compute"]) == {"ddp": "not on the first", "compute": "not on the third"}
 
 

@@ -17,24 +17,13 @@ from typing import Any
 import gossamer
 from gossamer import (
     AllReduce,
-    ByteGrad,
     ChunkSparse,
-    Gossip,
-    GossipGraD,
-    Hierarchical,
-    LocalSGD,
     PowerSGD,
-    PushSum,
-    QuantizedGossip,
     ScatterReduce,
-    after,
-    by_size,
-    in_parts,
     loopback,
 )
 from gossamer.algorithms import Algorithm
 from gossamer.codecs import Quantize, Sign
-from gossamer.comm.digraph import RandomPush
 from gossamer.comm.loopback import LoopbackPort
 
 from .cases import algorithms, batch, combined, make_training, mixed, train_step, with_fields

@@ -1,110 +1,94 @@
-"""Every committed table says what its program makes of the committed measurements."""
+"""Every committed table says what its program makes of the committed rows, and every row is one that a command measures."""
 
-import json
-import shlex
-import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from benchmarks.studies import (
-    convergence,
-    exchanges,
-    kernels,
-    overhead,
-    scale,
-    shuffle_time,
-    speed,
-    threads,
-    time_to_quality,
-)
-from benchmarks.studies.readme import TABLES, insert
-from gossamer.bench import matrix
+from benchmarks.studies import convergence, pages, quality, scale
+from gossamer.bench import tables
 from gossamer.bench.rows import read_rows
+from gossamer.bench.spelled import canonical
+from gossamer.bench.suites import suites
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-MATRICES = sorted(path.parent.name for path in RESULTS.glob("*/results.jsonl"))
+SUITES = suites(ROOT / "benchmarks" / "suites.toml")
+STUDIES = ("convergence", "exchanges", "kernels", "overhead", "shuffle", "shuffle_time", "threads")
 
 
-def lines(table):
-    return "\n".join(table) + "\n"
-
-
-@pytest.mark.parametrize("name", MATRICES)
-def test_tables_of_gossamer_bench(name):
-    assert (RESULTS / name / "results.md").read_text() == lines(matrix.table(read_rows(RESULTS / name / "results.jsonl")))
-
-
-def test_all_of_them_are_checked():
-    assert {"bounds", "efficiency", "hosts", "peers", "relaxations"} <= set(MATRICES)
-
-
-@pytest.mark.parametrize("name", ["convergence", "shuffle"])
-def test_tables_of_quality(name):
-    assert (RESULTS / f"{name}.md").read_text() == lines(convergence.table(read_rows(RESULTS / f"{name}.jsonl")))
-
-
-def test_every_row_of_convergence_is_one_that_make_asks_for(monkeypatch):
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
-    commands = subprocess.run(["make", "-n", "bench-convergence"], capture_output=True, text=True, check=True).stdout
-    words = [shlex.split(line, comments=True) for line in commands.replace("\\\n", " ").splitlines()]
-    module = "benchmarks.studies.convergence"
-    lines = [convergence.make_parser().parse_args(line[line.index(module) + 1 :]) for line in words if module in line]
-    keys = [run.key() for line in lines for run in convergence.asked_for(line)[1]]
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_tables_of_suites(name):
+    rows = read_rows(RESULTS / name / "results.jsonl")
+    assert rows
+    assert (RESULTS / name / "results.md").read_text() == "\n".join(tables.of_rows(rows)) + "\n"
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_row_of_a_suite_is_one_that_it_measures(name):
+    asked = {
+        (workload, network, hosts, canonical(method))
+        for run in SUITES[name].runs
+        for workload in run.workloads
+        for network in run.networks
+        for hosts in run.hosts
+        for method in (*run.always, *run.methods)
+    }
+    rows = read_rows(RESULTS / name / "results.jsonl")
+    found = {(row["workload"], row["network"], row["hosts"], row["method"]) for row in rows}
+    assert found <= asked, "rows that no command measures again"
+
+
+def test_every_folder_of_rows_is_of_a_suite():
+    assert {path.parent.name for path in RESULTS.glob("*/results.jsonl")} == set(SUITES)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_tables_of_studies(name):
+    study = import_module(f"benchmarks.studies.{name}").STUDY
+    rows = study.store(RESULTS).rows
+    assert len(rows) == len(read_rows(RESULTS / f"{name}.jsonl")) > 0, "no two rows of one key"
+    assert (RESULTS / f"{name}.md").read_text() == study.page(rows)
+
+
+def test_every_row_of_convergence_is_one_that_its_file_asks_for():
+    keys = [run.key() for options in convergence.listed() for run in convergence.asked_for(options)[1]]
     for row in read_rows(RESULTS / "convergence.jsonl"):
         key = {name: row[name] for name in row if name in convergence.Training.__dataclass_fields__}
-        assert key in keys, f"no command of make bench-convergence trains {key}"
+        assert key in keys, f"no run of convergence.toml trains {key}"
 
 
-def test_overhead_and_threads():
-    assert (RESULTS / "overhead.md").read_text() == overhead.page(read_rows(RESULTS / "overhead.jsonl"))
-    assert (RESULTS / "threads.md").read_text() == lines(threads.table(read_rows(RESULTS / "threads.jsonl")))
-
-
-def test_shuffle_time():
-    rows = json.loads((RESULTS / "shuffle-time.json").read_text())
-    assert (RESULTS / "shuffle-time.md").read_text() == lines(shuffle_time.table(rows))
-
-
-@pytest.mark.parametrize(
-    ("program", "stem", "keys"),
-    [
-        (exchanges, "exchanges", {"exchanges"}),
-        (kernels, "kernels", {"machine", "kernels"}),
-        (speed, "speed", {"machine", "steps"}),
-    ],
-)
-def test_tables_of_one_run(program, stem, keys):
-    saved = json.loads((RESULTS / f"{stem}.json").read_text())
-    assert (RESULTS / f"{stem}.md").read_text() == program.page(saved)
-    assert saved.keys() == keys, "nothing that it does not write"
-
-
-def test_the_short_table_of_speed():
-    assert (RESULTS / "speed-summary.md").read_text() == speed.page(json.loads((RESULTS / "speed.json").read_text()), True)
-
-
-@pytest.mark.parametrize(
-    ("folder", "stem"),
-    [(".", "convnet"), (".", "gpt"), ("quality-beside", "gpt"), ("quality-slower", "gpt"), ("quality-hooks", "gpt")],
-)
-def test_times_to_quality(folder, stem, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    rows = [row for row in read_rows(RESULTS / folder / "quality.jsonl") if row["workload"].endswith(f"{stem}.py")]
-    first = {row["seed"]: row for row in rows if row["method"] == "ddp"}
-    targets = {seed: 0.905 if stem == "convnet" else time_to_quality.target_after(row, 300.0) for seed, row in first.items()}
-    found = (RESULTS / folder / f"{stem}-quality.md").read_text().splitlines()
+@pytest.mark.parametrize(("name", "options"), [(name, each) for name, runs in quality.sets().items() for each in runs])
+def test_times_to_quality(name, options):
+    rows = [row for row in read_rows(RESULTS / name / "quality.jsonl") if row["workload"] == str(options.workload)]
+    assert {row["method"] for row in rows} <= set(options.methods)
+    first = {row["seed"]: row for row in rows if row["method"] == options.methods[0]}
+    after = options.target_after
+    targets = {seed: quality.target_after(row, after) if after else options.target for seed, row in first.items()}
+    (page,) = (RESULTS / name).glob(f"{options.workload.stem[3:]}-quality.md")
     # Methods stand there in the order in which they were asked for.
-    assert sorted(found) == sorted(time_to_quality.page(rows, targets))
+    assert sorted(page.read_text().splitlines()) == sorted(quality.page(rows, targets))
 
 
+@pytest.mark.slow
 def test_scale():
     rows = read_rows(RESULTS / "scale" / "results.jsonl")
-    assert (RESULTS / "scale" / "scale.md").read_text() == lines(scale.table(scale.points(rows)))
+    assert (RESULTS / "scale" / "scale.md").read_text() == scale.page(scale.points(rows))
 
 
-@pytest.mark.parametrize("table", TABLES)
-def test_the_readme_has_them_too(table):
-    readme = (ROOT / "README.md").read_text()
-    assert insert(readme, Path(table).stem, (ROOT / table).read_text()) == readme
+def test_scale_with_two_workers():
+    rows = read_rows(RESULTS / "scale" / "results.jsonl")
+    made = scale.page(scale.points([row for row in rows if row["hosts"] == 2])).splitlines()
+    assert len(made) > 10
+    assert set(made) <= set((RESULTS / "scale" / "scale.md").read_text().splitlines())
+
+
+@pytest.mark.parametrize(("page", "made"), [("README.md", pages.front_page), ("benchmarks/README.md", pages.benchmarks_page)])
+def test_the_pages_have_them_too(page, made):
+    text = (ROOT / page).read_text()
+    assert made(text, ROOT) == text

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from benchmarks.studies import convergence
-from benchmarks.studies.convergence import Training, cut, run_all, table, train
+from benchmarks.studies.convergence import KEY, Training, cut, train
 from gossamer.bench.methods import parse_optimizer
-from gossamer.bench.rows import append_row
+from gossamer.bench.rows import Store
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError
+
+from .kept import run_all, table
 
 TARGET = torch.tensor([[1.0, -2.0]])
 
@@ -89,7 +91,7 @@ def test_rows_of_another_version_of_the_file_are_neither_taken_nor_compared(tmp_
     def trained(workload, run):
         return {"loss": next(loss)}
 
-    append_row(log, exact.key() | {"quality": {"loss": 0.5}})  # of a time when rows did not tell
+    Store(log, KEY).add([exact.key() | {"quality": {"loss": 0.5}}])  # of a time when rows did not tell
     assert len(run_all(a_workload(), [exact, gossip], log, trained, "one")) == 2
     rows = run_all(a_workload(), [exact, gossip], log, trained, "another")
     assert [row.get("digest") for row in rows] == [None, "one", "another", "another"]
@@ -108,7 +110,8 @@ def test_the_command_takes_no_results_of_a_file_that_has_changed(tmp_path, monke
         trained.append(run)
         return {"loss": 1.0}
 
-    monkeypatch.setattr(convergence, "run_all", lambda *arguments, **more: run_all(*arguments, remembered, **more))
+    real = convergence.run_all
+    monkeypatch.setattr(convergence, "run_all", lambda *arguments, **more: real(*arguments, remembered, **more))
     command = ["--workload", str(path), "--steps", "1", "--seeds", "1", "--methods", "AllReduce()", "--save-to", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["convergence", *command])
     convergence.main()

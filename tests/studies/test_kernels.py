@@ -1,19 +1,19 @@
 """The bench of the kernels: every kernel is timed, and the table says so."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.studies import kernels
+from gossamer.bench.rows import read_rows
 
 
 def test_it_writes_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["kernels", "--save-to", str(tmp_path), "--mbytes", "0.1", "--rounds", "2"])
     monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
     kernels.main()
-    rows = json.loads((tmp_path / "kernels.json").read_text())["kernels"]
+    rows = read_rows(tmp_path / "kernels.jsonl")
     assert {row["codec"] for row in rows} == {kernels.COPY, "chunk norms", *kernels.CODECS, *kernels.PLACES, *kernels.SPARSE}
     assert all(row["bytes_per_second"] > 0 and len(row["seconds"]) == 2 for row in rows)
     assert next(row for row in rows if row["codec"] == kernels.COPY)["share_of_copy"] == 1
@@ -21,12 +21,12 @@ def test_it_writes_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len([line for line in table if line.startswith("| cpu |")]) == len(rows)
 
 
-def test_rows_of_a_device_that_is_not_here_are_kept(tmp_path: Path) -> None:
+def test_rows_of_a_device_that_is_not_here_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     about = {"mbytes": 64.0, "codec": "sign", "kernel": "encode", "bytes_per_second": 1e9, "share_of_copy": 0.5}
-    earlier = [about | {"device": "cpu"}, about | {"device": "cuda"}]
-    (tmp_path / "kernels.json").write_text(json.dumps({"machine": "Another one", "kernels": earlier}))
-    kernels.save(tmp_path, [about | {"device": "cpu", "machine": "This one"}])
-    saved = json.loads((tmp_path / "kernels.json").read_text())
-    assert [(row["device"], row["machine"]) for row in saved["kernels"]] == [("cpu", "This one"), ("cuda", "Another one")]
-    assert (tmp_path / "kernels.md").read_text() == kernels.page(saved)
-    assert kernels.page(saved).splitlines()[-1] == "This one; Another one"
+    earlier = [about | {"device": device, "machine": "Another one"} for device in ("cpu", "cuda")]
+    kernels.STUDY.store(tmp_path).add(earlier)
+    monkeypatch.setattr(kernels, "on_devices", lambda *_: [about | {"device": "cpu", "machine": "This one"}])
+    kernels.main(["--save-to", str(tmp_path)])
+    rows = read_rows(tmp_path / "kernels.jsonl")
+    assert [(row["device"], row["machine"]) for row in rows] == [("cpu", "This one"), ("cuda", "Another one")]
+    assert (tmp_path / "kernels.md").read_text().splitlines()[-1] == "This one; Another one"

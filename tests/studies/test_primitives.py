@@ -1,6 +1,5 @@
 """Single exchanges: each does what its name says, and is measured by the bytes that it hands to the transport."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -53,17 +52,18 @@ def test_payload_counts_what_a_host_sends(pattern: str, shares: float) -> None:
 
 
 ROW = {
-    "pattern": "ring", "hosts": 4, "rate": "200mbit", "bytes": 8_000_000, "payload": 8_000_000, "cores": 2,
+    "pattern": "ring", "hosts": 4, "network": "200mbit", "bytes": 8_000_000, "payload": 8_000_000, "cores": 2,
     "processor": "one", "torch": "2", "when": 0, "bits_per_second": {"tcp": 191e6},
     "seconds": {"tcp": [1.0, 1.0, 1.1], "gossamer": [1.0, 1.25, 1.0], "gossamer_after_silence": [2.0, 2.0, 2.0]},
 }  # fmt: skip
 
 
-def test_what_is_not_measured_again_is_kept(tmp_path: Path) -> None:
-    exchanges._save([ROW, ROW | {"rate": "1gbit"}], tmp_path)
-    exchanges._save([ROW | {"rate": "1gbit", "when": 90_000}, ROW | {"hosts": 8}], tmp_path)
-    kept = json.loads((tmp_path / "exchanges.json").read_text())["exchanges"]
-    assert [(row["hosts"], row["rate"], row["when"]) for row in kept] == [
+def test_what_is_not_measured_again_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = [[ROW, ROW | {"network": "1gbit"}], [ROW | {"network": "1gbit", "when": 90_000}, ROW | {"hosts": 8}]]
+    for rows in measured:
+        monkeypatch.setattr(exchanges, "measure", lambda options, store, rows=rows: rows)
+        exchanges.main(["--save-to", str(tmp_path)])
+    assert [(row["hosts"], row["network"], row["when"]) for row in exchanges.STUDY.store(tmp_path).rows] == [
         (4, "200mbit", 0),
         (4, "1gbit", 90_000),
         (8, "200mbit", 0),
@@ -73,4 +73,4 @@ def test_what_is_not_measured_again_is_kept(tmp_path: Path) -> None:
 
 def test_the_table_shows_ratios() -> None:
     ratios = "1.000 (0.800 to 1.100) | 0.500 (0.500 to 0.550)"
-    assert exchanges.table([ROW])[-1] == f"| 200mbit | 4 | ring | 8 | 8 | 191.0 | {ratios} |"
+    assert exchanges.STUDY.page([ROW]).splitlines()[2] == f"| 200mbit | 4 | ring | 8 | 8 | 191.0 | {ratios} |"

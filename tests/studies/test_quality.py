@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.studies import quality_run, time_to_quality
+from benchmarks.studies import quality as time_to_quality
+from benchmarks.studies import quality_run
 from benchmarks.studies.crossing import crossing, smoothed
-from benchmarks.studies.time_to_quality import Runs, main, seconds_to, table, target_after
+from benchmarks.studies.quality import Runs, main, seconds_to, target_after
+from benchmarks.studies.quality import lines_of as table
 from gossamer.bench.catalogue import digest
 from gossamer.bench.plots import require_matplotlib
 from gossamer.errors import GossamerError
@@ -92,12 +94,12 @@ def test_a_method_is_measured_by_what_computing_took_beside_it():
 def test_a_longer_run_takes_the_place_of_a_shorter_one(tmp_path):
     runs = Runs(tmp_path / "deep" / "quality.jsonl")
     key = {"workload": "w", "network": "n", "hosts": 2, "method": "ddp", "seed": 0, "eval_every": 5}
-    runs.add(key | {"evaluations": [[5, 1.0, 0.1]]})
-    runs.add(key | {"evaluations": [[5, 1.0, 0.1], [10, 2.0, 0.2]]})
-    runs.add(key | {"seed": 1, "evaluations": []})
+    runs.add([key | {"evaluations": [[5, 1.0, 0.1]]}])
+    runs.add([key | {"evaluations": [[5, 1.0, 0.1], [10, 2.0, 0.2]]}])
+    runs.add([key | {"seed": 1, "evaluations": []}])
     again = Runs(tmp_path / "deep" / "quality.jsonl")
     assert [len(row["evaluations"]) for row in again.rows] == [2, 0]
-    assert again.find(key)["evaluations"][-1][0] == 10
+    assert again.of(key)["evaluations"][-1][0] == 10
 
 
 @pytest.fixture
@@ -168,7 +170,7 @@ def test_a_method_that_fails_is_told_in_the_table_and_by_the_exit_code(tmp_path,
 def test_runs_of_another_version_of_the_workload_are_not_taken(tmp_path, workload):
     runs = Runs(tmp_path / "quality.jsonl")
     key = {"workload": str(workload), "network": "n", "hosts": 2, "method": "ddp", "seed": 0, "eval_every": 5}
-    runs.add(key | {"evaluations": [[5, 1.0, 0.1]], "digest": digest(workload)})
-    assert runs.find(key) is not None
+    runs.add([key | {"evaluations": [[5, 1.0, 0.1]], "digest": digest(workload)}])
+    assert runs.of(key) is not None
     workload.write_text(workload.read_text() + "# other\n")
-    assert runs.find(key) is None
+    assert runs.of(key) is None

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.studies import scale
-from gossamer.bench.rows import write_rows
+from gossamer.bench.results import Results
 from gossamer.errors import ConfigurationError
 
 SECONDS, RATE = 0.3, 47e6
@@ -72,7 +72,7 @@ def test_only_emulated_models_are_predicted() -> None:
 
 
 def test_the_table_and_the_picture(tmp_path, monkeypatch) -> None:
-    write_rows(tmp_path / "results.jsonl", [*rows_of("AllReduce()", 2, 4), a_row("ddp", 2), a_row("Gossip()", 2, memory=1.25)])
+    Results(tmp_path / "results.jsonl").add([*rows_of("AllReduce()", 2, 4), a_row("ddp", 2), a_row("Gossip()", 2, memory=1.25)])
     monkeypatch.setattr("sys.argv", ["scale", str(tmp_path)])
     scale.main()
     lines = (tmp_path / "scale.md").read_text().splitlines()
@@ -86,5 +86,5 @@ def test_the_table_and_the_picture(tmp_path, monkeypatch) -> None:
 
 def test_nothing_measured_says_how(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["scale", str(tmp_path)])
-    with pytest.raises(SystemExit, match="by gossamer bench --save-to"):
+    with pytest.raises(SystemExit, match="by gossamer bench --suite scale"):
         scale.main()

@@ -8,10 +8,12 @@ import torch
 
 import gossamer
 from benchmarks.studies import shuffle
-from benchmarks.studies.convergence import Training, run_all, table
+from benchmarks.studies.convergence import Training
 from benchmarks.studies.shuffle import ARMS, MIXED, SHUFFLED, shard, staying, train_on, travelling
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError
+
+from .kept import run_all, table
 
 LABELS = torch.arange(80) % 4
 INPUTS = torch.arange(80.0).reshape(80, 1)

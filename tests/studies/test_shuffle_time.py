@@ -1,6 +1,5 @@
 """The timing of samples that travel: fed with the right batches, and reported in full."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.studies.shuffle_time import exposed, fed, main, measure, options_of, share_of, table, verdict
-from gossamer.bench.matrix import Turns
+from benchmarks.studies.shuffle_time import STUDY, exposed, fed, main, measure, share_of, verdict
+from gossamer.bench.cases import Turns
 from gossamer.bench.workload import Workload
 
 SMALL = Workload(
@@ -53,14 +52,14 @@ def test_every_step_takes_a_batch_whether_or_not_compute_is_emulated() -> None:
 
 def row(staying: list[float], travelling: list[float]) -> dict[str, Any]:
     """What was measured, with these step times."""
-    about = {"workload": "w", "samples": "w", "method": "compute", "stored": "uint8", "world": 4, "rate": "200mbit"}
-    about |= {"reference_seconds": 0.1, "step_seconds": 0.101, "ratio": 1.01, "ratio_low": 1.0, "ratio_high": 1.02}
+    about = {"workload": "w", "samples": "w", "method": "compute", "stored": "uint8", "hosts": 4, "network": "200mbit"}
+    about |= {"reference_seconds": 0.1, "step_seconds": 0.101, "ratio": 1.01, "ratio_low": 1.0, "ratio_high": 1.02, "when": 0}
     seconds = {"staying": staying, "travelling": travelling}
     return about | {"batch_bytes": 51200, "waited_seconds": 0.00123, "rounds": len(staying), "seconds": seconds}
 
 
 def test_the_table_has_every_figure() -> None:
-    head, rule, line = table([row([0.1, 0.1], [0.101, 0.101])])
+    head, rule, line = STUDY.page([row([0.1, 0.1], [0.101, 0.101])]).splitlines()
     assert len(head.split("|")) == len(rule.split("|")) == len(line.split("|"))
     assert line == (
         "| w | 4 | 200mbit | none | uint8 | 51 | 2 | 100.0 | 101.0 | 1.010 (1.000 to 1.020) | +1.0 (+1.0 to +1.0) | "
@@ -71,7 +70,7 @@ def test_the_table_has_every_figure() -> None:
 def test_of_few_rounds_nothing_is_called_an_interval() -> None:
     few, many = ([0.1 + 0.001 * i for i in range(rounds)] for rounds in (5, 6))
     for seconds, told in ((few, "lowest to highest"), (many, "(95 % interval)")):
-        line = table([row(seconds, [second + 0.0001 * i**2 for i, second in enumerate(seconds)])])
+        line = STUDY.page([row(seconds, [second + 0.0001 * i**2 for i, second in enumerate(seconds)])]).splitlines()
         assert line[0].count(told) == 3
         assert ("too few rounds" in line[2]) == (seconds is few)
     low, high = exposed(row(few, [second + 0.0001 * i**2 for i, second in enumerate(few)]))[0], 0.0016
@@ -90,26 +89,31 @@ def test_exposed_is_the_difference_within_a_round() -> None:
     assert verdict(exposed(row(staying, [0.1 + 0.006 * (i % 2) for i in range(12)]))[1], 12) == "not shown"
 
 
-def test_the_table_is_made_anew_of_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def kept(folder: Path, rows: list[dict[str, Any]]) -> None:
+    STUDY.store(folder).add(rows)
+
+
+def test_the_table_is_made_anew_of_what_was_saved(tmp_path: Path) -> None:
     rows = [row([0.1, 0.1], [0.101, 0.101])]
-    (tmp_path / "shuffle-time.json").write_text(json.dumps(rows))
-    monkeypatch.setattr("sys.argv", ["shuffle_time", "--table-only", "--save-to", str(tmp_path)])
-    main()
-    assert (tmp_path / "shuffle-time.md").read_text().splitlines() == table(rows)
+    kept(tmp_path, rows)
+    main(["--table-only", "--save-to", str(tmp_path)])
+    assert (tmp_path / "shuffle_time.md").read_text() == STUDY.page(rows)
 
 
 def test_cases_that_are_not_asked_for_again_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, gossip = row([0.1] * 6, [0.101] * 6), row([0.1] * 6, [0.102] * 6) | {"method": "Gossip()"}
-    (tmp_path / "shuffle-time.json").write_text(json.dumps([old, gossip]))
+    kept(tmp_path, [old, gossip])
     new = row([0.2] * 6, [0.201] * 6)
-    monkeypatch.setattr("benchmarks.studies.shuffle_time.in_lab", lambda options: iter([new]))
-    monkeypatch.setattr("sys.argv", ["shuffle_time", "--workloads", "Convnet(0.1)", "--save-to", str(tmp_path)])
-    main()
-    assert json.loads((tmp_path / "shuffle-time.json").read_text()) == [new, gossip]
-    assert (tmp_path / "shuffle-time.md").read_text().splitlines() == table([new, gossip])
+    monkeypatch.setattr("benchmarks.studies.shuffle_time.in_lab", lambda options, store: iter([new]))
+    main(["--workloads", "Convnet(0.1)", "--save-to", str(tmp_path)])
+    assert STUDY.store(tmp_path).rows == [new, gossip]
+    assert (tmp_path / "shuffle_time.md").read_text() == STUDY.page([new, gossip])
 
 
-def test_the_default_is_the_convnet_computed_and_emulated() -> None:
-    options = options_of([])
-    assert (options.hosts, options.rate, options.workloads) == (4, "200mbit", ["examples/02_convnet.py", "Convnet(0.1)"])
+def test_the_default_is_the_convnet_computed_and_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("benchmarks.studies.shuffle_time.in_lab", lambda options, store: asked.append(options) or [])
+    main(["--save-to", str(tmp_path)])
+    (options,) = asked
+    assert (options.hosts, options.network, options.workloads) == (4, "200mbit", ["examples/02_convnet.py", "Convnet(0.1)"])
     assert options.methods == ["compute", "Gossip(wire='bf16')"]

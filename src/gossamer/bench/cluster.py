@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gossamer.bench.cases import Case, Turns, rows_of, without_figures
 from gossamer.bench.catalogue import find_workload
-from gossamer.bench.in_lab import Record
-from gossamer.bench.matrix import Case, Turns, rows_of, without_figures
 from gossamer.bench.memory import beyond, read
 from gossamer.bench.paired import missing, run
 from gossamer.bench.ranks import of_all
+from gossamer.bench.rows import Record
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab.launcher import free_port
 
@@ -78,7 +78,7 @@ def absent_here(case: Case, methods: Sequence[str]) -> list[Record]:
 def measure_here(
     case: Case, methods: Sequence[str], turns: Turns, on_record: Callable[[Record], None] | None = None
 ) -> list[Record]:
-    """As :func:`gossamer.bench.matrix.measure`, by these ranks; all get the rows of the first. Collective."""
+    """As :func:`gossamer.bench.cases.measure`, by these ranks; all get the rows of the first. Collective."""
 
     def told(index: int, rounds: int) -> None:
         if on_record is not None:
@@ -89,7 +89,7 @@ def measure_here(
 
 
 def measure_memory_here(case: Case, methods: Sequence[str]) -> dict[str, Record]:
-    """As :func:`gossamer.bench.matrix.measure_memory`, in a process beside each of these ranks. Collective.
+    """As :func:`gossamer.bench.cases.measure_memory`, in a process beside each of these ranks. Collective.
 
     Nothing for a model on a GPU, whose memory is not counted.
     """

@@ -4,7 +4,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from itertools import compress
 from pathlib import Path
 from typing import Annotated
@@ -17,46 +17,26 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gossamer.bench.catalogue import canonical_workload, digest, is_of
+from gossamer.bench.cases import Case, absent, case_of, cases, measure, measure_memory
+from gossamer.bench.catalogue import canonical_workload, digest
 from gossamer.bench.cluster import absent_here, agree, cases_here, is_here, joined, measure_here, measure_memory_here
 from gossamer.bench.conditions import busy_hosts, busy_machine, here, of_hosts
 from gossamer.bench.emulated import MODELS
-from gossamer.bench.in_lab import Record
 from gossamer.bench.listing import everything, listing
-from gossamer.bench.matrix import (
-    HEAD,
-    RATIO,
-    Case,
-    Turns,
-    absent,
-    case_of,
-    cases,
-    cells,
-    draw,
-    measure,
-    measure_memory,
-    newest_files,
-    table,
-)  # fmt: skip
 from gossamer.bench.methods import parse_method
 from gossamer.bench.plots import require_matplotlib
 from gossamer.bench.ranks import of_all
 from gossamer.bench.ratios import SPREAD, require_scipy
 from gossamer.bench.results import Results
-from gossamer.bench.rows import days
-from gossamer.bench.session import Place, Plan, Session
+from gossamer.bench.rows import Record, days
+from gossamer.bench.session import Place, Session
 from gossamer.bench.spelled import canonical
+from gossamer.bench.suites import RESULTS as SUITE_RESULTS
+from gossamer.bench.suites import SUITES, Run, find_suite
+from gossamer.bench.tables import BOUND, COLUMNS, MEMORY, PAYLOAD, RATIO, STEP, TO_COMPUTE, aged, draw, of_rows
 from gossamer.errors import ConfigurationError, GossamerError
 
-SHOWN = {
-    "method": "method",
-    "ms per step": "ms per step",
-    RATIO: "to DDP",
-    "relative to compute": "to compute",
-    "step / bound": "step / bound",
-    "payload, MB": "MB",
-    "memory / gradients": "memory",
-}
+SHOWN = {STEP: STEP, RATIO: "to DDP", TO_COMPUTE: "to compute", BOUND: BOUND, PAYLOAD: "MB", MEMORY: "memory"}
 """Columns of the whole table that are shown on the terminal, and what they are called there, where there is less room."""
 
 _MEANT = {
@@ -71,9 +51,13 @@ RESULTS = "results.jsonl"
 ALL = "all"
 """In place of methods: everything that is listed."""
 
-METHODS = ["AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')"]
+METHODS = ("AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')")
+
+OUT = Path("out/bench")
 
 _WORKLOADS = f"Python files, or emulated models ({', '.join(MODELS)}) with their seconds per step, as in 'ResNet50(2.0)'."
+_NETWORK = "A rate: 200mbit, unshaped; if you like with +LATENCY, /slow-link=RATE, /slow-host=FACTORx."
+_METHOD = "A way to train, beside DDP: AllReduce(), Gossip(wire='bf16'), ddp-fp16; or all, for all that is listed."
 
 
 def _list_methods(wanted: bool) -> None:
@@ -82,32 +66,24 @@ def _list_methods(wanted: bool) -> None:
         raise typer.Exit
 
 
+_LISTING = typer.Option("--list-methods", is_eager=True, callback=_list_methods, help="Show what --method can be, and leave.")
+
+
 def bench(
-    workloads: Annotated[list[str], typer.Argument(help=_WORKLOADS)],
-    network: Annotated[
-        list[str] | None,
-        typer.Option(help="A rate: 200mbit, unshaped; if you like with +LATENCY, /slow-link=RATE, /slow-host=FACTORx."),
-    ] = None,
+    workloads: Annotated[list[str] | None, typer.Argument(help=_WORKLOADS)] = None,
+    network: Annotated[list[str] | None, typer.Option(help=_NETWORK)] = None,
     hosts: Annotated[list[int] | None, typer.Option(help="Number of emulated hosts; may be given several times.")] = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A way to train, beside DDP: AllReduce(), Gossip(wire='bf16'), ddp-fp16; or all, for all that is listed."
-        ),
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of every method.")] = 20,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a method in its turn.")] = 5,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps of every method before the first turn.")] = 4,
-    per_run: Annotated[
-        int, typer.Option(min=1, help="Methods measured in one run, beside DDP and compute; fewer need less memory.")
-    ] = 6,
-    save_to: Annotated[Path, typer.Option(help="Folder for results.jsonl, results.md and pictures.")] = Path("out/bench"),
+    method: Annotated[list[str] | None, typer.Option(help=_METHOD)] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of every method.")] = Run.rounds,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a method in its turn.")] = Run.steps,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps of every method before the first turn.")] = Run.warmup,
+    per_run: Annotated[int, typer.Option(min=1, help="Methods in one run, beside DDP and compute.")] = Run.per_run,
     memory: Annotated[bool, typer.Option(help="Measure each method's peak memory too, once per number of hosts.")] = True,
+    save_to: Annotated[Path | None, typer.Option(help=f"Folder for results.jsonl, results.md, pictures. [{OUT}]")] = None,
     again: Annotated[bool, typer.Option(help="Measure anew what the folder has already.")] = False,
-    list_methods: Annotated[
-        bool,
-        typer.Option("--list-methods", is_eager=True, callback=_list_methods, help="Show what --method can be, and leave."),
-    ] = False,
+    suite: Annotated[str | None, typer.Option(help="Measure a suite of the file of suites instead.")] = None,
+    suites: Annotated[Path, typer.Option(help="The file of suites.")] = SUITES,
+    list_methods: Annotated[bool, _LISTING] = False,
 ) -> None:
     """Time ways to train beside PyTorch DDP on emulated networks; stop and go on as you like.
 
@@ -119,19 +95,17 @@ def bench(
     try:
         require_matplotlib()  # before an hour of measuring, not after
         require_scipy()
-        wanted = [canonical(each) for given in method or METHODS for each in (everything() if given == ALL else [given])]
-        for each in wanted:
-            parse_method(each)
-        workloads = list(map(canonical_workload, workloads))
-        plan = Plan(list(dict.fromkeys(wanted)), Turns(rounds, steps, warmup), per_run, memory, again)
-        if first:
-            save_to.mkdir(parents=True, exist_ok=True)
-        if is_here():
-            _on_cluster(workloads, network, hosts, plan, save_to)
+        if suite is None:
+            told = Run((*(workloads or ()),), (*(network or ()),), (*(hosts or ()),), (*(method or METHODS),))
+            runs = [replace(told, rounds=rounds, steps=steps, warmup=warmup, per_run=per_run, memory=memory)]
+        elif workloads or network or hosts or method:
+            raise ConfigurationError("a suite says itself what it measures: leave workloads, networks, hosts and methods out")
         else:
-            results, chosen = Results(save_to / RESULTS), cases(workloads, network or ["200mbit"], hosts or [4])
-            with _concluded(save_to), _progress() as progress:
-                Session(LAB, plan, results, progress).run(chosen)
+            runs = list(find_suite(suite, suites).runs)
+        folder = save_to or (OUT if suite is None else SUITE_RESULTS / suite)
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+        _measure_all(list(map(_understood, runs)), folder, again)
     except (GossamerError, OSError) as error:
         who = "" if first else f" (rank {os.environ['RANK']})"  # the others may know nothing of it
         typer.echo(f"gossamer bench{who}: {error}", err=True)
@@ -140,28 +114,58 @@ def bench(
         raise typer.Exit(130) from None
 
 
+def _understood(run: Run) -> Run:
+    """The run with workloads and methods spelled as they are compared. Raises ConfigurationError for one that is not known."""
+    if not run.workloads:
+        raise ConfigurationError("name a workload (a Python file, or an emulated model), or a --suite")
+    methods = [canonical(each) for given in run.methods for each in (everything() if given == ALL else [given])]
+    for each in (*methods, *run.always):
+        parse_method(each)
+    return replace(run, workloads=tuple(map(canonical_workload, run.workloads)), methods=tuple(dict.fromkeys(methods)))
+
+
 LAB = Place(here, busy_machine, absent, measure, measure_memory, separate=True)
 CLUSTER = Place(lambda: here() | of_hosts(), busy_hosts, absent_here, measure_here, measure_memory_here, separate=False)
 
 
-def _on_cluster(
-    workloads: Sequence[str], network: Sequence[str] | None, hosts: Sequence[int] | None, plan: Plan, folder: Path
-) -> None:
+def _measure_all(runs: Sequence[Run], folder: Path, again: bool) -> None:
+    """Measure one run after the other; all of them are looked at before the first is measured."""
+    if is_here():
+        for run in runs:
+            _on_cluster(run, folder, again)
+        return
+    results = Results(folder / RESULTS)
+    chosen = [cases(run.workloads, run.networks or Run.networks, run.hosts or Run.hosts) for run in runs]
+    failed = []
+    with _concluded(folder), _progress() as progress:
+        for run, own in zip(runs, chosen, strict=True):
+            try:
+                Session(LAB, run, results, progress, again).run(own)
+            except GossamerError as error:
+                failed.append(error)
+                if len(runs) == 1:
+                    raise
+        if failed:
+            raise GossamerError("\n".join(map(str, failed)))
+
+
+def _on_cluster(run: Run, folder: Path, again: bool) -> None:
     """Every rank goes through the same, with what the first has on its disk; only that one writes and shows."""
-    if network or hosts:
+    if run.networks or run.hosts:
         raise ConfigurationError("under torchrun hosts and network are what they are: leave --network and --hosts out")
-    with joined(workloads):
+    with joined(run.workloads):
         agree(
-            {"workloads": workloads, "versions of their files": list(map(digest, workloads)), "options": asdict(plan)}
+            {"workloads": run.workloads, "versions of their files": list(map(digest, run.workloads))}
+            | {"options": asdict(run) | {"again": again}}
             | {"workers on its host": os.environ.get("LOCAL_WORLD_SIZE", "1")}
             | {f"version of {name}": here()[name] for name in ("gossamer", "torch")}
         )
         writes = dist.get_rank() == 0
         results = Results(folder / RESULTS, writes)
-        results.rows, rows = of_all((results.rows, [astuple(case) for case in cases_here(workloads)]))[0]
+        results.rows, rows = of_all((results.rows, [astuple(case) for case in cases_here(run.workloads)]))[0]
         chosen = [Case(*row) for row in rows]
         with _concluded(folder, writes), _progress(quiet=not writes) as progress:
-            Session(CLUSTER, plan, results, progress).run(chosen)
+            Session(CLUSTER, run, results, progress, again).run(chosen)
 
 
 def _progress(quiet: bool = False) -> Progress:
@@ -184,7 +188,7 @@ def _concluded(folder: Path, shows: bool = True) -> Iterator[None]:
 
 def _conclude(rows: Sequence[Record], folder: Path) -> None:
     """Show the table, and save it and the pictures."""
-    (folder / "results.md").write_text("\n".join(table(rows)) + "\n")
+    (folder / "results.md").write_text("\n".join(of_rows(rows)) + "\n")
     drawn = draw(rows, folder)
     Console().print(*_shown(rows), sep="\n")
     typer.echo(f"{folder / 'results.md'} and results.jsonl hold {len(rows)} rows" + "".join(f"; {path}" for path in drawn))
@@ -192,20 +196,19 @@ def _conclude(rows: Sequence[Record], folder: Path) -> None:
 
 def _shown(rows: Sequence[Record]) -> Iterator[Table]:
     """For a terminal: a table for every case, with the columns that matter most."""
-    files = newest_files(rows)
+    rows = aged(rows)
     for case in dict.fromkeys(map(case_of, rows)):
         own = [row for row in rows if case_of(row) == case]
-        shown = _fitting([_line(row, files.get(case.workload)) for row in own])
+        shown = _fitting([_line(row) for row in own])
         meant = [f"{column.header}: {_MEANT[column.header]}" for column in shown.columns if column.header in _MEANT]
         shown.title, shown.caption = str(case), f"{days(own)} {'; '.join(meant)}".strip()
         yield shown
 
 
-def _line(row: Record, file: str | None) -> list[str]:
+def _line(row: Record) -> list[str]:
     """What is shown of a row, in the columns' order."""
-    told = dict(zip(HEAD, cells(row, file), strict=True))
-    older = "" if is_of(row, file) else " (another file)"
-    return [row["method"] + older, *(_brief(told[name], name) for name in [*SHOWN][1:])]
+    told = {column.title: column.cell(row) for column in COLUMNS}
+    return [row["method"] + (" (another file)" if row["older"] else ""), *(_brief(told[name], name) for name in SHOWN)]
 
 
 def _fitting(lines: Sequence[Sequence[str]]) -> Table:
@@ -213,7 +216,7 @@ def _fitting(lines: Sequence[Sequence[str]]) -> Table:
     characters on)."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left")
     filled = [any(column) for column in zip(*lines, strict=True)]
-    for name in compress(SHOWN.values(), filled):
+    for name in compress(("method", *SHOWN.values()), filled):
         table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     for line in lines:
         table.add_row(*map(escape, compress(line, filled)))
@@ -225,5 +228,5 @@ def _brief(cell: str, column: str) -> str:
     return cell.partition(_LEFT_OUT[column])[0] if column in _LEFT_OUT else cell
 
 
-_LEFT_OUT = {"relative to compute": " (", "memory / gradients": " ±"}
+_LEFT_OUT = {TO_COMPUTE: " (", MEMORY: " ±"}
 """Columns whose spread is not shown, and where in a cell it begins."""

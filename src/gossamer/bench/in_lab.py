@@ -3,12 +3,10 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
+from gossamer.bench.rows import Record
 from gossamer.errors import GossamerError
 from gossamer.lab import LabSpec, run_lab
-
-Record = dict[str, Any]
 
 
 def lab_json(spec: LabSpec, command: Sequence[str], on_record: Callable[[Record], None] | None = None) -> list[Record]:

@@ -1,29 +1,20 @@
-"""Results: the rows of a file, one per case and method: what has been measured already, and what is lacking."""
+"""Results: the rows of ``gossamer bench``, one per case and method: what has been measured already, and what is lacking."""
 
-import fcntl
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from gossamer.bench.cases import Case, Turns, case_of, is_measured
 from gossamer.bench.catalogue import canonical_workload, digest, is_of
-from gossamer.bench.in_lab import Record
-from gossamer.bench.matrix import Case, Turns, case_of, is_measured
 from gossamer.bench.memory import FIGURES
-from gossamer.bench.rows import read_rows, write_rows
+from gossamer.bench.rows import Record, Store, read_rows
 from gossamer.bench.spelled import canonical
 
 
-class Results:
-    """Rows of a file of JSON lines: one per case and method. ``writes``: whether new ones are written down.
-
-    Several processes may write to one file: each knows what was there when it began, and what it has measured itself, and
-    leaves alone what others have added since.
-    """
+class Results(Store):
+    """Rows of a file: what could not run, or failed, does not take the place of what was measured."""
 
     def __init__(self, path: Path, writes: bool = True) -> None:
-        self._path, self._writes = path, writes
-        self.rows: list[Record] = _read(path)
+        super().__init__(path, ("workload", "network", "hosts", "method"), writes)
 
     def there(self, case: Case, turns: Turns) -> dict[str, Record]:
         """What has been measured in this case, by method; not in fewer rounds, with fewer steps, less warm, or when the
@@ -53,47 +44,19 @@ class Results:
         of_file = digest(workload)
         return [row for row in self.rows if is_of(row, of_file)]
 
-    def add(self, rows: Sequence[Record]) -> None:
-        """Keep rows, in place of older ones of the same case and method, and write them down.
+    def _read(self) -> list[Record]:
+        """Methods and workloads spelled as they are compared."""
+        return [
+            row | {"method": canonical(row["method"]), "workload": canonical_workload(row["workload"])}
+            if {"method", "workload"} <= row.keys() else row
+            for row in read_rows(self._path)
+        ]  # fmt: skip
 
-        What could not run, or failed, does not take the place of what was measured.
-        """
-        self.rows = _with(self.rows, rows)
-        if self._writes and rows:
-            with _alone(self._path):
-                write_rows(self._path, _with(_read(self._path), rows))
-
-
-def _read(path: Path) -> list[Record]:
-    """Rows of a file, methods and workloads spelled as they are compared."""
-    return [
-        row | {"method": canonical(row["method"]), "workload": canonical_workload(row["workload"])}
-        if {"method", "workload"} <= row.keys() else row
-        for row in read_rows(path)
-    ]  # fmt: skip
-
-
-def _with(before: Sequence[Record], rows: Sequence[Record]) -> list[Record]:
-    measured = {_key(row) for row in before if is_measured(row)}
-    rows = [row for row in rows if is_measured(row) or _key(row) not in measured]
-    fresh = {_key(row) for row in rows}
-    return [row for row in before if _key(row) not in fresh] + rows
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Wait until no other process is in here with the same file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as file:
-        with suppress(OSError):  # a file system that knows no locks
-            fcntl.flock(file, fcntl.LOCK_EX)  # ends with the file, or the process
-        yield
+    def _merged(self, before: Sequence[Record], rows: Sequence[Record]) -> list[Record]:
+        measured = {self._of(row) for row in before if is_measured(row)}
+        return super()._merged(before, [row for row in rows if is_measured(row) or self._of(row) not in measured])
 
 
 def _turns(row: Record) -> Turns:
     """How a row was measured. Old ones do not tell how warm it was."""
     return Turns(row["rounds"], row.get("steps_per_round", 0), row.get("warmup", 0))
-
-
-def _key(row: Record) -> tuple[Any, ...]:
-    return case_of(row), row["method"]

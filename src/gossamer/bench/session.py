@@ -8,25 +8,15 @@ from typing import Any
 
 from rich.progress import Progress
 
-from gossamer.bench.in_lab import Record
-from gossamer.bench.matrix import ALWAYS, Case, Turns, is_measured, portions, reason, without_figures
+from gossamer.bench.cases import Case, Turns, is_measured, portions, without_figures
 from gossamer.bench.memory import FIGURES
 from gossamer.bench.results import Results
-from gossamer.bench.rows import days
+from gossamer.bench.rows import Record, days
+from gossamer.bench.suites import Run
+from gossamer.bench.tables import reason
 from gossamer.bench.trained import MethodError
 from gossamer.errors import GossamerError
 from gossamer.lab import LabError
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured of every case."""
-
-    methods: Sequence[str]
-    turns: Turns
-    per_run: int
-    memory: bool
-    again: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +38,9 @@ class Place:
 class Session:
     """Measures what is lacking, and keeps it as soon as it is there."""
 
-    def __init__(self, place: Place, plan: Plan, results: Results, progress: Progress) -> None:
-        self._place, self._plan, self._results, self._progress = place, plan, results, progress
+    def __init__(self, place: Place, run: Run, results: Results, progress: Progress, again: bool = False) -> None:
+        """``again``: measure anew what is there."""
+        self._place, self._run, self._results, self._progress, self._again = place, run, results, progress, again
 
     def run(self, cases: Sequence[Case]) -> None:
         """Measure all cases. Raises GossamerError that tells all that failed, at the end if the others could go on."""
@@ -58,27 +49,27 @@ class Session:
         conditions = self._place.conditions()
         for case in cases:
             self._say(self._known(case, conditions))
-            failed += self._each(case, self._lacking(case), self._time, always=ALWAYS)
-            if self._plan.memory:
+            failed += self._each(case, self._lacking(case), self._time, always=self._run.always)
+            if self._run.memory:
                 failed += self._each(case, self._unweighed(case), self._weigh)
         if failed:
             raise GossamerError("what was measured is kept; this failed:\n" + "\n".join(failed))
 
     def _known(self, case: Case, conditions: Mapping[str, Any]) -> list[str]:
         """What is there already, and what of it was otherwise when it was measured."""
-        there = [] if self._plan.again else list(self._results.there(case, self._plan.turns).items())
-        rows = [row for method, row in there if method in self._plan.methods]
+        there = [] if self._again else list(self._results.there(case, self._run.turns).items())
+        rows = [row for method, row in there if method in self._run.methods]
         if not rows:
             return []
-        told = f"{case}: {len(rows)} of {len(self._plan.methods)} methods are there; --again measures them anew. {days(rows)}"
+        told = f"{case}: {len(rows)} of {len(self._run.methods)} methods are there; --again measures them anew. {days(rows)}"
         others = {name: [row[name] for row in rows if row.get(name, now) != now] for name, now in conditions.items()}
         differ = [f"{name} {_short(other[0])} → {_short(conditions[name])}" for name, other in others.items() if other]
         return [told.strip(), *([f"Changed since: {'; '.join(differ)}"] if differ else [])]
 
     def _lacking(self, case: Case) -> list[list[str]]:
         """The portions to time; what failed before comes last, each by itself."""
-        plan, results = self._plan, self._results
-        wanted = list(plan.methods) if plan.again else results.lacking(case, plan.methods, plan.turns)
+        run, results = self._run, self._results
+        wanted = list(run.methods) if self._again else results.lacking(case, run.methods, run.turns)
         missing = self._place.absent(case, wanted)
         results.add(missing)
         self._log(case, missing)
@@ -86,16 +77,16 @@ class Session:
         before = results.failed(case)
         fresh = [method for method in wanted if method not in absent | before]
         tried = [method for method in wanted if method in before - absent]
-        made = [*portions(fresh, plan.per_run), *(portions(tried, 1) if tried else [])]
-        return [each for each in made if plan.again or results.lacking(case, each, plan.turns)]
+        made = [*portions(fresh, run.per_run, run.always), *(portions(tried, 1, run.always) if tried else [])]
+        return [each for each in made if self._again or results.lacking(case, each, run.turns)]
 
     def _unweighed(self, case: Case) -> list[list[str]]:
         """The portions of timed methods whose memory is not known."""
-        plan, results = self._plan, self._results
-        rows = {method: row for method, row in results.there(case, plan.turns).items() if method in {*ALWAYS, *plan.methods}}
-        known = {} if plan.again else results.memory(case)
+        run, results = self._run, self._results
+        rows = {method: row for method, row in results.there(case, run.turns).items() if method in {*run.always, *run.methods}}
+        known = {} if self._again else results.memory(case)
         results.add([row | known[method] for method, row in rows.items() if method in known and FIGURES[0] not in row])
-        methods, size = [method for method in rows if method not in known], plan.per_run + len(ALWAYS)
+        methods, size = [method for method in rows if method not in known], run.per_run + len(run.always)
         return [methods[start : start + size] for start in range(0, len(methods), size)]
 
     def _each(
@@ -113,7 +104,7 @@ class Session:
             except GossamerError as error:
                 apart = [[*always, method] for method in own] if self._place.separate and len(own) > 1 else []
                 if always and not apart:
-                    self._results.add(without_figures(case, "failed", _blamed(error, own or portion)))
+                    self._results.add(without_figures(case, "failed", _blamed(error, own or portion, always)))
                 if not self._place.separate:
                     raise
                 told = f"{case}, {', '.join(portion)}: "
@@ -124,7 +115,7 @@ class Session:
 
     def _time(self, case: Case, portion: list[str]) -> None:
         """Time methods that share a run; what is known of their memory stays."""
-        turns = self._plan.turns
+        turns = self._run.turns
         with self._bar(f"{case}: {len(portion)} methods", turns.rounds) as note:
             rows = self._place.measure(case, portion, turns, note)
         known = self._results.memory(case)
@@ -135,7 +126,7 @@ class Session:
         """Measure the memory of methods that have been timed."""
         with self._bar(f"{case}: memory of {len(portion)} methods", None):
             found = self._place.memory(case, portion)
-        there = self._results.there(case, self._plan.turns)
+        there = self._results.there(case, self._run.turns)
         self._results.add([there[method] | found[method] for method in portion if method in found])
 
     @contextmanager
@@ -160,14 +151,16 @@ class Session:
 
 
 def _found(row: Record) -> str:
-    return f"{1e3 * row['step_seconds']:.1f} ms, {row['ratio']:.3f} of DDP" if is_measured(row) else reason(row)
+    return (
+        f"{1e3 * row['step_seconds']:.1f} ms, {row.get('ratio', float('nan')):.3f} of DDP" if is_measured(row) else reason(row)
+    )
 
 
-def _blamed(error: GossamerError, methods: Sequence[str]) -> dict[str, str]:
+def _blamed(error: GossamerError, methods: Sequence[str], always: Sequence[str]) -> dict[str, str]:
     """The method that an error is of, and what it was; nothing if it may be of any of several."""
     of = [error.method] if isinstance(error, MethodError) else methods
     return (
-        {method: _last_line(error).rpartition(f"{method}: ")[2] for method in of} if len(of) == 1 or {*of} <= {*ALWAYS} else {}
+        {method: _last_line(error).rpartition(f"{method}: ")[2] for method in of} if len(of) == 1 or {*of} <= {*always} else {}
     )
 
 

@@ -1,12 +1,13 @@
 """Time to quality: how long ways to train take to a stated quality, in the lab, beside the first of them.
 
-    python -m benchmarks.studies.time_to_quality --workload examples/02_convnet.py --target 0.905
-    python -m benchmarks.studies.time_to_quality --workload examples/01_gpt.py --target-after 300 --eval-every 25
+    python -m benchmarks.studies.quality --set quality-hooks
+    python -m benchmarks.studies.quality --workload examples/01_gpt.py --target-after 300 --eval-every 25
 
 The clock stands still during evaluations. What counts is when the median of five evaluations first reaches the target.
 While it stands still, steps of the workload without communication are timed too, now and then in every run: with as many
-steps as the first method takes, nothing can be faster than these. (``compute`` among the methods times them in a
-run of its own, for runs that have none.) Every run is written down when it ends, and is not done again.
+steps as the first method takes, nothing can be faster than these. (``compute`` among the methods times them in a run of its
+own, for runs that have none.) Every run is written down when it ends, and is not done again. A set of ``quality.toml`` is
+measured by its name; without options, all of them.
 """
 
 import argparse
@@ -14,22 +15,24 @@ import re
 import statistics
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Sequence
-from itertools import compress
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks.studies.crossing import Points, crossing, smoothed
+from benchmarks.studies.harness import RESULTS, parser_of
+from benchmarks.studies.pictures import quality_over_time
+from gossamer.bench.cases import Case
 from gossamer.bench.catalogue import digest, find_workload, is_of
 from gossamer.bench.conditions import busy_machine, conditions, load
-from gossamer.bench.in_lab import Record, lab_json
-from gossamer.bench.matrix import Case
+from gossamer.bench.in_lab import lab_json
 from gossamer.bench.methods import parse_method
 from gossamer.bench.peers import BASELINE
-from gossamer.bench.plots import quality_over_time, require_matplotlib
-from gossamer.bench.rows import days, markdown, read_rows, write_rows
+from gossamer.bench.plots import require_matplotlib
+from gossamer.bench.rows import Column, Record, Store, code, days, table, text
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab import LabError
@@ -55,23 +58,16 @@ METHODS = (
 KEY = ("workload", "network", "hosts", "method", "seed", "eval_every")
 
 
-class Runs:
+class Runs(Store):
     """Training runs of a file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self.rows: list[Record] = read_rows(path)
+        super().__init__(path, KEY)
 
-    def find(self, key: Record) -> Record | None:
+    def of(self, key: Record) -> Record | None:
         """The run of this key, unless the workload's file was another one then."""
         of_file = digest(key["workload"])
         return next((row for row in self.rows if key.items() <= row.items() and is_of(row, of_file)), None)
-
-    def add(self, run: Record) -> None:
-        """Keep a run, in place of a shorter one of the same key, and write all down."""
-        key = {name: run[name] for name in KEY}
-        self.rows = [row for row in self.rows if not key.items() <= row.items()] + [run]
-        write_rows(self._path, self.rows)
 
 
 def points(run: Record) -> Points:
@@ -110,17 +106,12 @@ def train(key: Record, seconds: float, until: float | None, told: Callable[[Reco
     return key | shared | conditions([key["method"]], load_before, {"model and batches": key["seed"]})
 
 
-def table(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
-    """Markdown: every method beside the first one, over all seeds that have a target."""
-    head = (
-        "method", "seeds", "ms per step", "ms without communication, beside", "steps to the target", "seconds to the target",
-        "speed-up over the first", "share of the speed-up that is possible without communication",
-    )  # fmt: skip
-    lines = []
+def compared(rows: Sequence[Record], targets: dict[int, float]) -> list[Record]:
+    """Every method beside the first one, over all seeds that have a target: what the table shows."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     times = {method: _times([row for row in rows if row["method"] == method], targets) for method in methods}
     paces = {method: {row["seed"]: _pace(row) for row in rows if row["method"] == method} for method in methods}
-    first = methods[0]
+    first, lines = methods[0], []
     for method in methods:
         own, reached = paces[method], times[method]
         faster = {seed: times[first][seed] / taken for seed, taken in reached.items() if seed in times[first]}
@@ -128,21 +119,40 @@ def table(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
             row["seed"]: statistics.median(row["alone"]) for row in rows if row["method"] == method and "alone" in row
         }
         possible = {seed: paces[first][seed] / pace for seed, pace in alone.items() if seed in paces[first]}
-        cells = [
-            f"`{method}`",
-            f"{len(reached)} of {len(own)}",
-            f"{1e3 * statistics.median(own.values()):.0f}",
-            _spread([1e3 * pace for seed, pace in alone.items() if seed in own], "{:.0f}"),
-            _spread([seconds / own[seed] for seed, seconds in reached.items()], "{:.0f}"),
-            _spread(list(reached.values()), "{:.1f}") or "not reached",
-            _spread(list(faster.values()), "{:.2f}"),
-            _spread([each / possible[seed] for seed, each in faster.items() if seed in possible], "{:.2f}"),
-        ]
-        most = ["", cells[2], "", "", "", f"at most {_spread(list(possible.values()), '{:.2f}')}", "1"]
-        lines.append([cells[0], *(most if method == BASELINE else cells[1:])])
-    beside, share = any("alone" in row for row in rows), any(line[-1] for line in lines)
-    kept = [True] * 3 + [beside] + [True] * 3 + [share]
-    return markdown(list(compress(head, kept)), [list(compress(line, kept)) for line in lines])
+        line = {"method": method, "pace": f"{1e3 * statistics.median(own.values()):.0f}"}
+        if method == BASELINE:
+            lines.append(line | {"faster": f"at most {_spread(list(possible.values()), '{:.2f}')}", "share": "1"})
+            continue
+        beside = [1e3 * pace for seed, pace in alone.items() if seed in own]
+        line |= {"seeds": f"{len(reached)} of {len(own)}", "alone": _spread(beside, "{:.0f}")}
+        line |= {"steps": _spread([seconds / own[seed] for seed, seconds in reached.items()], "{:.0f}")}
+        line |= {"seconds": _spread(list(reached.values()), "{:.1f}") or "not reached"}
+        line |= {"faster": _spread(list(faster.values()), "{:.2f}")}
+        shares = [each / possible[seed] for seed, each in faster.items() if seed in possible]
+        lines.append(line | {"share": _spread(shares, "{:.2f}")})
+    return lines
+
+
+ALONE = Column("ms without communication, beside", text("alone"))
+SHARE = Column("share of the speed-up that is possible without communication", text("share"))
+COLUMNS = (
+    Column("method", code("method")),
+    Column("seeds", text("seeds")),
+    Column("ms per step", text("pace")),
+    ALONE,
+    Column("steps to the target", text("steps")),
+    Column("seconds to the target", text("seconds")),
+    Column("speed-up over the first", text("faster")),
+    SHARE,
+)
+
+
+def lines_of(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
+    """The table, as Markdown, without columns in which nothing stands."""
+    shown = compared(rows, targets)
+    empty = set() if any("alone" in row for row in rows) else {ALONE}
+    empty |= set() if any(line.get("share") for line in shown) else {SHARE}
+    return table([column for column in COLUMNS if column not in empty], shown)
 
 
 def _pace(row: Record) -> float:
@@ -178,7 +188,7 @@ class Study:
     def rows(self) -> list[Record]:
         """The runs of this study that there are, by method."""
         keys = [self._key(method, seed) for method in self._options.methods for seed in range(self._options.seeds)]
-        return [run for key in keys if (run := self._runs.find(key)) is not None]
+        return [run for key in keys if (run := self._runs.of(key)) is not None]
 
     def train_all(self) -> None:
         """Train what is lacking, the first method of a seed before the others: it may set the target."""
@@ -204,14 +214,14 @@ class Study:
         limit = self._options.seconds if until is not None else self._options.target_after
         if method == BASELINE:
             limit, until = min(limit, COMPUTE_SECONDS), None
-        run = self._runs.find(key)
+        run = self._runs.of(key)
         if run is not None and (run["evaluations"][-1][1] >= limit or (until is not None and _reached(run, until))):
             return run
         name = f"{method}, seed {seed}"
         bar = progress.add_task(f"{name}: starting", total=None)
         told = _Told(name, lambda text: progress.update(bar, description=text))
         run = train(key, limit, until, told)
-        self._runs.add(run)
+        self._runs.add([run])
         progress.remove_task(bar)
         step, seconds, quality = run["evaluations"][-1]
         progress.log(f"{name}: {step} steps in {seconds:.1f} s, {run['measure']} {quality:.4f}", markup=False)
@@ -256,7 +266,7 @@ def page(rows: Sequence[Record], targets: dict[int, float]) -> list[str]:
     target = f"{stated[0]:.4g}" if stated[0] == stated[-1] else f"{stated[0]:.4g} to {stated[-1]:.4g}, by seed"
     name = find_workload(first["workload"]).name
     about = f"{name}, {first['hosts']} hosts, {first['network']}: {first['measure']} {target}"
-    return [about, "", *table(rows, targets), "", days(rows)]
+    return [about, "", *lines_of(rows, targets), "", days(rows)]
 
 
 def conclude(study: Study, options: argparse.Namespace) -> list[str]:
@@ -279,21 +289,49 @@ def conclude(study: Study, options: argparse.Namespace) -> list[str]:
     return lines
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line's options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", type=Path, required=True, help="a Python file with training_batches() and quality()")
+SETS = Path(__file__).with_suffix(".toml")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """What can be asked for."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--set", help="a set of quality.toml")
+    parser.add_argument("--workload", type=Path, help="a Python file with training_batches() and quality()")
     parser.add_argument("--network", default="200mbit", help="as in gossamer bench")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), help="the first one is the reference")
     parser.add_argument("--seeds", type=int, default=5)
-    goal = parser.add_mutually_exclusive_group(required=True)
+    goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--target", type=float, help="an accuracy to reach, or a loss, whichever the workload's quality is")
     goal.add_argument("--target-after", type=float, metavar="SECONDS", help="what the first method reaches in so many seconds")
     parser.add_argument("--seconds", type=float, default=1800.0, help="after which a run ends, target or not")
     parser.add_argument("--eval-every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--save-to", type=Path, default=Path("out/quality"))
-    return parser.parse_args(arguments)
+    return parser
+
+
+def sets(path: Path = SETS) -> dict[str, list[argparse.Namespace]]:
+    """The options of every run of every set of a file."""
+    usual = vars(make_parser().parse_args([]))
+    return {
+        name: [
+            argparse.Namespace(**usual | told | {"workload": Path(told["workload"]), "save_to": RESULTS / name})
+            for told in runs
+        ]
+        for name, runs in tomllib.loads(path.read_text()).items()
+    }
+
+
+def asked_for(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """What a command line asks for. Raises ConfigurationError for a set that does not exist, or a run without a goal."""
+    if options.workload is None:
+        known = sets()
+        if options.set not in (None, *known):
+            raise ConfigurationError(f"there is no set {options.set!r}; there are {', '.join(known)}")
+        return [each for name, runs in known.items() if options.set in (None, name) for each in runs]
+    if options.target is None and options.target_after is None:
+        raise ConfigurationError("say what is to be reached: --target or --target-after")
+    return [options]
 
 
 def fetch_data(workload: Workload, hosts: int) -> None:
@@ -302,26 +340,32 @@ def fetch_data(workload: Workload, hosts: int) -> None:
     next(iter(training_batches(0, hosts, 0)))
 
 
+def train_and_write(options: argparse.Namespace, console: Console) -> Study:
+    """Train what is lacking of one study, and write and show its table."""
+    study = Study(options, Runs(options.save_to / "quality.jsonl"), console)
+    require_matplotlib()
+    workload = find_workload(options.workload)
+    for method in options.methods:
+        parse_method(method)
+    if options.methods[0] == BASELINE:
+        raise ConfigurationError(f"{BASELINE} reaches nothing that others could be measured by: name another method first")
+    fetch_data(workload, options.hosts)
+    study.train_all()
+    console.print("\n".join(conclude(study, options)), markup=False, highlight=False, soft_wrap=True)
+    return study
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what is lacking, and show the table; the exit code: 1 if a method was not trained."""
-    options, console = parse_options(arguments), Console()
+    """Train what is lacking, and show the tables; the exit code: 1 if a method was not trained."""
+    options, console = make_parser().parse_args(arguments), Console()
     try:
-        study = Study(options, Runs(options.save_to / "quality.jsonl"), console)
-        require_matplotlib()
-        workload = find_workload(options.workload)
-        for method in options.methods:
-            parse_method(method)
-        if options.methods[0] == BASELINE:
-            raise ConfigurationError(f"{BASELINE} reaches nothing that others could be measured by: name another method first")
-        fetch_data(workload, options.hosts)
-        study.train_all()
+        studies = [train_and_write(each, console) for each in asked_for(options)]
     except GossamerError as error:
         Console(stderr=True).print(f"time to quality: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         return 130
-    console.print("\n".join(conclude(study, options)), markup=False, highlight=False, soft_wrap=True)
-    return 1 if study.failed else 0
+    return 1 if any(study.failed for study in studies) else 0
 
 
 if __name__ == "__main__":

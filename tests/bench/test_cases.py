@@ -1,4 +1,4 @@
-"""Matrix: what is measured, kept and shown."""
+"""Cases: what is measured, kept and shown."""
 
 import json
 from pathlib import Path
@@ -6,23 +6,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from gossamer.bench.cases import ALWAYS, Case, Turns, cases, measure_memory, portions, rows_of
 from gossamer.bench.catalogue import digest, is_of
-from gossamer.bench.matrix import (
-    ALWAYS,
-    HEAD,
-    ROUNDS,
-    Case,
-    Turns,
-    cases,
-    draw,
-    measure_memory,
-    portions,
-    rows_of,
-    table,
-)  # fmt: skip
 from gossamer.bench.plots import looks_of
 from gossamer.bench.results import Results
 from gossamer.bench.spelled import canonical
+from gossamer.bench.tables import COLUMNS, ROUNDS, draw
+from gossamer.bench.tables import of_rows as table
 from gossamer.cli import app
 from gossamer.errors import ConfigurationError
 
@@ -38,6 +28,7 @@ def a_row(method, **more):
     return case | {"method": method, "name": "Convnet"} | figures | counted | turns | own | more
 
 
+HEAD = [column.title for column in COLUMNS]
 NEW = ("steps_per_round", "timed_steps", "warmup", "compute_seconds", "ratio_to_compute", "round_seconds")
 """What rows did not tell at first."""
 
@@ -202,7 +193,7 @@ def test_the_table_shows_bounds_where_there_are_some_and_says_what_is_noisy():
 
 def test_memory_is_measured_on_a_network_without_limits_whatever_the_case_has(monkeypatch):
     seen = []
-    monkeypatch.setattr("gossamer.bench.matrix.lab_json", lambda spec, command: seen.append(spec) or [{"peaks": {}}])
+    monkeypatch.setattr("gossamer.bench.cases.lab_json", lambda spec, command: seen.append(spec) or [{"peaks": {}}])
     assert measure_memory(Case("Convnet(0.05)", "20mbit+2ms/slow-host=2x", 3), ["ddp"]) == {}
     assert [rate.bps for rate in seen[0].rates] == [None] * 3
     assert (seen[0].latency_s, seen[0].slow) == (0, {})
@@ -223,7 +214,7 @@ def test_a_picture_is_drawn_over_the_number_of_hosts_where_there_are_several_els
 
 def test_a_picture_is_of_one_version_of_the_file(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("gossamer.bench.matrix.times_by_method", lambda path, bars, title: drawn.append(bars))
+    monkeypatch.setattr("gossamer.bench.tables.times_by_method", lambda path, bars, title: drawn.append(bars))
     draw([a_row("ddp", digest="old", when=1), a_row("Gossip()", digest="new", when=2), a_row("QSGD()", when=0)], tmp_path)
     assert [bars.seconds.keys() for bars in drawn[0]] == [{"Gossip()", "QSGD()"}]
 

@@ -1,0 +1,99 @@
+"""Pages: puts the tables of the committed results into README.md and benchmarks/README.md, between markers."""
+
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from benchmarks.studies.harness import console, parser_of
+from gossamer.bench.rows import days, markdown, read_rows
+from gossamer.bench.suites import Suite, suites
+from gossamer.bench.tables import of_rows, overview
+from gossamer.errors import ConfigurationError
+
+STUDIES = {
+    "convergence": ("convergence.md",),
+    "quality": (
+        "quality/convnet-quality.md", "quality/gpt-quality.md", "quality-hooks/gpt-quality.md",
+        "quality-beside/gpt-quality.md", "quality-slower/gpt-quality.md",
+    ),
+    "shuffle": ("shuffle.md",),
+    "shuffle_time": ("shuffle_time.md",),
+    "scale": ("scale/scale.md",),
+    "exchanges": ("exchanges.md",),
+    "kernels": ("kernels.md",),
+    "overhead": ("overhead.md",),
+    "threads": ("threads.md",),
+}  # fmt: skip
+"""Studies, and the tables that they write, below ``benchmarks/results``."""
+
+TABLES = (
+    "docs/assets/demo.md",
+    "benchmarks/results/quality/convnet-quality.md",
+    "benchmarks/results/quality/gpt-quality.md",
+)
+"""Files that README.md shows, between markers with their names."""
+
+
+def insert(text: str, name: str, content: str) -> str:
+    """Replace what stands between ``<!-- name -->`` and ``<!-- /name -->``. Raises if the markers are missing."""
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise ConfigurationError(f"no markers <!-- {name} --> … <!-- /{name} --> in the text")
+    return pattern.sub(lambda match: match[1] + content.strip() + "\n" + match[2], text)
+
+
+def section(suite: Suite, root: Path) -> str:
+    """A suite: what it is for, its command, the column that stands for it, and its pictures."""
+    folder = root / "benchmarks" / "results" / suite.name
+    rows, shown = read_rows(folder / "results.jsonl"), suite.show
+    pictures = [f"![{suite.name}](results/{suite.name}/{path.name})\n" for path in sorted(folder.glob("*-*.png"))]
+    about = f"{suite.about} `make bench SUITE={suite.name}`; [all columns](results/{suite.name}/results.md). {days(rows)}"
+    return "\n".join([f"### {suite.name}\n", about.strip(), "", *overview(rows, shown), "", *pictures])
+
+
+def studies_table() -> list[str]:
+    """Studies with their first sentence, their command and their results."""
+    lines = []
+    for name, files in STUDIES.items():
+        told = (import_module(f"benchmarks.studies.{name}").__doc__ or "").split("\n")[0].partition(": ")[2]
+        links = ", ".join(f"[{Path(file).stem if len(files) == 1 else file[:-3]}](results/{file})" for file in files)
+        lines.append([f"`make study NAME={name}`", told.rstrip("."), links])
+    return markdown(("command", "what it measures", "results"), lines)
+
+
+def benchmarks_page(text: str, root: Path) -> str:
+    """``benchmarks/README.md`` with the sections of all suites, and the table of studies."""
+    known = suites(root / "benchmarks" / "suites.toml")
+    text = insert(text, "suites", "\n".join(section(suite, root) for suite in known.values()))
+    return insert(text, "studies", "\n".join(studies_table()))
+
+
+def front_page(text: str, root: Path) -> str:
+    """``README.md`` with the tables that it shows."""
+    for table in TABLES:
+        text = insert(text, Path(table).stem, (root / table).read_text())
+    speed = read_rows(root / "benchmarks" / "results" / "speed" / "results.jsonl")
+    return insert(text, "speed-summary", "\n".join([*overview(speed, "relative to DDP"), "", days(speed)]))
+
+
+def write_suite(name: str, root: Path) -> None:
+    """Make the table of a suite's rows anew."""
+    folder = root / "benchmarks" / "results" / name
+    (folder / "results.md").write_text("\n".join(of_rows(read_rows(folder / "results.jsonl"))) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write both pages, and the tables of the suites."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--root", type=Path, default=Path(), help="the project's folder")
+    root = parser.parse_args(arguments).root
+    for name in suites(root / "benchmarks" / "suites.toml"):
+        write_suite(name, root)
+    for path, made in ((root / "README.md", front_page), (root / "benchmarks" / "README.md", benchmarks_page)):
+        path.write_text(made(path.read_text(), root))
+        console.log(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
