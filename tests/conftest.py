@@ -24,13 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: starts processes or measures time; not at the same time as other tests")
 
 
-ALONE = ("bench", "examples", "gpu", "lab", "processes")
-"""Folders of such tests; the others may run side by side."""
+ALONE = ("examples", "gpu", "lab", "processes")
+"""Folders of such tests; others say so themselves, or ask for emulated hosts. The rest may run side by side."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in ALONE:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in ALONE or "namespaces" in getattr(item, "fixturenames", ()):
             item.add_marker("alone")
 
 

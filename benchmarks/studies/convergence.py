@@ -29,43 +29,10 @@ from gossamer.bench.workload import Batches, Workload
 from gossamer.comm.loopback import loopback
 from gossamer.errors import ConfigurationError
 
-GRADIENTS = (
-    "AllReduce()",
-    "ScatterReduce()",
-    "ScatterReduce(codec=Quantize(bits=4))",
-    "ScatterReduce(codec=Sign())",
-    "ByteGrad()",
-    "QSGD()",
-    "ChunkSparse()",
-    "PowerSGD()",
-)
-WEIGHTS = (
-    "AllReduce()",
-    "Gossip()",
-    "GossipGraD()",
-    "QuantizedGossip(bits=8)",
-    "QuantizedGossip()",
-    "DecentralizedSGD()",
-    "LowPrecisionDecentralized()",
-    "LowPrecisionDecentralized(codec=Quantize(bits=4))",
-    "GossipPGA()",
-    "PushSum()",
-    "PushSum(topology=RandomPush())",
-)
-MOMENTA = (
-    "OneBitAdam(lr=0.001, warmup=1000000)",
-    "OneBitAdam(lr=0.001, warmup=100)",
-    "QAdam(lr=0.001, warmup=100)",
-)
-FULL_PRECISION = (
-    "ScatterReduce(residual='fp32')",
-    "ScatterReduce(codec=Quantize(bits=4), residual='fp32')",
-    "ScatterReduce(codec=Sign(), residual='fp32')",
-    "ChunkSparse(residual='fp32')",
-    "PowerSGD(residual='fp32')",
-    *(f"{momenta[:-1]}, residual='fp32')" for momenta in MOMENTA),
-)
-METHODS = {"gradients": GRADIENTS, "weights": WEIGHTS, "momenta": MOMENTA, "full-precision": FULL_PRECISION}
+RUNS = Path(__file__).with_suffix(".toml")
+"""What is trained: families of methods, and runs."""
+
+METHODS: dict[str, list[str]] = tomllib.loads(RUNS.read_text())["families"]
 """What is trained beside an exact all-reduce: relaxations that move gradients, weights, or Adam's momentum.
 
 Beside Adam's momentum it is Adam with an exact all-reduce: the warm-up of 1-bit Adam, as long as the whole run. The others
@@ -250,9 +217,6 @@ def interval(differences: Sequence[float]) -> str:
 
     half = float(t.ppf(0.975, len(differences) - 1)) * statistics.stdev(differences) / len(differences) ** 0.5
     return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
-
-
-RUNS = Path(__file__).with_suffix(".toml")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -24,11 +24,11 @@ from gossamer.bench.catalogue import find_workload
 from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_result
 from gossamer.bench.methods import parse_method
-from gossamer.bench.paired import take_turns, warm_up
 from gossamer.bench.peers import BASELINE
 from gossamer.bench.ratios import ENOUGH, compare, ends, require_scipy, spread
 from gossamer.bench.rows import Column, Record, Store, milliseconds, number, text
 from gossamer.bench.trained import MODEL_SEED, make_method, pace
+from gossamer.bench.turns import take_turns, warm_up
 from gossamer.bench.workload import Workload
 from gossamer.data import RingShuffle
 from gossamer.lab import LabSpec

@@ -21,9 +21,9 @@ from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.methods import parse_method
 from gossamer.bench.network import parse_network
-from gossamer.bench.paired import warm_up
 from gossamer.bench.rows import Column, Record, Store, code, milliseconds, text
 from gossamer.bench.trained import make_method
+from gossamer.bench.turns import warm_up
 
 WORKLOADS = ("examples/02_convnet.py", "examples/01_gpt.py")
 METHODS = ("compute", "ddp", "AllReduce()", "ScatterReduce()", "ChunkSparse()", "Gossip(wire='bf16')", "in_parts(8, Gossip())")

@@ -78,6 +78,7 @@ def test_readiness_follows_the_length_of_the_step():
     assert Ready((4.0, 8.0), (0.5, 0.5), 10.0, (3.0, 1.0)).within(5.0) == Ready((2.0, 4.0), (0.5, 0.5), 5.0, (1.5, 0.5))
 
 
+@pytest.mark.alone
 def test_gradients_of_an_emulated_model_are_ready_in_its_backward():
     ready = measure_ready(find_workload("Convnet(0.2)"), repeats=3, forward=True)
     assert len(ready.seconds) == 8

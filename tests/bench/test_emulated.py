@@ -11,6 +11,8 @@ from gossamer.bench.emulated import MODELS, Emulated
 from gossamer.errors import ConfigurationError
 from hand_clock import set_clock
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(
     ("name", "parameters"),

@@ -59,6 +59,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("method", METHODS)

@@ -8,6 +8,8 @@ from gossamer.lab import LabError, LabSpec
 
 HERE = LabSpec(hosts=2, shaping="none", timeout=60)
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def script(tmp_path):

@@ -6,15 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gossamer.bench import counters, paired
+from gossamer.bench import counters, paired, turns
 from gossamer.bench.bound import Ready
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.counters import Counters
 from gossamer.bench.methods import parse_method
-from gossamer.bench.paired import Sent, _add_bounds, take_turns
+from gossamer.bench.paired import Sent, _add_bounds
 from gossamer.bench.peers import PEERS, Joined, Peer
 from gossamer.bench.ratios import ENOUGH, compare
 from gossamer.bench.trained import LONGEST, MethodError, Pace, Trained, exchanged, pace
+from gossamer.bench.turns import take_turns
 from gossamer.errors import GossamerError
 from hand_clock import set_clock
 
@@ -64,7 +65,7 @@ def test_every_method_has_its_turn_in_every_round_and_their_order_alternates(alo
 
 
 def test_only_timed_steps_count_and_a_round_tells_seconds_per_step(alone, monkeypatch):
-    clock, events = set_clock(monkeypatch, paired), []
+    clock, events = set_clock(monkeypatch, turns), []
     rounds = take_turns({"slow": a_method("slow", events, took=lambda: clock.sleep(0.02))}, 3, Pace(1, 4))["slow"]
     assert len(events) == 3 * (1 + 4)
     assert [each.seconds for each in rounds] == pytest.approx([0.02] * 3)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.studies import convergence, pages, quality, scale
+from benchmarks.studies import convergence, pages, quality, quality_table, scale
 from gossamer.bench import tables
 from gossamer.bench.rows import read_rows
 from gossamer.bench.spelled import canonical
@@ -69,10 +69,10 @@ def test_times_to_quality(name, options):
     assert {row["method"] for row in rows} <= set(options.methods)
     first = {row["seed"]: row for row in rows if row["method"] == options.methods[0]}
     after = options.target_after
-    targets = {seed: quality.target_after(row, after) if after else options.target for seed, row in first.items()}
+    targets = {seed: quality_table.target_after(row, after) if after else options.target for seed, row in first.items()}
     (page,) = (RESULTS / name).glob(f"{options.workload.stem[3:]}-quality.md")
     # Methods stand there in the order in which they were asked for.
-    assert sorted(page.read_text().splitlines()) == sorted(quality.page(rows, targets))
+    assert sorted(page.read_text().splitlines()) == sorted(quality_table.page(rows, targets))
 
 
 @pytest.mark.slow

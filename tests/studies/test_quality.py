@@ -10,8 +10,9 @@ import torch.distributed as dist
 from benchmarks.studies import quality as time_to_quality
 from benchmarks.studies import quality_run
 from benchmarks.studies.crossing import crossing, smoothed
-from benchmarks.studies.quality import Runs, main, seconds_to, target_after
-from benchmarks.studies.quality import lines_of as table
+from benchmarks.studies.quality import Runs, main
+from benchmarks.studies.quality_table import lines_of as table
+from benchmarks.studies.quality_table import seconds_to, target_after
 from gossamer.bench.catalogue import digest
 from gossamer.bench.plots import require_matplotlib
 from gossamer.errors import GossamerError
@@ -122,6 +123,7 @@ def workload(tmp_path):
     return path
 
 
+@pytest.mark.alone
 def test_a_study_is_trained_told_and_not_trained_again(tmp_path, workload, capsys, monkeypatch):
     monkeypatch.setattr(time_to_quality, "COMPUTE_SECONDS", 1.5)
     require_matplotlib()

@@ -8,12 +8,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from gossamer.bench.catalogue import digest, find_workload, is_emulated
 from gossamer.bench.in_lab import lab_json, lab_result
-from gossamer.bench.memory import beyond, read
+from gossamer.bench.memory import LIMIT, beyond, in_turn
 from gossamer.bench.methods import parse_method
 from gossamer.bench.network import parse_network
 from gossamer.bench.peers import BASELINE, missing
@@ -132,8 +133,8 @@ def measure_memory(case: Case, methods: Sequence[str]) -> dict[str, Record]:
 
     On an unshaped network, whatever the case's is: memory does not depend on the rate, and over a slow link it takes minutes.
     """
-    command = ["-m", "gossamer.bench.memory", "--workload", case.workload, "--methods", *methods]
-    return beyond(read(lab_json(replace(case, network=UNSHAPED).spec(), command)))
+    spec = replace(replace(case, network=UNSHAPED).spec(), timeout=LIMIT)
+    return beyond(in_turn(methods, partial(lab_json, spec), case.workload))
 
 
 def case_of(row: Record) -> Case:

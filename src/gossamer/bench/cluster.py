@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gossamer.bench.cases import Case, Turns, rows_of, without_figures
 from gossamer.bench.catalogue import find_workload
-from gossamer.bench.memory import beyond, read
+from gossamer.bench.memory import LIMIT, beyond, in_turn
 from gossamer.bench.paired import missing, run
 from gossamer.bench.ranks import of_all
 from gossamer.bench.rows import Record
@@ -93,14 +93,20 @@ def measure_memory_here(case: Case, methods: Sequence[str]) -> dict[str, Record]
 
     Nothing for a model on a GPU, whose memory is not counted.
     """
-    if torch.cuda.is_initialized():
-        return {}
+    return {} if torch.cuda.is_initialized() else beyond(in_turn(methods, _beside, case.workload))
+
+
+def _beside(command: list[str]) -> list[Record]:
+    """What a command prints in a process beside each of these ranks, by rank. Raises GossamerError on all if one fails."""
     port = str(of_all(free_port(""))[0])
-    command = [sys.executable, "-m", "gossamer.bench.memory", "--workload", case.workload, "--methods", *methods]
     environment = os.environ | {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     with tempfile.TemporaryFile("w+") as said:  # no pipe: processes that a peer leaves behind would hold it open
-        done = subprocess.run(command, env=environment, stdout=said)
-        if done.returncode != 0:
-            raise GossamerError(f"measuring the memory of {', '.join(methods)} failed with code {done.returncode}")
+        try:
+            code = subprocess.run([sys.executable, *command], env=environment, stdout=said, timeout=LIMIT).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+        codes = of_all(code)
+        if any(codes):
+            raise GossamerError(f"rank {[bool(each) for each in codes].index(True)} failed with code {max(codes, key=abs)}")
         said.seek(0)
-        return beyond(read(of_all(json.loads(said.read().splitlines()[-1]))))
+        return of_all(json.loads(said.read().splitlines()[-1]))

@@ -14,13 +14,11 @@ import operator
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from gossamer.bench import peers
@@ -33,77 +31,11 @@ from gossamer.bench.peers import BASELINE
 from gossamer.bench.ranks import of_all
 from gossamer.bench.ratios import compare, paired_ratio
 from gossamer.bench.trained import MODEL_SEED, Pace, Trained, make_method, named, pace
+from gossamer.bench.turns import Round, take_turns, warm_up
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError, GossamerError
 
 Figures = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """A few steps of one method: seconds per step, and what else they cost this rank."""
-
-    seconds: float
-    counted: Counters
-
-
-def take_turns(
-    methods: dict[str, Trained], rounds: int, common: Pace, told: Callable[[int], None] = lambda index: None
-) -> dict[str, list[Round]]:
-    """Every method's rounds: seconds per step, and what else the steps cost. ``told`` is called before every round.
-
-    ``common``: how many steps are timed; see :func:`gossamer.bench.trained.pace`.
-    """
-    results: dict[str, list[Round]] = {name: [] for name in methods}
-    names = list(methods)
-    for index in range(rounds):
-        told(index)
-        turn = index // 2 % len(names)
-        order = names[turn:] + names[:turn]
-        for name in order if index % 2 == 0 else reversed(order):
-            results[name].append(_time(methods[name], common.of(methods[name])))
-    return results
-
-
-def _time(method: Trained, own: Pace) -> Round:
-    with method.joined.turn():
-        for _ in range(own.lead_in):
-            method.step()  # what the method before left in caches and token buckets is not this method's
-        before = Counters.read(method.joined.replica)
-        _meet(method)
-        begin = time.perf_counter()
-        for _ in range(own.timed_steps):
-            method.step()
-        _meet(method)
-        seconds = (time.perf_counter() - begin) / own.timed_steps
-        counted = Counters.read(method.joined.replica).per_step(before, own.timed_steps)
-        _end_turn(method)
-        return Round(seconds, counted)
-
-
-def warm_up(method: Trained, steps: int) -> None:
-    """Train at least so many steps."""
-    with method.joined.turn():
-        for _ in range(method.timed(steps)):
-            method.step()
-        _meet(method)
-        _end_turn(method)
-
-
-def _end_turn(method: Trained) -> None:
-    """Leave nothing on the line, where it would be in another method's way, nor in memory that others need."""
-    if method.joined.replica is not None:
-        method.joined.replica.wait_for_exchanges()
-    method.joined.model.zero_grad()
-    _meet(method)
-
-
-def _meet(method: Trained) -> None:
-    if method.joined.replica is not None:
-        method.joined.replica.catch_up()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    dist.barrier()
 
 
 def tell(index: int, rounds: int) -> None:
