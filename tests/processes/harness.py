@@ -57,7 +57,7 @@ class Launch:
         servers = fork_servers(world)
         self.world, self._end, self._begin = world, time.monotonic() + timeout, time.time()
         self._folder = tempfile.TemporaryDirectory(prefix="gossamer-test-")
-        self._port = free_port()
+        self.port = free_port()
         command = [module, ",".join(scenarios), self._folder.name]
         self._processes = [self._spawn(servers[rank], rank, command, arguments or {}) for rank in range(world)]
 
@@ -67,7 +67,7 @@ class Launch:
             "WORLD_SIZE": str(self.world),
             "LOCAL_RANK": str(rank),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._port),
+            "MASTER_PORT": str(self.port),
             "GLOO_SOCKET_IFNAME": "lo",
             # The server of a TCPStore looks up the name of every client; a slow name server stalls it for seconds.
             "RES_OPTIONS": "timeout:1 attempts:1",

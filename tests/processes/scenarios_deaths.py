@@ -118,6 +118,33 @@ def never_comes(here: Here) -> None:
 
 
 @ends_the_process
+def is_killed_before_replicate(here: Here) -> None:
+    """After init_process_group, before anything of gossamer's: nobody has a word of it. Another rank is merely late."""
+    victim = here.rank == int(here.argument("victim"))
+    dist.barrier()  # all are connected
+    if victim:
+        here.mark()
+        kill()
+    if here.rank == int(here.argument("late")):
+        time.sleep(15)
+    script(here, "is_killed_before_replicate", lambda: make(here))
+
+
+@ends_the_process
+def waits_for_rank_2(here: Here) -> None:
+    """Rank 2 stands still for as long as the test wants it to; the test does something meanwhile."""
+    model, optimizer, _ = make(here, timeout=float(here.argument("timeout")))
+    train(here, model, optimizer, range(STEP))
+    if here.rank == 2:
+        here.mark()
+    here.say("training")
+    if here.rank == 2 and here.argument("pause") != "0":
+        time.sleep(float(here.argument("pause")))
+    script(here, "waits_for_rank_2", lambda: train(here, model, optimizer, range(STEP, int(here.argument("steps")))))
+    here.say("done")
+
+
+@ends_the_process
 def gives_up(here: Here) -> None:
     """Rank 2 is busy for long; the others give up after two seconds, tidy up as scripts do, and end."""
     model, optimizer, replica = make(here, timeout=2.0)

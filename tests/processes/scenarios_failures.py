@@ -503,6 +503,24 @@ def consensus_on_one_rank(here: Here) -> dict[str, Any]:
         return told(go_on)
 
 
+def forward_on_one_rank(here: Here) -> dict[str, Any]:
+    """Rank 1 evaluates in training mode, alone: with buffers, that is a collective call."""
+    with warnings_after(2.0):
+        model = nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        here.replicate(model, optimizer, small())
+
+        def body() -> None:
+            for step in range(40):
+                optimizer.zero_grad()
+                if here.rank == 1 and step == 2:
+                    model(numbers(here, 99, 8, 10))
+                model(numbers(here, step, 8, 10)).square().mean().backward()
+                optimizer.step()
+
+        return told(body)
+
+
 def late_in_a_ring(here: Here) -> dict[str, Any]:
     _, _, train = begin(here, FaultyPrompt(where=-1))
     if here.rank == 2:

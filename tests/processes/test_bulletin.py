@@ -159,6 +159,14 @@ def test_who_waits_in_something_else() -> None:
     assert board[0].elsewhere(7, "bucket 0 (a …) after step 5") == {2: "the average of the replicas"}
 
 
+def test_for_whom_bytes_wait() -> None:
+    board = boards(4)
+    board[1].note_backlog({2: 51234.4})
+    board[2].note_backlog({3: 1000.0, 0: 0.0})
+    board[3].note_backlog({})
+    assert board[0].backlogs() == {1: {2: 51234.0}, 2: {3: 1000.0, 0: 0.0}}
+
+
 def test_roll_call_names_who_is_silent() -> None:
     board = boards(4)
 

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from processes.harness import Launch, Process, launch
 
@@ -96,6 +97,72 @@ def test_processes_end_after_a_timeout(algorithm: str, tidy: str) -> None:
     survivors(processes, "gives_up", 2, ["rank 2", "2 s"], ["CommunicationTimeout", "CommunicationError"])
     assert processes[2].code == 1
     assert "gave up" in processes[2].reports["gives_up"].value["text"]
+
+
+def test_a_rank_that_is_killed_before_replicate() -> None:
+    """It is told from a rank that is merely late, which is told too, when it comes."""
+    arguments = {"algorithm": "AllReduce", "victim": "1", "late": "2"}
+    processes = launch("scenarios_deaths", ["is_killed_before_replicate"], 4, timeout=120, arguments=arguments)
+    name = "is_killed_before_replicate"
+    waited = [process for process in processes if process.rank != 2]
+    survivors(waited, name, 1, ["rank 1 will not come"], ["PeerLeftError", "CommunicationError"])
+    told = processes[2].reports[name].value
+    assert told["kind"] in ("PeerLeftError", "CommunicationError"), "perhaps only that the store has ended with rank 0"
+
+
+def standing(pause: str, timeout: str, steps: str) -> Launch:
+    """Three ranks in mid-training; rank 2 begins a pause."""
+    arguments = {"algorithm": "AllReduce", "pause": pause, "timeout": timeout, "steps": steps}
+    running = Launch("scenarios_deaths", ["waits_for_rank_2"], 3, timeout=120, arguments=arguments)
+    for rank in range(3):
+        running.wait_until_said(rank, "training")
+    return running
+
+
+def test_a_rank_that_is_preempted_says_so() -> None:
+    running = standing("60", "60", "400")
+    running.send(2, signal.SIGTERM)
+    processes = running.wait()
+    assert processes[2].code == -signal.SIGTERM
+    survivors(processes, "waits_for_rank_2", 2, ["rank 2 ended with SIGTERM"], ["CommunicationError"])
+
+
+def test_a_rank_that_is_stopped_for_longer_than_the_timeout_is_told_that_it_was_late() -> None:
+    running = standing("0", "4", "100000")
+    running.send(2, signal.SIGSTOP)
+    time.sleep(12)
+    running.send(2, signal.SIGCONT)
+    processes = running.wait()
+    survivors(processes, "waits_for_rank_2", 2, ["rank 2"], ["CommunicationTimeout", "CommunicationError"])
+    told = processes[2].reports["waits_for_rank_2"].value["text"]
+    assert "late: rank 2" in told or "rank 2 was late" in told
+
+
+def test_a_rank_that_is_stopped_for_less_goes_on() -> None:
+    running = standing("0", "60", "3000")
+    running.send(2, signal.SIGSTOP)
+    time.sleep(4)
+    running.send(2, signal.SIGCONT)
+    for process in running.wait():
+        assert process.code == 0, process.errors[-3000:]
+        assert "done" in process.output
+
+
+def test_an_alarm_that_a_third_party_forges_is_ignored() -> None:
+    """It reaches the store's port, reads what is there, and writes in every rank's name what a rank would write."""
+    running = standing("5", "60", "40")
+    store = dist.TCPStore("127.0.0.1", running.port, is_master=False)  # type: ignore[attr-defined]
+    keys = [key for key in store.list_keys() if key.rpartition("/")[0].endswith("/alarm")]
+    assert len(keys) == 3
+    for key in keys:
+        written = store.get(key).decode()
+        store.set(key, written.partition("|")[0] + "|1 rank 1: the job is over")
+        store.set(key.rpartition("/alarm/")[0] + "/news", "1")
+    processes = running.wait()
+    for process in processes:
+        assert process.code == 0, process.errors[-3000:]
+        assert "done" in process.output
+    assert any("no rank of this run wrote it" in process.errors for process in processes)
 
 
 @pytest.mark.parametrize("where", ["exchange", slowly("replicate")])

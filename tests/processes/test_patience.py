@@ -204,6 +204,23 @@ def test_a_host_that_has_vanished_is_named_long_before_the_timeout() -> None:
         waiting.wait(ticket(), nothing)
 
 
+def test_a_slow_link_is_named_where_every_rank_waits(caplog: pytest.LogCaptureFixture) -> None:
+    class Slow(Links):
+        def backed_up(self) -> dict[int, float]:
+            return {2: 5e5}
+
+    waiting, boards = three()
+    waiting.links = Slow()
+    boards[1].wait_in(3)
+    boards[2].wait_in(3)
+    boards[2].note_backlog({1: 5e5})
+    made = ticket()
+    later(0.8, made.done.set)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        waiting.wait(made, nothing)
+    assert "(every rank waits: the link of rank 2 is slow, 4 Mbit/s go over it)" in caplog.text
+
+
 def test_a_process_that_ended_without_a_word_is_named_and_nobody_else_is_asked() -> None:
     class Ended(Links):
         def __bool__(self) -> bool:

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gossamer.errors import CommunicationError, CommunicationTimeout, PeerLeftError
@@ -193,6 +193,16 @@ class Bulletin:
         waits = self._waits()
         return [r for r, at in waits.items() if at is None] or [r for r, at in waits.items() if at and at[0] < sequence]
 
+    def note_backlog(self, waiting: Mapping[int, float]) -> None:
+        """Post for which ranks bytes wait in this host, and how many of them go out per second."""
+        self._post("backlog", " ".join(f"{rank}:{rate:.0f}" for rank, rate in waiting.items()))
+
+    def backlogs(self) -> dict[int, dict[int, float]]:
+        """The same of the other ranks, as far as they have posted it."""
+        posted = {rank: text.split() for rank, text in self._read("backlog", self._others()).items() if text}
+        pairs = {rank: [pair.partition(":") for pair in row] for rank, row in posted.items()}
+        return {rank: {int(to): float(rate) for to, _, rate in row} for rank, row in pairs.items()}
+
     def elsewhere(self, sequence: int, label: str) -> dict[int, str]:
         """The ranks that wait in another flow of the same number, and what that is called, where they have said it."""
         same_number = {rank: at[1] for rank, at in self._waits().items() if at and at[0] == sequence}
@@ -237,7 +247,7 @@ class Bulletin:
 
         ``ended`` tells which of the absent ranks can never come, because their processes have ended without a word.
         """
-        for name in ("left", "answer", "waits", "alarm"):
+        for name in ("left", "answer", "waits", "alarm", "backlog"):
             self._post(name, "")  # what is there of all ranks can be read in one call
         self._post("arrived", address or "somewhere")
         self._store.add(self._key("arrivals"), 1)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from gossamer.checks import is_number
 from gossamer.comm import bulletin
 from gossamer.comm.bulletin import Bulletin, StoreLostError, StoreSilentError, names
-from gossamer.comm.links import Links
+from gossamer.comm.links import Links, slow_rank
 from gossamer.comm.runner import Ticket
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError, UsageError
 
@@ -51,6 +51,7 @@ class Patience:
         self.opening_hint = ""
         """What to add where process groups cannot be opened."""
         self._board, self._rank = board, rank
+        self._backlog: dict[int, float] = {}
         self._active, self._absent = time.monotonic(), 0.0
 
     def active(self) -> None:
@@ -77,6 +78,7 @@ class Patience:
                 return failed
             if waited >= wait.next_look or waited >= self.timeout:
                 self._require_hosts(ticket)
+                self._note_backlog(waited)
                 wait.lost = self._look(ticket, not wait.posted, wait.lost)
                 wait.posted, wait.next_look = True, wait.next_look + LOOK_EVERY
             if waited >= self.timeout:
@@ -170,8 +172,30 @@ class Patience:
                 "after model.eval()"
             )
 
+    def _note_backlog(self, waited: float) -> None:
+        """Measure how fast bytes go out to the other ranks; let all know it before anybody says who is slow."""
+        mine = self.links.backed_up()
+        if waited >= bulletin.WARN_AFTER / 2 and (mine or self._backlog):
+            self._backlog = mine
+            try:
+                self._board.note_backlog(mine)
+            except Exception as error:
+                logger.debug("could not say for whom bytes wait here: %s", error)
+
+    def _slow(self) -> str:
+        """Whose link keeps everybody waiting, in words."""
+        try:
+            everyone = self._board.backlogs() | {self._rank: self._backlog}
+        except Exception as error:
+            logger.debug("could not ask for whom bytes wait elsewhere: %s", error)
+            everyone = {}
+        rank, rates = slow_rank(everyone), [rate for row in everyone.values() for rate in row.values()]
+        if rank is None:
+            return "every rank waits: the network is slow, or stuck"
+        return f"every rank waits: the link of rank {rank} is slow, {8e-6 * max(rates):.2g} Mbit/s go over it"
+
     def _warn(self, ticket: Ticket[Any], waited: float) -> None:
-        late = self._late(ticket) or "every rank waits: the network is slow, or stuck"
+        late = self._late(ticket) or self._slow()
         if not ticket.done.is_set():
             logger.warning("rank %d has waited %.0f s in %s (%s)", self._rank, waited, ticket, late)
 

@@ -303,7 +303,9 @@ class Ended:
 
     def __init__(self, group: Any, ranks: Group) -> None:
         """``ranks``: the global ranks that are asked about, in order."""
-        self._group = group if _backend_for(group, "cpu") == dist.Backend.GLOO else None
+        lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")  # a connection may never have been made
+        self._group = group if _backend_for(group, "cpu") == dist.Backend.GLOO and not lazy else None
+        self._asked = False
         self._ranks, self._places = ranks, dist.get_process_group_ranks(group)
         limit = round(group_timeout(group).total_seconds())
         self._known = with_limit(limit, connections()) if self._group is not None else frozenset()
@@ -312,10 +314,10 @@ class Ended:
     def __call__(self, absent: Sequence[int]) -> list[int]:
         """Those of some ranks whose processes have closed their connections."""
         still = frozenset(connection for connection in self._known if sockets.is_open(connection))
-        if still == self._known:
+        if still == self._known and self._asked:
             return []
-        # Some connection has ended, perhaps that of another group: the group itself says whose it was.
-        self._known = still
+        # Some connection has ended, perhaps before we looked, or that of another group: the group itself says whose it was.
+        self._known, self._asked = still, True
         return [rank for rank in absent if self._refuses(self._ranks[rank])]
 
     def _refuses(self, rank: int) -> bool:
