@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.studies.absent import EchoPort
 from gossamer.comm.device import Device
 from gossamer.comm.runner import CONTROL, InlineRunner, Meter, Ticket
-from gossamer.lanes import StreamLanes
+from gossamer.comm.torch.streams import StreamLanes
 
 
 class EchoRunner(InlineRunner):

@@ -11,7 +11,8 @@ from torch import Tensor
 from fake_device import FakeDevice, Judge
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.comm.runner import LocalPort, Meter, Ticket, solo_runner
-from gossamer.lanes import StreamLanes, ThreadLanes
+from gossamer.comm.torch.lanes import ThreadLanes
+from gossamer.comm.torch.streams import StreamLanes
 
 Lanes = StreamLanes | ThreadLanes
 

@@ -47,25 +47,23 @@ def offenders(inside: str, *forbidden: str) -> list[str]:
 
 def test_the_reader_sees_imports() -> None:
     """Else the tests below could not fail."""
-    assert offenders("comm/torch_runner.py", "torch.distributed")
-    assert offenders("comm/connect.py", "gossamer.comm.torch_runner"), "inside a function, too"
+    assert offenders("comm/torch/runner.py", "torch.distributed")
+    assert offenders("comm/connect.py", "gossamer.comm.torch.runner"), "inside a function, too"
     assert not offenders("algorithms/", "gossamer.simulate")
 
 
 def test_only_the_torch_runner_and_the_benchmarks_know_the_network() -> None:
-    allowed = ("comm/torch_", "bench/")
+    allowed = ("comm/torch/", "bench/")
     assert [line for line in offenders("", "torch.distributed") if not line.startswith(allowed)] == []
 
 
-UPPER_NAMES = ("checkpoint", "sync", "replica", "replicate", "lanes", "lab", "bench", "simulate", "plan", "cli", "data")
+UPPER_NAMES = ("checkpoint", "sync", "replica", "replicate", "lab", "bench", "simulate", "plan", "cli", "data")
 UPPER = [f"gossamer.{name}" for name in UPPER_NAMES]
 
 
 @pytest.mark.parametrize("folder", ["algorithms/", "codecs/", "comm/ops.py", "comm/flow.py", "buckets.py", "state.py"])
 def test_what_an_algorithm_is_made_of_knows_nothing_above(folder: str) -> None:
-    transports = [
-        f"gossamer.comm.{name}" for name in ("runner", "loopback", "connect", "bulletin", "torch_runner", "torch_ports")
-    ]
+    transports = [f"gossamer.comm.{name}" for name in ("runner", "loopback", "connect", "torch")]
     assert offenders(folder, *UPPER, *transports) == []
 
 
@@ -74,7 +72,7 @@ def test_codecs_know_no_algorithm() -> None:
 
 
 def test_transports_know_no_algorithm() -> None:
-    assert offenders("comm/", *(u for u in UPPER if u != "gossamer.lanes"), "gossamer.algorithms", "gossamer.codecs") == []
+    assert offenders("comm/", *UPPER, "gossamer.algorithms", "gossamer.codecs") == []
 
 
 def test_topology_imports_nothing_of_ours_but_errors_and_checks() -> None:
@@ -91,14 +89,12 @@ def test_optimizers_know_nothing_of_the_network() -> None:
     communicating = ("optim/__init__.py", "optim/communicating.py", "optim/one_bit_adam.py")  # these know algorithms and codecs
     others = [line for line in offenders("optim/", "gossamer") if not line.startswith(communicating)]
     assert [line for line in others if not line.split(" imports ")[1].startswith(allowed)] == []
-    assert (
-        offenders("optim/", "gossamer.comm", "gossamer.sync", "gossamer.replica", "gossamer.replicate", "gossamer.lanes") == []
-    )
+    assert offenders("optim/", "gossamer.comm", "gossamer.sync", "gossamer.replica", "gossamer.replicate") == []
 
 
 def test_data_know_the_exchanges_but_not_the_replicas() -> None:
-    rooms = ("algorithms", "buckets", "codecs", "replica", "replicate", "lanes", "lab", "bench", "simulate", "cli", "optim")
-    transports = ("loopback", "torch_runner", "torch_ports", "torch_store", "bulletin", "sockets")
+    rooms = ("algorithms", "buckets", "codecs", "replica", "replicate", "lab", "bench", "simulate", "cli", "optim")
+    transports = ("loopback", "torch")
     assert offenders("data/", *(f"gossamer.{name}" for name in rooms), *(f"gossamer.comm.{name}" for name in transports)) == []
     allowed = ("gossamer.sync.agreement", "gossamer.sync.backward", "gossamer.sync.lagging")
     assert [line for line in offenders("data/", "gossamer.sync") if not line.split(" imports ")[1].startswith(allowed)] == []
@@ -112,7 +108,7 @@ def test_the_lab_itself_needs_no_torch() -> None:
 
 
 def test_simulation_needs_no_network() -> None:
-    assert offenders("simulate/", "gossamer.comm.torch_runner", "gossamer.comm.torch_ports", "gossamer.replica") == []
+    assert offenders("simulate/", "gossamer.comm.torch", "gossamer.replica") == []
 
 
 def unpickled(path: Path) -> list[str]:

@@ -31,9 +31,9 @@ from gossamer import (
     loopback,
 )
 from gossamer.codecs import Quantize, Sign
-from gossamer.comm.torch_runner import _instance_name
+from gossamer.comm.torch.opening import instance_name
 from gossamer.optim import MasterWeights
-from processes.test_bulletin import Shelf
+from processes.test_failure_board import Shelf
 
 
 def make(seed: int = 0) -> nn.Module:
@@ -676,10 +676,10 @@ def test_a_mesh_without_this_process() -> None:
 
 def test_groups_have_names_of_their_own() -> None:
     store = Shelf()
-    names = [_instance_name(store, ranks, 1) for ranks in ((0, 1, 8, 9), (0, 4, 7, 9), (0, 1, 8, 9))]
+    names = [instance_name(store, ranks, 1) for ranks in ((0, 1, 8, 9), (0, 4, 7, 9), (0, 1, 8, 9))]
     assert len(set(names)) == 3
-    assert [_instance_name(store, (0, 1, 8, 9), 2) for _ in range(2)] == [names[0], names[2]]
-    assert _instance_name(Shelf(), (0, 1, 8, 9), 1) == names[0], "another store, as of another process group, counts anew"
+    assert [instance_name(store, (0, 1, 8, 9), 2) for _ in range(2)] == [names[0], names[2]]
+    assert instance_name(Shelf(), (0, 1, 8, 9), 1) == names[0], "another store, as of another process group, counts anew"
 
 
 def test_what_cannot_be_replicated_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ from gossamer.comm import ops
 from gossamer.comm.device import Device
 from gossamer.comm.ops import Flow, Group, Op
 from gossamer.comm.runner import CONTROL, InlineRunner, LocalPort, Meter, Ticket
-from gossamer.comm.torch_device import DevicePort
-from gossamer.comm.torch_ports import Circle, GlooPort
-from gossamer.lanes import PromptTicket, StreamLanes, ThreadLanes
+from gossamer.comm.torch.device_ports import DevicePort
+from gossamer.comm.torch.gloo import Circle, GlooPort
+from gossamer.comm.torch.lanes import PromptTicket, ThreadLanes
+from gossamer.comm.torch.streams import StreamLanes
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ class _Silence:
 
 
 class AbsentRunner(InlineRunner):
-    """Lanes as :class:`~gossamer.comm.torch_runner.TorchRunner` has them, over torch's fake process group; agreements at once.
+    """Lanes as :class:`~gossamer.comm.torch.runner.TorchRunner` has them, over torch's fake process group; agreements at once.
 
     On the host two threads, or the main one, where the algorithm is prompt; on a device its streams, as with NCCL.
     """

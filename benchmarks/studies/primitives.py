@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer.bench.rows import Record
 from gossamer.comm.ops import Flow, Start, all_gather, all_reduce, all_to_all, maximum, permute
 from gossamer.comm.topology import Permutation, shift
-from gossamer.comm.torch_runner import TorchRunner
+from gossamer.comm.torch.runner import TorchRunner
 from gossamer.lab.line_rate import Pattern, lab_addresses, line_rate
 from gossamer.lab.rates import parse_rate
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from gossamer.comm.ops import Broadcast
 from gossamer.comm.runner import Meter
-from gossamer.comm.torch_ports import Circle, GlooPort
+from gossamer.comm.torch.gloo import Circle, GlooPort
 
 
 def test_a_source_that_is_not_there_is_named() -> None:

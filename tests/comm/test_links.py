@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 import torch
 
-from gossamer.comm import links, sockets
-from gossamer.comm.links import Links, described, slow_rank
-from gossamer.comm.sockets import Connection, Progress
+from gossamer.comm.torch import links, sockets
+from gossamer.comm.torch.links import Links, described, slow_rank
+from gossamer.comm.torch.sockets import Connection, Progress
 
 Pair = tuple[socket.socket, socket.socket]
 

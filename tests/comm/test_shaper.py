@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from fake_device import FakeDevice
 from gossamer.comm import shaper as shaper_module
-from gossamer.comm import torch_ports
 from gossamer.comm.ops import AllReduce, Traffic
 from gossamer.comm.runner import Meter
 from gossamer.comm.shaper import Shaper, shaper_from_environment
-from gossamer.comm.torch_ports import Circle, GlooPort, Pending
-from gossamer.comm.torch_runner import TorchRunner
+from gossamer.comm.torch import gloo as torch_ports
+from gossamer.comm.torch.gloo import Circle, GlooPort, Pending
+from gossamer.comm.torch.runner import TorchRunner
 from gossamer.errors import ConfigurationError
 from gossamer.lab import LabSpec
 from gossamer.lab.environment import rank_environment

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.comm.runner import LocalPort, Meter, Ticket
-from gossamer.lanes import PromptTicket, ThreadLanes
+from gossamer.comm.torch.lanes import PromptTicket, ThreadLanes
 
 
 class Port(LocalPort):

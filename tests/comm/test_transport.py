@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from gossamer.comm import torch_groups
-from gossamer.comm.torch_groups import HOST, Transport, group_timeout, same_everywhere, told, transport_for
+from gossamer.comm.torch import transport as torch_transport
+from gossamer.comm.torch.groups import group_timeout
+from gossamer.comm.torch.transport import HOST, Transport, same_everywhere, told, transport_for
 from gossamer.errors import ConfigurationError, DisagreementError
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
@@ -18,7 +19,7 @@ CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device(
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A group with the backends that ``config`` says, whatever it is called."""
     made = SimpleNamespace(config="")
-    monkeypatch.setattr(torch_groups.dist, "get_backend_config", lambda group: group.config)
+    monkeypatch.setattr(torch_transport.dist, "get_backend_config", lambda group: group.config)
     return made
 
 
@@ -66,8 +67,8 @@ def test_what_cannot_be_moved_is_refused(group: Any, config: str, devices: Any, 
 
 
 def test_ranks_tell_each_other_what_they_mean() -> None:
-    streams = Transport("nccl", torch_groups.Device(FIRST))
-    same_everywhere(torch.stack([told(streams), told(Transport("nccl", torch_groups.Device(SECOND)))]), 0)
+    streams = Transport("nccl", torch_transport.Device(FIRST))
+    same_everywhere(torch.stack([told(streams), told(Transport("nccl", torch_transport.Device(SECOND)))]), 0)
     with pytest.raises(
         DisagreementError, match="rank 0: tensors on cpu, moved by gloo; rank 1: tensors on cuda, moved by nccl"
     ):

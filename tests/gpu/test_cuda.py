@@ -26,8 +26,8 @@ from gossamer.comm.ops import AllGather, Permute
 from gossamer.comm.ops import AllReduce as Sum
 from gossamer.comm.runner import Meter
 from gossamer.comm.topology import shift
-from gossamer.comm.torch_device import DevicePort
-from gossamer.comm.torch_ports import Circle
+from gossamer.comm.torch.device_ports import DevicePort
+from gossamer.comm.torch.gloo import Circle
 from gossamer.state import State
 from processes.harness import launch, require
 from processes.scenarios_cuda import ALGORITHMS

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import gossamer
-from gossamer import AllReduce, Gossip, GossamerError, LocalSGD
+from gossamer import AllReduce, GossamerError, Gossip, LocalSGD
 from processes.twins import values
 from processes.worker import Here
 from processes.workloads import generator

@@ -19,7 +19,7 @@ from torch.optim import SGD
 import gossamer
 from gossamer import AllReduce, Gossip
 from gossamer.algorithms import all_reduce
-from gossamer.comm import bulletin
+from gossamer.comm.torch import board as failure_board
 from processes.scenarios_features import mlp, numbers
 from processes.worker import Here, ends_the_process, threads
 
@@ -164,7 +164,7 @@ def gives_up(here: Here) -> None:
 def is_interrupted(here: Here) -> None:
     """Rank 2 is busy; the test sends Ctrl-C to the others, which wait (in an exchange, or in replicate())."""
     where = here.argument("where")
-    bulletin.WARN_AFTER = 60.0
+    failure_board.WARN_AFTER = 60.0
     if where == "replicate" and here.rank == 2:
         here.say("busy")
         time.sleep(60)

@@ -14,9 +14,10 @@ import gossamer
 from fake_device import FakeDevice
 from gossamer import AllReduce, ChunkSparse, Gossip, Hierarchical, ScatterReduce
 from gossamer.algorithms.base import Algorithm
-from gossamer.comm import torch_groups, torch_runner
-from gossamer.comm.torch_groups import Transport
-from gossamer.comm.torch_ports import GlooPort
+from gossamer.comm.torch import groups as torch_groups
+from gossamer.comm.torch import runner as torch_runner
+from gossamer.comm.torch.gloo import GlooPort
+from gossamer.comm.torch.transport import Transport
 from gossamer.errors import ConfigurationError, DisagreementError
 from processes.scenarios_runners import algorithms, train_exact
 from processes.worker import Here

@@ -17,8 +17,8 @@ import gossamer
 from gossamer import AllReduce, Gossip
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
-from gossamer.comm import bulletin
 from gossamer.comm.ops import Flow, all_reduce
+from gossamer.comm.torch import board as failure_board
 from gossamer.state import State
 from processes.scenarios_features import mlp, numbers
 from processes.worker import Here
@@ -439,15 +439,15 @@ def warnings_after(seconds: float) -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             kept.append(record.getMessage())
 
-    handler, before = Keep(logging.WARNING), bulletin.WARN_AFTER
+    handler, before = Keep(logging.WARNING), failure_board.WARN_AFTER
     logger = logging.getLogger("gossamer")
     logger.addHandler(handler)
-    bulletin.WARN_AFTER, logger.propagate = seconds, False
+    failure_board.WARN_AFTER, logger.propagate = seconds, False
     try:
         yield kept
     finally:
         logger.removeHandler(handler)
-        bulletin.WARN_AFTER, logger.propagate = before, True
+        failure_board.WARN_AFTER, logger.propagate = before, True
 
 
 def merely_late(here: Here, algorithm: Algorithm | None = None, after: float = 2.0, sleep: float = 5.0) -> dict[str, Any]:
@@ -470,7 +470,7 @@ def late_with_gossip(here: Here) -> dict[str, Any]:
 
 
 def late_by_twelve_seconds(here: Here) -> dict[str, Any]:
-    return merely_late(here, after=bulletin.WARN_AFTER, sleep=12.0)
+    return merely_late(here, after=failure_board.WARN_AFTER, sleep=12.0)
 
 
 def too_late(here: Here) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import SGD
 
 import gossamer
-from gossamer.comm import torch_departure
-from gossamer.comm.torch_store import default_store
+from gossamer.comm.torch import process_exit
+from gossamer.comm.torch.store import default_store
 from gossamer.data import RingShuffle
 from processes.expect import raises
 from processes.worker import GROUP_TIMEOUT, Here
@@ -77,7 +77,7 @@ def a_shuffle_has_one_lane(here: Here) -> None:
 
 def another_group_on_the_same_port(here: Here) -> list[str]:
     """As when a rank has died, and a new process takes its place: it has not called replicate() as often as the others."""
-    torch_departure.LINGER = 0.5
+    process_exit.LINGER = 0.5
     replicated(here).close()
     if here.rank != 2:
         with raises(gossamer.CommunicationError, "2 not there"):

@@ -12,8 +12,8 @@ import gossamer
 from gossamer import DecentralizedSGD, Gossip, GossipGraD, LowPrecisionDecentralized, PushSum, QuantizedGossip
 from gossamer.algorithms.base import Algorithm
 from gossamer.codecs import Quantize
-from gossamer.comm import torch_groups
 from gossamer.comm.digraph import RandomPush
+from gossamer.comm.torch import groups as torch_groups
 from gossamer.data import RingShuffle
 from processes.expect import raises
 from processes.worker import Here

@@ -15,9 +15,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gossamer.comm import sockets
-from gossamer.comm.bulletin import StoreLostError, StoreSilentError
-from gossamer.comm.torch_store import QuietStore, _Line
+from gossamer.comm.torch import sockets
+from gossamer.comm.torch.store import QuietStore, StoreLostError, StoreSilentError, _Line
 
 HOST = """
 import sys, torch.distributed as dist

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gossamer
-from gossamer.comm import bulletin
+from gossamer.comm.torch import board as failure_board
 from processes import stub
 
 GROUP_TIMEOUT = 60.0
@@ -82,8 +82,11 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
     if module in ("scenarios_data", "scenarios_deaths", "scenarios_devices", "scenarios_runners"):  # DDP needs the real one
         stub.leave_out_the_compiler()
-    if module not in ("scenarios_failures", "scenarios_counts"):  # which are about that warning: elsewhere a machine that stands still is no fault
-        bulletin.WARN_AFTER = 60.0
+    if module not in (
+        "scenarios_failures",
+        "scenarios_counts",
+    ):  # which are about that warning: elsewhere a machine that stands still is no fault
+        failure_board.WARN_AFTER = 60.0
     # Scenarios give AdamW to what averages weights, on purpose; whatever else stands on stderr is a failure.
     logging.getLogger("gossamer").addFilter(lambda record: "GossipAdamW learns faster" not in record.getMessage())
     here, reports, listed = Here(rank, world, Path(folder)), {}, names.split(",")

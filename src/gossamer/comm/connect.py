@@ -4,16 +4,17 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from gossamer.comm import loopback, torch_departure
-from gossamer.comm.patience import seconds_of
+from gossamer.comm import loopback
 from gossamer.comm.runner import Runner, solo_runner
+from gossamer.comm.torch import process_exit
+from gossamer.comm.torch.waiting import seconds_of
 from gossamer.errors import ConfigurationError
 
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """Where launchers write how many processes they started: torchrun, Open MPI, MPICH and Intel MPI, MVAPICH, srun."""
 
-torch_departure.listen()
-torch_departure.let_groups_end()
+process_exit.listen()
+process_exit.let_groups_end()
 
 
 def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | None = None, by_machine: bool = False) -> Runner:
@@ -26,11 +27,11 @@ def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | No
     if mesh is not None:
         if group is not None:
             raise ConfigurationError("give group= or mesh=, not both")
-        from gossamer.comm.torch_mesh import place_in
+        from gossamer.comm.torch.mesh import place_in
 
         group, machine, ranks = place_in(mesh, by_machine)
     inside = loopback.current_runner()
-    from gossamer.comm import torch_runner
+    from gossamer.comm.torch import runner as torch_runner
 
     if inside is None and torch_runner.initialised():
         runner = torch_runner.TorchRunner(group, timeout, machine, ranks)

@@ -1,6 +1,6 @@
 """Exchange: the buckets of one plan, what the algorithm remembers about them, and the flows under way.
 
-What gradients, weights and optimizers have in common. Threads and ownership: see the note in ``gossamer.lanes``.
+What gradients, weights and optimizers have in common. Threads and ownership: see the note in ``gossamer.comm.torch.lanes``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set

@@ -1,6 +1,6 @@
 """Gradient synchronisation: buckets fill during backward, flows run beside it, ``p.grad`` ends as the result.
 
-Threads and ownership: see the note in ``gossamer.lanes``.
+Threads and ownership: see the note in ``gossamer.comm.torch.lanes``.
 """
 
 import logging

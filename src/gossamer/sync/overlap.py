@@ -4,7 +4,7 @@ After backward every bucket stays open. The user's ``optimizer.step()`` finds no
 and the update of a bucket's parameters follows, with these, just before the first module that holds one of them begins
 its forward pass. That gains only if the buckets of the front modules overtake those of the back ones, whose gradients
 come first: so buckets are launched in an order computed from a measured step, the same on all ranks. Threads and
-ownership: see the note in ``gossamer.lanes``; an open bucket belongs to its flow until it is placed.
+ownership: see the note in ``gossamer.comm.torch.lanes``; an open bucket belongs to its flow until it is placed.
 """
 
 import logging

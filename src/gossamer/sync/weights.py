@@ -4,7 +4,7 @@ Between the two the message travels while forward and backward go on. Adding the
 update (and not after it) keeps the learning rate's meaning: the gradient that is then applied was computed on the
 weights that were sent. Where an exchange may lag, it is added before the first update at which it is there; the next one
 begins then, so that ranks at different steps meet in the exchange of the same number. Threads and ownership: see the
-note in ``gossamer.lanes``.
+note in ``gossamer.comm.torch.lanes``.
 """
 
 from collections.abc import Callable, Iterator, Mapping

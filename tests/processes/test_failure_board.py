@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from gossamer.comm import bulletin
-from gossamer.comm.bulletin import Bulletin, StoreLostError, StoreSilentError, names, note_exit
+from gossamer.comm.torch import board as failure_board
+from gossamer.comm.torch.board import FailureBoard, names, note_exit
+from gossamer.comm.torch.store import StoreLostError, StoreSilentError
 from gossamer.errors import CommunicationError, CommunicationTimeout, PeerLeftError
 
 
@@ -51,9 +52,9 @@ class Gone(Shelf):
     has = set = get = add = values = _ask  # type: ignore[assignment]
 
 
-def boards(world: int, store: Any = None) -> list[Bulletin]:
+def boards(world: int, store: Any = None) -> list[FailureBoard]:
     store = store or Shelf()
-    return [Bulletin(store, range(10, 10 + world), rank, "test") for rank in range(world)]
+    return [FailureBoard(store, range(10, 10 + world), rank, "test") for rank in range(world)]
 
 
 def in_threads(*calls: Callable[[], Any]) -> list[Any]:
@@ -188,7 +189,7 @@ def test_arrival() -> None:
 
 
 def test_arrival_of_some(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulletin, "WARN_AFTER", 0.1)
+    monkeypatch.setattr(failure_board, "WARN_AFTER", 0.1)
     board = boards(4)
     with caplog.at_level(logging.WARNING, "gossamer"):
         errors = in_threads(*(lambda b=b: b.arrive(0.5, "the start") for b in board[:2]))
@@ -235,7 +236,7 @@ def test_without_a_store_posting_is_quiet_and_reading_is_an_error() -> None:
             read()
 
 
-def sealed(world: int, store: Shelf) -> list[Bulletin]:
+def sealed(world: int, store: Shelf) -> list[FailureBoard]:
     made = boards(world, store)
     for board in made:
         board.seal(b"the secret of this run")
@@ -266,7 +267,7 @@ def test_a_message_cannot_be_made_another_ranks_or_another_replicas() -> None:
     store.posted[key.replace("alarm/1", "alarm/2")] = store.posted[key]
     store.posted[key] = store.posted[key].replace("the reason", "another reason")
     board[0].check(5, "an exchange")
-    again = Bulletin(store, range(3), 0, "another replica")
+    again = FailureBoard(store, range(3), 0, "another replica")
     again.seal(b"the secret of this run")
     store.posted = {name.replace("/test/", "/another replica/"): text for name, text in store.posted.items()}
     again.check(5, "an exchange")
@@ -315,7 +316,7 @@ def test_a_store_that_is_silent_for_a_while_does_not_end_the_arrival() -> None:
 
 def test_boards_of_two_replicas_do_not_mix() -> None:
     store = Shelf()
-    one, other = Bulletin(store, range(2), 0, "a"), Bulletin(store, range(2), 1, "b")
+    one, other = FailureBoard(store, range(2), 0, "a"), FailureBoard(store, range(2), 1, "b")
     other.alarm("x")
     other.leave(0)
     one.check(0, "an exchange")

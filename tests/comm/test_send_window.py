@@ -1,4 +1,4 @@
-"""Outbox: in which order messages are posted, and how many are under way."""
+"""SendWindow: in which order messages are posted, and how many are under way."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.comm.outbox import AT_ONCE, Message, Outbox
+from gossamer.comm.torch.send_window import AT_ONCE, Message, SendWindow
 from gossamer.errors import CommunicationError
 
 
@@ -55,11 +55,11 @@ sizes = st.lists(st.sampled_from([1, AT_ONCE // 8, AT_ONCE // 3, AT_ONCE, 4 * AT
 def test_messages_are_posted_in_order_and_few_at_a_time_in_whatever_order_they_are_waited_for(
     operations: list[list[int]], random: Any
 ) -> None:
-    wire, outbox, messages = Wire(), Outbox(), list[Message]()
+    wire, window, messages = Wire(), SendWindow(), list[Message]()
     wanted = [*chain.from_iterable(operations)]
     for operation in operations:
         first = len(messages)
-        messages += outbox.put((partial(wire.post, first + n, size), size) for n, size in enumerate(operation))
+        messages += window.put((partial(wire.post, first + n, size), size) for n, size in enumerate(operation))
     for message in random.sample(messages, len(messages)):
         busy = wire.under_way()
         assert len(busy) <= 2 or sum(wire.sizes[number] for number in busy) <= AT_ONCE
@@ -75,10 +75,10 @@ def test_messages_are_posted_in_order_and_few_at_a_time_in_whatever_order_they_a
 
 
 def test_what_needs_no_rounds_waits_its_turn() -> None:
-    wire, outbox = Wire(), Outbox()
-    assert isinstance(outbox.put_at_once(partial(wire.post, 0, 1))[0], Work), "nothing is before it"
-    messages = outbox.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in (1, 2, 3))
-    (late,) = outbox.put_at_once(partial(wire.post, 4, 1))
+    wire, window = Wire(), SendWindow()
+    assert isinstance(window.put_at_once(partial(wire.post, 0, 1))[0], Work), "nothing is before it"
+    messages = window.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in (1, 2, 3))
+    (late,) = window.put_at_once(partial(wire.post, 4, 1))
     assert wire.posted == [0, 1, 2]
     messages[0].wait()
     assert wire.posted == [0, 1, 2, 3]
@@ -88,17 +88,17 @@ def test_what_needs_no_rounds_waits_its_turn() -> None:
 
 
 def test_all_is_posted_before_something_that_goes_another_way() -> None:
-    wire, outbox = Wire(), Outbox()
-    outbox.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in range(9))
+    wire, window = Wire(), SendWindow()
+    window.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in range(9))
     assert len(wire.posted) == 2
-    outbox.empty()
+    window.empty()
     assert wire.posted == [*range(9)]
 
 
 def test_after_an_error_nothing_more_is_posted_and_nobody_waits() -> None:
-    wire, outbox = Wire(), Outbox()
-    (broken,) = outbox.put([(lambda: [Work(wire, 0), Work(wire, 9, "connection closed")], 1)])
-    others = outbox.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in range(1, 5))
+    wire, window = Wire(), SendWindow()
+    (broken,) = window.put([(lambda: [Work(wire, 0), Work(wire, 9, "connection closed")], 1)])
+    others = window.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in range(1, 5))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="connection closed"):
             broken.wait()
@@ -115,9 +115,9 @@ def test_who_waits_behind_an_interrupted_wait_is_not_interrupted() -> None:
         def wait(self) -> None:
             raise KeyboardInterrupt
 
-    wire, outbox = Wire(), Outbox()
-    (broken,) = outbox.put([(lambda: [Interrupted()], 1)])
-    others = outbox.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in range(3))
+    wire, window = Wire(), SendWindow()
+    (broken,) = window.put([(lambda: [Interrupted()], 1)])
+    others = window.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in range(3))
     with pytest.raises(KeyboardInterrupt):
         broken.wait()
     with pytest.raises(CommunicationError, match="before this one has failed"):
@@ -126,16 +126,16 @@ def test_who_waits_behind_an_interrupted_wait_is_not_interrupted() -> None:
 
 def test_a_message_that_another_thread_is_posting_is_waited_for() -> None:
     """The main thread posts everything before a collective, while a lane waits for an operation in rounds."""
-    wire, outbox, posting, go_on = Wire(), Outbox(), threading.Event(), threading.Event()
+    wire, window, posting, go_on = Wire(), SendWindow(), threading.Event(), threading.Event()
 
     def slowly() -> list[Any]:
         posting.set()
         assert go_on.wait(10)
         return wire.post(2, AT_ONCE)
 
-    *_, last = outbox.put([(partial(wire.post, 0, AT_ONCE), AT_ONCE), (partial(wire.post, 1, 1), 1), (slowly, 1)])
+    *_, last = window.put([(partial(wire.post, 0, AT_ONCE), AT_ONCE), (partial(wire.post, 1, 1), 1), (slowly, 1)])
     with ThreadPoolExecutor(2) as threads:
-        emptied = threads.submit(outbox.empty)
+        emptied = threads.submit(window.empty)
         assert posting.wait(10)
         waited = threads.submit(last.wait)
         wait([waited], timeout=0.1)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gossamer.comm import ops
 from gossamer.comm.ops import Decide, Group, Op
-from gossamer.comm.outbox import AT_ONCE, Outbox, Post
 from gossamer.comm.runner import Meter, Ticket, alone
 from gossamer.comm.shaper import Shaper
+from gossamer.comm.torch.send_window import AT_ONCE, Post, SendWindow
 
 REDUCE: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 """Reductions by their names in the vocabulary."""
@@ -98,7 +98,7 @@ class GlooPort:
         self.ticket: Ticket[Any] | None = None
         self._open_circle, self._meter, self._shaper = open_circle, meter, shaper
         self._everyone, self._circles = everyone, {everyone.names: everyone}
-        self._outbox = Outbox()
+        self._window = SendWindow()
 
     def start(self, op: Op, group: Group | None = None) -> Pending:
         circle = self._everyone if group is None else self._circle(group)
@@ -163,7 +163,7 @@ class GlooPort:
 
     def _issue(self, op: Op, circle: Circle) -> Pending:
         if isinstance(op, ops.AllReduce | ops.Broadcast):
-            self._outbox.empty()
+            self._window.empty()
         if isinstance(op, ops.AllReduce):
             options = dist.AllreduceOptions()
             options.reduceOp = REDUCE[op.reduce]
@@ -176,7 +176,7 @@ class GlooPort:
         if isinstance(op, ops.Push):
             outgoing = [(to, op.tensor) for to in op.graph.destinations(circle.rank)]
             incoming = list(zip(op.graph.sources(circle.rank), result, strict=True))
-            return Pending(op, self._outbox.put_at_once(lambda: _post(circle, outgoing, incoming)), result)
+            return Pending(op, self._window.put_at_once(lambda: _post(circle, outgoing, incoming)), result)
         if isinstance(op, ops.Permute):
             there, back = op.permutation.destination(circle.rank), op.permutation.source(circle.rank)
             if there == circle.rank:  # a bye, which waits for nobody
@@ -186,7 +186,7 @@ class GlooPort:
             def post() -> list[Any]:
                 return [*_receive(circle, back, result), *_send(circle, there, op.tensor)]
 
-            return Pending(op, self._outbox.put_at_once(post), result)
+            return Pending(op, self._window.put_at_once(post), result)
         if isinstance(op, ops.AllToAll):
             return Pending(op, self._exchange_all(circle, op.tensor.unbind(), result), result)
         if isinstance(op, ops.AllGather):
@@ -199,14 +199,14 @@ class GlooPort:
         me, world = circle.rank, circle.world
         nbytes = incoming[0].nbytes
         if world == 2 or not circle.near or (world - 1) * nbytes <= AT_ONCE:
-            return self._outbox.put_at_once(partial(_post, circle, list(enumerate(outgoing)), list(enumerate(incoming))))
+            return self._window.put_at_once(partial(_post, circle, list(enumerate(outgoing)), list(enumerate(incoming))))
         incoming[me].copy_(outgoing[me])
         messages: list[tuple[Post, int]] = []
         for distance in range(1, world):
             to, source = (me - distance) % world, (me + distance) % world
             for out, into in zip(pieces(outgoing[to]), pieces(incoming[source]), strict=True):
                 messages.append((partial(_post, circle, [(to, out)], [(source, into)]), out.nbytes))
-        return self._outbox.put(messages)
+        return self._window.put(messages)
 
 
 def _describe(handle: Pending) -> None:

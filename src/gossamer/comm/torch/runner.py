@@ -1,50 +1,36 @@
 """Torch runner: the real thing, over whatever backend the user's process group has."""
 
-import hashlib
-import secrets
-import threading
 import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from gossamer.comm import torch_departure
-from gossamer.comm.bulletin import Bulletin, Store, StoreLostError, attempt
 from gossamer.comm.device import Device
-from gossamer.comm.flow import Port
-from gossamer.comm.links import Links, described
-from gossamer.comm.nodes import here, nodes_from
-from gossamer.comm.ops import Flow, Group, all_gather
-from gossamer.comm.patience import SLICE, Opening, Patience, seconds_of
+from gossamer.comm.ops import Flow, Group
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
-from gossamer.comm.sockets import cut
-from gossamer.comm.torch_device import DevicePort, StagedPort
-from gossamer.comm.torch_groups import (
-    Ended,
-    Groups,
-    Transport,
-    address_among,
-    group_timeout,
-    interfaces,
-    ranks_of,
-    same_everywhere,
-    told,
-    transport_for,
-)
-from gossamer.comm.torch_ports import Circle, GlooPort
-from gossamer.comm.torch_store import board_store, default_store
-from gossamer.comm.torch_watch import Issued, Watch
+from gossamer.comm.torch import opening, process_exit
+from gossamer.comm.torch.board import FailureBoard
+from gossamer.comm.torch.device_ports import DevicePort
+from gossamer.comm.torch.gloo import Circle
+from gossamer.comm.torch.groups import Ended, Groups, group_timeout, ranks_of
+from gossamer.comm.torch.lanes import PromptTicket, ThreadLanes
+from gossamer.comm.torch.opening import instance_name
+from gossamer.comm.torch.sockets import cut
+from gossamer.comm.torch.store import StoreLostError, board_store, default_store
+from gossamer.comm.torch.streams import StreamLanes
+from gossamer.comm.torch.transport import transport_for
+from gossamer.comm.torch.waiting import SLICE, Opening, WaitPolicy, seconds_of
+from gossamer.comm.torch.watchdog import Issued, Watchdog
 from gossamer.errors import CommunicationError, ConfigurationError, GossamerError
-from gossamer.lanes import PromptTicket, StreamLanes, ThreadLanes
 
 T = TypeVar("T")
 
-_OPENING = -1
-"""Stands for the opening of process groups among the flows under way."""
+_OPENING = -1  # stands for the opening of process groups among the flows under way
 
 
 def initialised() -> bool:
@@ -53,7 +39,7 @@ def initialised() -> bool:
 
 
 class TorchRunner(Runner):
-    """Flows over ``torch.distributed``: lanes with process groups of their own, and patience with a limit.
+    """Flows over ``torch.distributed``: lanes with process groups of their own, and waits with a limit.
 
     ``lanes`` data lanes and one control lane. Waiting never hangs: a failed rank's alarm is raised within about a
     second, a lost connection at once, a late rank is named after ten seconds and is an error after ``timeout``.
@@ -81,27 +67,27 @@ class TorchRunner(Runner):
         self._failure: GossamerError | None = None
         try:
             self._store = board_store()
-            self._name = _instance_name(self._store, self._ranks, self.rank)
+            self._name = instance_name(self._store, self._ranks, self.rank)
         except StoreLostError as error:
             raise CommunicationError(f"the key-value store of the process group is lost: {error}") from error
         self._origin_store: Any = default_store()  # until this is closed: its end is told there
-        self._board = Bulletin(self._store, self._ranks, self.rank, self._name)
+        self._board = FailureBoard(self._store, self._ranks, self.rank, self._name)
         self._groups = Groups(self._store, self._name, self._ranks, self.rank)
         self._device: Device | None = None
         self._port: DevicePort | None = None
-        self._watch: Watch | None = None
+        self._watch: Watchdog | None = None
         self._meters = [Meter() for _ in range(self.lanes + 1)]
         self._shaper = shaper_from_environment()
         self._control: ThreadLanes | None = None
         self._data: ThreadLanes | StreamLanes | None = None
-        torch_departure.register(self)
+        process_exit.register(self)
         try:
             seconds = seconds_of(timeout, group_timeout(self._group))
         except ConfigurationError as error:
             self.alarm(f"rank {self.rank}: {error}")
             raise
         # A host that is no member may end when it likes.
-        self._patience = Patience(self._board, self.rank, seconds, self._store.host_rank in (None, *self._ranks))
+        self._policy = WaitPolicy(self._board, self.rank, seconds, self._store.host_rank in (None, *self._ranks))
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -112,97 +98,44 @@ class TorchRunner(Runner):
         """Meet the other ranks, then make the lanes' process groups (each warmed by one collective)."""
         transport = transport_for(self._group, devices, self.rank)
         device = self._device = transport.device
-        self._arrive(what)
+        ended = Ended(self._group, self._ranks)
+        self._group = None  # what its owner destroys is to end then
+        opening.arrive(self._board, self._policy, self._groups, self._store.address, ended, what)
         control, data = self._meters[self.lanes :], self._meters[: self.lanes]
-        self._control = self._beside(lambda: self._open_threads(control, device), what)
-        self._agree(transport)
+        open_threads = partial(opening.threads, self._groups, self._policy.timeout, self.world, self._shaper, device)
+        self._control = self._beside(partial(open_threads, control), what)
+        self.nodes = opening.agree(self.run, self._board, transport, self._machine)
         if device is not None and transport.streams:
             self._data = self._open_streams(device, what)
         elif devices:
-            self._data = self._beside(lambda: self._open_threads(data, device), what)
-        self._find_links()
-
-    def _arrive(self, what: str) -> None:
-        """Wait for the other ranks, and choose the address at which this host listens for them."""
-        ended = Ended(self._group, self._ranks)
-        self._group = None  # what its owner destroys is to end then
-        try:
-            self._board.arrive(self._patience.timeout, what, self._store.address, ended)
-            self._groups.address = address_among(self._store.address, self._board.addresses())
-        except StoreLostError as error:
-            raise CommunicationError(f"rank {self.rank}: {what}: the key-value store is lost: {error}") from error
-        where = f"at {', '.join(interfaces()) or self._groups.address or 'the address of its name'}"
-        self._patience.opening_hint = (
-            f"; rank {self.rank} listens for the others {where}: if they cannot reach it there, name the network interface "
-            "that they can reach by GLOO_SOCKET_IFNAME on every rank"
-        )
-
-    def _agree(self, transport: Transport) -> None:
-        """Learn which ranks share a machine, and the secret of this run, which is what all ranks have drawn.
-
-        It travels over the connections between the ranks, and never lies in the store, where others could read it.
-        """
-        drawn = torch.frombuffer(bytearray(secrets.token_bytes(32)), dtype=torch.int64)
-        mine = torch.cat([drawn, here(self._machine), told(transport)])
-        everyone = self.run(lambda: all_gather(mine), "the search for machines")
-        self._board.seal(hashlib.sha256(everyone[:, :4].contiguous().numpy().tobytes()).digest())
-        self.nodes = nodes_from(everyone[:, 4:5])
-        same_everywhere(everyone[:, 5:], self.rank)
-
-    def _find_links(self) -> None:
-        """Learn which connection leads to which rank."""
-        own = self._groups.connections
-        mine = described(own, 2 * (self.lanes + 1) * self.world)
-        everyone = self.run(lambda: all_gather(mine), "the search for connections")
-        self._patience.links = Links.found(own, everyone, self.rank)
+            self._data = self._beside(partial(open_threads, data), what)
+        room = 2 * (self.lanes + 1) * self.world
+        self._policy.links = opening.links(self.run, self._groups.connections, room, self.rank)
 
     def _beside(self, work: Callable[[], T], what: str) -> T:
         """What ``work``, which waits for other ranks, returns. On a thread: this one listens for alarms and for Ctrl-C."""
         ticket: Ticket[T] = Opening(self._submitted, what)
         ticket.doing = "making connections"
         self._under_way[_OPENING] = ticket
-
-        def body() -> None:
-            try:
-                ticket.result = work()
-            except BaseException as error:
-                ticket.error = error
-            ticket.done.set()
-
-        threading.Thread(target=body, name="gossamer-opening", daemon=True).start()
+        opening.on_a_thread(ticket, work)
         result = self.wait(ticket)
         del self._under_way[_OPENING]
         return result
 
-    def _open_threads(self, meters: list[Meter], device: Device | None) -> ThreadLanes:
-        return ThreadLanes([self._open_port(meter, device) for meter in meters], meters, device)
-
-    def _open_port(self, meter: Meter, device: Device | None) -> Port:
-        open_circle = self._groups.gloo(self._patience.timeout)
-        everyone = open_circle(tuple(range(self.world)))
-        if device is None:
-            return GlooPort(everyone, open_circle, meter, self._shaper)
-        return StagedPort(everyone, open_circle, meter, self._shaper, device)
-
     def _open_streams(self, device: Device, what: str) -> StreamLanes:
-        if self._shaper is not None:
-            raise ConfigurationError(
-                f"rank {self.rank}: the lab has gossamer's runner keep a rate or a latency, which it cannot on NCCL, where the "
-                'host waits for nothing: move tensors by Gloo (init_process_group("gloo")), or have the kernel keep the rate '
-                "(--shaping namespaces, without --latency where it has no netem)"
-            )
-        open_circle = self._groups.on_device(self._patience.timeout, device)
+        opening.require_unshaped(self._shaper, self.rank)
+        open_circle = self._groups.on_device(self._policy.timeout, device)
 
         def open_beside(members: Group) -> Circle:
             return self._beside(lambda: open_circle(members), f"{what}: NCCL among ranks {list(members)}")
 
         self._port = DevicePort(open_beside(tuple(range(self.world))), open_beside, self._meters[0])
-        self._watch = Watch(self._patience, device, self._fail)
+        self._watch = Watchdog(self._policy, device, self._fail)
         return StreamLanes(self._port, device, self.lanes)
 
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
         self._check_usable()
-        self._patience.active()
+        self._policy.active()
         lanes = self._control if lane == CONTROL else self._data
         assert lanes is not None, "agree_on_opening() comes first"
         if prompt and self._device is None and isinstance(lanes, ThreadLanes):
@@ -224,7 +157,7 @@ class TorchRunner(Runner):
         return ticket
 
     def let_ranks_part(self) -> None:
-        self._patience.in_step = False
+        self._policy.in_step = False
 
     def note_writer(self) -> None:
         if self._device is not None:
@@ -239,7 +172,7 @@ class TorchRunner(Runner):
             self._check_usable()
             self._wait_for(ticket, meanwhile)
         if ticket.error is not None:
-            raise self._fail(self._failure or self._patience.explain(self._origin(ticket))) from ticket.error
+            raise self._fail(self._failure or self._policy.explain(self._origin(ticket))) from ticket.error
         self._under_way.pop(ticket.sequence, None)
         if self._device is not None:
             self._order(self._device, ticket)
@@ -257,11 +190,11 @@ class TorchRunner(Runner):
 
     def _wait_for(self, ticket: Ticket[Any], meanwhile: Callable[[], bool] | None = None) -> None:
         try:
-            ended = self._patience.wait(ticket, self._broken, meanwhile)
+            ended = self._policy.wait(ticket, self._broken, meanwhile)
         except GossamerError as error:
             raise self._fail(error) from error.__cause__
         if ended is not ticket:
-            raise self._fail(self._patience.explain(self._origin(ended))) from ended.error
+            raise self._fail(self._policy.explain(self._origin(ended))) from ended.error
 
     def _broken(self) -> Ticket[Any] | None:
         """A flow that has failed while another is waited for: the lanes are independent, so that one may never end."""
@@ -325,7 +258,7 @@ class TorchRunner(Runner):
 
     def _finish_what_is_under_way(self) -> None:
         """Let other ranks have the messages that were promised to them, if that does not take long."""
-        end = time.monotonic() + torch_departure.LINGER
+        end = time.monotonic() + process_exit.LINGER
         for ticket in list(self._under_way.values()):
             ticket.wait(max(0.0, end - time.monotonic()))
             while not self.arrived(ticket) and time.monotonic() < end:
@@ -365,14 +298,3 @@ class TorchRunner(Runner):
         # Gloo has no way to end a wait. Without this the lanes would wait on, and so would the other ranks for a while.
         cut(self._groups.connections)
         return error
-
-
-def _instance_name(store: Store, ranks: tuple[int, ...], rank: int) -> str:
-    """A name for this replica that all of its ranks compute alike: the group, and how many replicas it had before.
-
-    Counted in the store, which is as old as the process group; some of the processes may have been in others before.
-    """
-    spelled = f"{ranks[0]}-{ranks[-1]}-{len(ranks)}-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-    if len(ranks) == 1:  # nobody to differ from
-        return f"{spelled}/1"
-    return f"{spelled}/{store.add(f'gossamer/attempt-{attempt()}/instances/{spelled}/{rank}', 1)}"

@@ -11,20 +11,46 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from gossamer.comm import torch_departure
-from gossamer.comm.bulletin import StoreLostError, StoreSilentError
-from gossamer.comm.sockets import CLOSED, Connection, connections, keep_alive, local_address
+from gossamer.comm.torch import process_exit
+from gossamer.comm.torch.sockets import CLOSED, Connection, connections, keep_alive, local_address
 
 T = TypeVar("T")
 
 
+class StoreLostError(ConnectionError):
+    """The host of the store has ended, or cannot be reached."""
+
+
+class StoreSilentError(StoreLostError):
+    """The host of the store does not answer, and may do so again."""
+
+
+class Store(Protocol):
+    """Where a failure board lives."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+
+    def get(self, key: str) -> str:
+        """Read a value that is there."""
+
+    def values(self, keys: Sequence[str]) -> list[str]:
+        """Read several values, empty where there is none."""
+
+    def has(self, key: str) -> bool:
+        """Whether there is a value."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; returns its new value."""
+
+
 class QuietStore:
-    """The operations of ``torch.distributed.Store`` that a bulletin needs.
+    """The operations of ``torch.distributed.Store`` that a failure board needs.
 
     A ``TCPStore`` whose host has ended writes pages of stack traces on each call. So the connection is looked at first,
     and a store that was lost once is not asked again.
@@ -227,4 +253,4 @@ def board_store() -> QuietStore:
 
 def _let_others_read(server: Any) -> None:
     """``server`` lives until this is over."""
-    torch_departure.linger(torch_departure.LINGER)
+    process_exit.linger(process_exit.LINGER)

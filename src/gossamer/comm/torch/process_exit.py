@@ -1,4 +1,4 @@
-"""Departure: what a process tells the others when it ends, in whatever way."""
+"""Process exit: what a process tells the others when it ends, in whatever way."""
 
 import atexit
 import ctypes
@@ -18,7 +18,7 @@ LINGER = 3.0
 """Seconds for which the process that hosts the store lets the others read why it ends: the store ends with it."""
 
 _LINGER_AFTER_INTERRUPT = 1.0
-_PATIENCE_WITH_LANES = 0.5
+_WAIT_FOR_LANES = 0.5
 
 
 class Leaver(Protocol):
@@ -104,7 +104,7 @@ def say_goodbye(process: int) -> None:
     hosting = not alone and _say_where_replicas_open(reason) and not any(leaver.is_needed() for leaver in leavers)
     interrupted = reason.startswith(KeyboardInterrupt.__name__)
     linger(_LINGER_AFTER_INTERRUPT if interrupted else LINGER, hosting)
-    end = time.monotonic() + _PATIENCE_WITH_LANES
+    end = time.monotonic() + _WAIT_FOR_LANES
     while any(leaver.is_stuck() for leaver in leavers):
         if time.monotonic() > end:
             _let_stuck_threads_sleep()
@@ -138,8 +138,8 @@ def _let_stuck_threads_sleep() -> None:
 def _say_where_replicas_open(reason: str) -> bool:
     """Tell ranks that wait for this one to open a replica with them, the first or another. Returns whether they may still have
     to read it from a store in this process, which has failed."""
-    from gossamer.comm.bulletin import StoreLostError, note_exit
-    from gossamer.comm.torch_store import QuietStore, board_store, default_store
+    from gossamer.comm.torch.board import note_exit
+    from gossamer.comm.torch.store import QuietStore, StoreLostError, board_store, default_store
 
     how = f"its process ended with {reason}" if reason else "its process ended"
     how += "" if reason or _came else " without calling replicate()"

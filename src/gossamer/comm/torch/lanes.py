@@ -208,30 +208,3 @@ class ThreadLanes:
 def _end(queues: "list[queue.SimpleQueue[_Job | None]]") -> None:
     for jobs in queues:
         jobs.put(None)
-
-
-class StreamLanes:
-    """Device lanes: flows are issued at once by the submitting thread, on one side stream per lane."""
-
-    def __init__(self, port: Any, device: Device, lanes: int) -> None:
-        self.error: BaseException | None = None
-        self._port, self._device = port, device
-        self._streams: list[Any] = [device.new_stream() for _ in range(lanes)]
-
-    @torch.no_grad()
-    def submit(self, ticket: Ticket[T], make_flow: Callable[[], Flow[T]], lane: int) -> None:
-        """Issue a flow on the stream of ``lane``, ordered after everything issued so far on the streams that wrote for it."""
-        if self.error is not None:
-            ticket.error = self.error
-            ticket.done.set()
-            return
-        stream = self._streams[lane % len(self._streams)]
-        for writer in self._device.writers():
-            stream.wait_stream(writer)
-        self._port.ticket = ticket
-        ticket.carry_out(make_flow, self._port, stream)
-        if ticket.error is not None:
-            self.error = ticket.error
-
-    def close(self) -> None:
-        """Nothing to end: there are no threads."""

@@ -9,20 +9,22 @@ from typing import Any
 
 import pytest
 
-from gossamer.comm import bulletin, patience
-from gossamer.comm.bulletin import Bulletin, StoreSilentError
-from gossamer.comm.links import Links
-from gossamer.comm.patience import Opening, Patience, first_line, is_connection_error
 from gossamer.comm.runner import Ticket
+from gossamer.comm.torch import board as failure_board
+from gossamer.comm.torch import waiting as wait_policy
+from gossamer.comm.torch.board import FailureBoard
+from gossamer.comm.torch.links import Links
+from gossamer.comm.torch.store import StoreSilentError
+from gossamer.comm.torch.waiting import Opening, WaitPolicy, first_line, is_connection_error
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, PeerLeftError, UsageError
-from processes.test_bulletin import Gone, Shelf
+from processes.test_failure_board import Gone, Shelf
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "SLICE", 0.01)
-    monkeypatch.setattr(patience, "LOOK_EVERY", 0.05)
-    monkeypatch.setattr(bulletin, "WARN_AFTER", 0.2)
+    monkeypatch.setattr(wait_policy, "SLICE", 0.01)
+    monkeypatch.setattr(wait_policy, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(failure_board, "WARN_AFTER", 0.2)
 
 
 def ticket(number: int = 3) -> Ticket[Any]:
@@ -31,10 +33,10 @@ def ticket(number: int = 3) -> Ticket[Any]:
     return made
 
 
-def three(timeout: float = 5.0, store: Any = None) -> tuple[Patience, list[Bulletin]]:
+def three(timeout: float = 5.0, store: Any = None) -> tuple[WaitPolicy, list[FailureBoard]]:
     store = store or Shelf()
-    boards = [Bulletin(store, range(3), rank, "test") for rank in range(3)]
-    return Patience(boards[0], 0, timeout), boards
+    boards = [FailureBoard(store, range(3), rank, "test") for rank in range(3)]
+    return WaitPolicy(boards[0], 0, timeout), boards
 
 
 def nothing() -> None:
@@ -93,7 +95,7 @@ def test_process_groups_of_other_ranks_may_be_opened_at_the_same_time(caplog: py
     first, second = (Opening[Any](3, f"gossamer.replicate(): NCCL among ranks {members}") for members in ([0, 3], [1, 2]))
     made = ticket()
     for rank, waited_for in ((1, second), (2, made)):
-        threading.Thread(target=Patience(boards[rank], rank, 5.0).wait, args=(waited_for, nothing), daemon=True).start()
+        threading.Thread(target=WaitPolicy(boards[rank], rank, 5.0).wait, args=(waited_for, nothing), daemon=True).start()
     for each in (first, second, made):
         later(1.0, each.done.set)
     with caplog.at_level(logging.WARNING, "gossamer"):
@@ -122,7 +124,7 @@ def test_a_rank_that_goes_on_says_so() -> None:
 
 
 def test_a_rank_that_got_on_in_between_goes_on_all_the_same() -> None:
-    """It has said where it waits, then its patience began anew, and then it was over soon."""
+    """It has said where it waits, then its wait began anew, and then it was over soon."""
     store = Shelf()
     waiting, boards = three(store=store)
     made, got_on = ticket(), []
@@ -140,7 +142,7 @@ def test_a_rank_that_got_on_in_between_goes_on_all_the_same() -> None:
     assert boards[1].late(4) == [0]
 
 
-def test_patience_that_begins_anew_warns_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_that_begins_anew_warns_anew(caplog: pytest.LogCaptureFixture) -> None:
     waiting, _ = three(timeout=60.0)
     made = ticket()
 
@@ -240,7 +242,7 @@ def test_a_process_that_ended_without_a_word_is_named_and_nobody_else_is_asked()
 
 
 def test_a_short_wait_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "LOOK_EVERY", 60.0)
+    monkeypatch.setattr(wait_policy, "LOOK_EVERY", 60.0)
     store = Shelf()
     waiting, _ = three(store=store)
     made = ticket()
@@ -296,8 +298,8 @@ def test_a_lost_store_ends_the_wait() -> None:
 
 def test_a_store_of_somebody_else_is_not_needed(caplog: pytest.LogCaptureFixture) -> None:
     """Its host may end hours before this group does; only nobody can be asked then."""
-    boards = [Bulletin(Gone(), range(1, 3), rank, "test") for rank in range(2)]
-    waiting = Patience(boards[0], 0, 0.6, store_is_vital=False)
+    boards = [FailureBoard(Gone(), range(1, 3), rank, "test") for rank in range(2)]
+    waiting = WaitPolicy(boards[0], 0, 0.6, store_is_vital=False)
     with caplog.at_level(logging.WARNING), pytest.raises(CommunicationTimeout, match="nobody can be asked who is late: gone"):
         waiting.wait(ticket(), nothing)
     assert "(nobody can be asked who is late: gone)" in caplog.text

@@ -18,8 +18,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from gossamer.comm.torch.store import Store, StoreSilentError
 from gossamer.errors import CommunicationError, CommunicationTimeout, PeerLeftError
 
 logger = logging.getLogger("gossamer")
@@ -35,33 +36,6 @@ def attempt() -> str:
 
 def _exit_key() -> str:
     return f"gossamer/attempt-{attempt()}/exit"
-
-
-class StoreLostError(ConnectionError):
-    """The host of the store has ended, or cannot be reached."""
-
-
-class StoreSilentError(StoreLostError):
-    """The host of the store does not answer, and may do so again."""
-
-
-class Store(Protocol):
-    """Where a bulletin lives."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-
-    def get(self, key: str) -> str:
-        """Read a value that is there."""
-
-    def values(self, keys: Sequence[str]) -> list[str]:
-        """Read several values, empty where there is none."""
-
-    def has(self, key: str) -> bool:
-        """Whether there is a value."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter; returns its new value."""
 
 
 def names(ranks: Iterable[int]) -> str:
@@ -81,7 +55,7 @@ def note_exit(store: Store, member: int, reason: str) -> bool:
     return True
 
 
-class Bulletin:
+class FailureBoard:
     """One board per replica. ``members`` are the global ranks, ``rank`` is this one's place among them."""
 
     def __init__(self, store: Store, members: Sequence[int], rank: int, prefix: str) -> None:
@@ -91,6 +65,11 @@ class Bulletin:
         self._forged = False
         self._waiting: dict[int, tuple[int, str]] = {}
         """In which flows threads of this process wait."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the members."""
+        return self._rank
 
     @property
     def world(self) -> int:
@@ -153,7 +132,7 @@ class Bulletin:
             self._post("left", str(sequence))
             self._tell()
         except Exception as error:
-            logger.debug("could not post a departure: %s", error)
+            logger.debug("could not post that this rank leaves: %s", error)
 
     def check(self, sequence: int, waiting_for: str) -> None:
         """Raise if a rank has failed, or has left before flow ``sequence``; answer a roll call."""

@@ -1,4 +1,4 @@
-"""Outbox: the messages of one lane over Gloo, posted in the order in which they were asked for, a few at a time.
+"""Send window: the messages of one lane over Gloo, posted in the order in which they were asked for, a few at a time.
 
 What everyone sends to everyone at once arrives from all sides at once: streams crowd each other out in turns, and the
 slowest decides. So such operations go in rounds, in each of which every rank sends to one and receives from another one.
@@ -23,11 +23,11 @@ AT_ONCE = 2**18
 class Message:
     """One part of an operation: what Gloo is told together."""
 
-    __slots__ = ("_outbox", "_post", "_works", "done", "nbytes")
+    __slots__ = ("_post", "_window", "_works", "done", "nbytes")
 
-    def __init__(self, outbox: "Outbox", post: Post, nbytes: int) -> None:
+    def __init__(self, window: "SendWindow", post: Post, nbytes: int) -> None:
         """``nbytes``: what this rank sends with it."""
-        self._outbox, self.nbytes = outbox, nbytes
+        self._window, self.nbytes = window, nbytes
         self._post: Post | None = post
         self._works: deque[Any] = deque()
         self.done = False
@@ -38,7 +38,7 @@ class Message:
         return self._post is None
 
     def post(self) -> None:
-        """Hand it to the transport. For its outbox."""
+        """Hand it to the transport. For its window."""
         assert self._post is not None
         self._works += self._post()
         self._post = None  # not before: whoever waits on another thread would find nothing to wait for
@@ -48,12 +48,12 @@ class Message:
         if self.done:
             return
         try:
-            self._outbox.reach(self)
+            self._window.reach(self)
             self.finish()
         except BaseException as error:
-            self._outbox.clear(error)
+            self._window.clear(error)
             raise
-        self._outbox.go_on()
+        self._window.go_on()
 
     def finish(self) -> None:
         """Block until it is done; it is posted."""
@@ -67,7 +67,7 @@ class Message:
         return self.posted and all(work.is_completed() for work in self._works)
 
 
-class Outbox:
+class SendWindow:
     """Of one lane. Operations are started on one thread at a time, and waited for on one, which may be another one."""
 
     def __init__(self) -> None:

@@ -10,26 +10,27 @@ import pytest
 import torch
 
 from fake_device import FakeDevice, FakeEvent
-from gossamer.comm import bulletin, patience
-from gossamer.comm.bulletin import Bulletin
 from gossamer.comm.ops import AllReduce, Permute
-from gossamer.comm.patience import Patience
 from gossamer.comm.runner import Meter, Ticket
 from gossamer.comm.topology import shift
-from gossamer.comm.torch_device import DevicePort
-from gossamer.comm.torch_ports import Circle
-from gossamer.comm.torch_watch import Issued, Watch
+from gossamer.comm.torch import board as failure_board
+from gossamer.comm.torch import waiting as wait_policy
+from gossamer.comm.torch.board import FailureBoard
+from gossamer.comm.torch.device_ports import DevicePort
+from gossamer.comm.torch.gloo import Circle
+from gossamer.comm.torch.waiting import WaitPolicy
+from gossamer.comm.torch.watchdog import Issued, Watchdog
 from gossamer.errors import CommunicationTimeout, GossamerError
-from processes.test_bulletin import Shelf
+from processes.test_failure_board import Shelf
 
 ASKED = ("all_reduce", "all 3 ranks")
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "SLICE", 0.01)
-    monkeypatch.setattr(patience, "LOOK_EVERY", 0.05)
-    monkeypatch.setattr(bulletin, "WARN_AFTER", 0.2)
+    monkeypatch.setattr(wait_policy, "SLICE", 0.01)
+    monkeypatch.setattr(wait_policy, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(failure_board, "WARN_AFTER", 0.2)
 
 
 def issued(event: FakeEvent, number: int = 3) -> Issued:
@@ -45,10 +46,10 @@ class Failed(list[GossamerError]):
         self.append(error)
 
 
-def watch(timeout: float) -> tuple[Watch, list[Bulletin], Failed]:
-    boards = [Bulletin(store, range(3), rank, "test") for store in [Shelf()] for rank in range(3)]
+def watch(timeout: float) -> tuple[Watchdog, list[FailureBoard], Failed]:
+    boards = [FailureBoard(store, range(3), rank, "test") for store in [Shelf()] for rank in range(3)]
     failed = Failed()
-    return Watch(Patience(boards[0], 0, timeout), FakeDevice(), failed.tell), boards, failed
+    return Watchdog(WaitPolicy(boards[0], 0, timeout), FakeDevice(), failed.tell), boards, failed
 
 
 def until(holds: Any) -> bool:
@@ -100,7 +101,7 @@ def test_the_failure_of_another_rank_ends_what_waits_for_it() -> None:
 
 
 def test_what_is_finished_is_forgotten(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulletin, "WARN_AFTER", 60.0)
+    monkeypatch.setattr(failure_board, "WARN_AFTER", 60.0)
     watching, _, failed = watch(timeout=60.0)
     event = FakeEvent({}, done=False)
     watching.add(issued(event))

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gossamer.comm import sockets
-from gossamer.comm.sockets import Connection
+from gossamer.comm.torch import sockets
+from gossamer.comm.torch.sockets import Connection
 
 SILENT_AFTER = 10.0
 """Seconds without an answer after which a host counts as vanished. Where nothing is sent, keep-alive probes ask for one."""

@@ -1,4 +1,4 @@
-"""Patience: how the main thread waits for a lane, and what it says when that takes long, or fails."""
+"""Waiting: how the main thread waits for a lane, and what it says when that takes long, or fails."""
 
 import logging
 import math
@@ -8,10 +8,11 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from gossamer.checks import is_number
-from gossamer.comm import bulletin
-from gossamer.comm.bulletin import Bulletin, StoreLostError, StoreSilentError, names
-from gossamer.comm.links import Links, slow_rank
 from gossamer.comm.runner import Ticket
+from gossamer.comm.torch import board as failure_board
+from gossamer.comm.torch.board import FailureBoard, names
+from gossamer.comm.torch.links import Links, slow_rank
+from gossamer.comm.torch.store import StoreLostError, StoreSilentError
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError, UsageError
 
 logger = logging.getLogger("gossamer")
@@ -19,7 +20,7 @@ logger = logging.getLogger("gossamer")
 T = TypeVar("T")
 
 SLICE = 0.2
-"""Seconds for which the main thread waits at a time, so that Ctrl-C works and other ranks' alarms are heard."""
+"""Seconds for which the main thread waits at a time, so that Ctrl-C works and other ranks' failures are noticed."""
 
 BUSY_SLICE = 0.002
 """The same, where there is something to do in between."""
@@ -38,10 +39,10 @@ class Opening(Ticket[T]):
     __slots__ = ()
 
 
-class Patience:
+class WaitPolicy:
     """Waits for tickets: never for ever, and never without saying for whom."""
 
-    def __init__(self, board: Bulletin, rank: int, timeout: float, store_is_vital: bool = True) -> None:
+    def __init__(self, board: FailureBoard, rank: int, timeout: float, store_is_vital: bool = True) -> None:
         """``store_is_vital``: whether a store that is lost means that a member of the group is."""
         self.timeout, self._store_is_vital = timeout, store_is_vital
         self.in_step = True
@@ -175,7 +176,7 @@ class Patience:
     def _note_backlog(self, waited: float) -> None:
         """Measure how fast bytes go out to the other ranks; let all know it before anybody says who is slow."""
         mine = self.links.backed_up()
-        if waited >= bulletin.WARN_AFTER / 2 and (mine or self._backlog):
+        if waited >= failure_board.WARN_AFTER / 2 and (mine or self._backlog):
             self._backlog = mine
             try:
                 self._board.note_backlog(mine)
@@ -258,7 +259,7 @@ class _Wait:
 
     def begin_anew(self) -> None:
         """What was waited for got on."""
-        self._begin, self.next_look, self.next_warning = time.monotonic(), LOOK_EVERY, bulletin.WARN_AFTER
+        self._begin, self.next_look, self.next_warning = time.monotonic(), LOOK_EVERY, failure_board.WARN_AFTER
         self.lost = 0
         """For how many looks in a row there was no store."""
 

@@ -1,4 +1,4 @@
-"""Watch: notices on a device what the main thread, which never waits there, cannot: that a flow does not come to its end."""
+"""Watchdog: notices on a device what the main thread, which never waits there, cannot: that a flow does not come to its end."""
 
 import logging
 import queue
@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from gossamer.comm.device import Device
-from gossamer.comm.patience import Patience
 from gossamer.comm.runner import Ticket
+from gossamer.comm.torch.waiting import WaitPolicy
 from gossamer.errors import GossamerError
 
 logger = logging.getLogger("gossamer")
@@ -44,21 +44,21 @@ class Issued(Ticket[None]):
         return self.done.is_set()
 
 
-class Watch:
-    """A thread that waits for what a device was given, oldest first, with the same patience as the main thread elsewhere.
+class Watchdog:
+    """A thread that waits for what a device was given, oldest first, under the same wait policy as the main thread elsewhere.
 
     After ten seconds it warns, naming flow and late ranks; it hears of other ranks' failures; after the timeout it gives up.
     Then ``fail`` ends what the device waits for, so that the main thread, which may stand in a synchronisation (``.item()``),
     goes on to its next exchange and raises the error there.
 
-    The thread holds neither the watch nor the owner of the method ``fail``: whoever lets go of both leaves no thread behind.
+    The thread holds neither the watchdog nor the owner of the method ``fail``: whoever lets go of both leaves no thread behind.
     """
 
-    def __init__(self, patience: Patience, device: Device, fail: Callable[[GossamerError], Any]) -> None:
+    def __init__(self, policy: WaitPolicy, device: Device, fail: Callable[[GossamerError], Any]) -> None:
         self._queue: queue.SimpleQueue[Issued | None] = queue.SimpleQueue()
         self._ended = threading.Event()
-        body = partial(_loop, self._queue, patience, device, weakref.WeakMethod(fail), self._ended)
-        threading.Thread(target=body, name="gossamer-watch", daemon=True).start()
+        body = partial(_loop, self._queue, policy, device, weakref.WeakMethod(fail), self._ended)
+        threading.Thread(target=body, name="gossamer-watchdog", daemon=True).start()
         self._end = weakref.finalize(self, self._queue.put, None)
         self._end.atexit = False
 
@@ -77,7 +77,7 @@ class Watch:
 
 def _loop(
     jobs: "queue.SimpleQueue[Issued | None]",
-    patience: Patience,
+    policy: WaitPolicy,
     device: Device,
     weak: "weakref.WeakMethod[Callable[[GossamerError], Any]]",
     ended: threading.Event,
@@ -85,7 +85,7 @@ def _loop(
     try:
         device.enter_thread()
         while (issued := jobs.get()) is not None:
-            patience.wait(issued, _nothing)
+            policy.wait(issued, _nothing)
     except GossamerError as error:
         fail = weak()
         if fail is not None:

@@ -12,7 +12,7 @@ from gossamer.comm.device import Device
 from gossamer.comm.ops import Decide, Group, Op
 from gossamer.comm.runner import Meter, Ticket, alone
 from gossamer.comm.shaper import Shaper
-from gossamer.comm.torch_ports import REDUCE, Circle, GlooPort, Peers, Pending
+from gossamer.comm.torch.gloo import REDUCE, Circle, GlooPort, Peers, Pending
 
 options: Any = distributed_c10d
 """Where torch keeps the options of its collectives. ``torch.distributed``'s own functions know only groups in its list."""
