@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.utils.checkpoint import checkpoint
 
 import gossamer
 from gossamer import (
@@ -76,7 +75,7 @@ def test_the_handle() -> None:
     public = {name for name in dir(gossamer.Replica) if not name.startswith("_")}
     assert public == {
         "answer", "catch_up", "close", "consensus", "consensus_distance", "join", "load_state_dict", "metrics", "no_sync",
-        "state_dict", "wait_for_exchanges",
+        "state_dict", "step", "wait_for_exchanges",
     }  # fmt: skip
 
 
@@ -409,26 +408,16 @@ def test_a_closed_replica_says_so() -> None:
             call()
 
 
-@pytest.mark.parametrize("algorithm", [AllReduce(), Gossip()], ids=repr)
-def test_a_step_without_a_backward(algorithm: gossamer.Algorithm) -> None:
+def test_a_step_without_a_backward() -> None:
     def body(rank: int) -> None:
         model = make()
         optimizer = SGD(model.parameters(), lr=0.1)
-        gossamer.replicate(model, optimizer, algorithm)
+        gossamer.replicate(model, optimizer, AllReduce())
         train(model, optimizer)
         with pytest.raises(UsageError, match=f"rank {rank}.*step 3.*no backward pass"):
             optimizer.step()
 
     loopback(body, 2)
-
-
-def test_reentrant_checkpointing() -> None:
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)])
-    optimizer = SGD(model.parameters(), lr=0.1)
-    gossamer.replicate(model, optimizer)
-    x = torch.ones(3, 4, requires_grad=True)
-    with pytest.raises(UsageError, match="use_reentrant=False"):
-        model[1](checkpoint(model[0], x, use_reentrant=True)).sum().backward()
 
 
 def gradient_pass(model: nn.Module, seed: int) -> None:
@@ -694,7 +683,7 @@ def test_what_cannot_be_replicated_is_left_as_it_was(monkeypatch: pytest.MonkeyP
         with pytest.raises(ConfigurationError, match="compresses matrices"):
             gossamer.replicate(model, optimizer, Hierarchical(sparse, inner=PowerSGD(), ranks_per_node=1))
         assert optimizer.param_groups[0]["momentum"] == 0.9
-        monkeypatch.setattr(gossamer.Replica, "_hook", out_of_memory)
+        monkeypatch.setattr(optimizer, "register_step_post_hook", out_of_memory)
         with pytest.raises(MemoryError):
             gossamer.replicate(model, optimizer, sparse)
         assert optimizer.param_groups[0]["momentum"] == 0.9
@@ -702,7 +691,7 @@ def test_what_cannot_be_replicated_is_left_as_it_was(monkeypatch: pytest.MonkeyP
         monkeypatch.undo()
         gossamer.replicate(model, optimizer, sparse).close()
 
-    def out_of_memory(replica: gossamer.Replica) -> None:
+    def out_of_memory(hook: Any) -> None:
         raise MemoryError
 
     loopback(body, 1)

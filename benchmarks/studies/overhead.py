@@ -32,6 +32,7 @@ from gossamer.bench.emulated import MODELS, Emulated
 from gossamer.bench.ratios import ends, require_scipy, spread
 from gossamer.bench.rows import Column, Record, Store, code, milliseconds, number, text
 from gossamer.replica import Replica
+from gossamer.sync.assembly import assemble
 
 SIZES = ("ResNet50", "GPT2")
 WORLDS = (1, 8)
@@ -45,7 +46,7 @@ def _ours(model: nn.Module, optimizer: SGD, device: torch.device) -> nn.Module:
     if dist.get_world_size() == 1:
         gossamer.replicate(model, optimizer, AllReduce())
     else:
-        Replica(model, (optimizer,), AllReduce(), AbsentRunner(device), "local", None, False)
+        Replica(assemble(model, (optimizer,), AllReduce(), AbsentRunner(device), "local"))
     return model
 
 

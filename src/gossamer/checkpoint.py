@@ -44,7 +44,7 @@ from gossamer.comm.runner import Runner
 from gossamer.errors import CheckpointError, ConfigurationError
 from gossamer.replica import Replica
 from gossamer.sync.agreement import agree, values_of_all
-from gossamer.sync.backward import alarming, give_up
+from gossamer.sync.alarms import alarming, give_up
 
 __all__ = ["CheckpointError", "PerRank", "latest", "load", "save"]
 

@@ -22,7 +22,8 @@ from gossamer.optim.communicating import Communicating
 from gossamer.replica import Replica
 from gossamer.sync import landing
 from gossamer.sync.agreement import agree, checksum, same_from_rank
-from gossamer.sync.backward import give_up
+from gossamer.sync.alarms import give_up
+from gossamer.sync.assembly import assemble
 from gossamer.sync.checks import check_held, check_model, check_optimizers, held_by, named_parameters, release
 from gossamer.sync.exact import copies_from_rank
 from gossamer.sync.module_buffers import Buffers, averaged, check_buffers, named_buffers, resolve_buffers
@@ -126,7 +127,7 @@ def _attached(
 ) -> Replica:
     """The replica. If it cannot be made, model and optimizers are as they were: another algorithm may be tried."""
     try:
-        return Replica(model, optimizers, algorithm.attach(optimizers), runner, buffers, scaler, overlap_forward)
+        return Replica(assemble(model, optimizers, algorithm.attach(optimizers), runner, buffers, scaler, overlap_forward))
     except BaseException:
         algorithm.detach(optimizers)
         release(named_parameters(model).values())

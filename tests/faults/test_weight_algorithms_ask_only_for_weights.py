@@ -91,10 +91,7 @@ def trained(algorithm: Algorithm, way: Callable[[nn.Module, int, int], None], ra
     return vector(model)
 
 
-BY_HAND = "refused, with words about gradients that others wait for"
-
-
-@pytest.mark.parametrize("way", with_known_faults(list(WAYS), {name: BY_HAND for name in WAYS if name != "functionally"}))
+@pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("algorithm", WEIGHTS, ids=short)
 def test_gradients_may_come_from_anywhere(algorithm: Algorithm, way: str) -> None:
     right = loopback(lambda rank: trained(algorithm, by_backward, rank), 2)
@@ -102,7 +99,6 @@ def test_gradients_may_come_from_anywhere(algorithm: Algorithm, way: str) -> Non
         assert torch.allclose(values, wanted, rtol=0, atol=1e-9)
 
 
-@pytest.mark.xfail(strict=True, reason=BY_HAND)
 def test_gradients_may_come_from_anywhere_where_exchanges_may_lag() -> None:
     """Which exchange is added when depends on the moment there; alone in the world everything is as without an exchange."""
     for values in loopback(lambda rank: trained(Gossip(lag=3), by_autograd_grad, rank), 2):
@@ -172,7 +168,6 @@ def with_an_optimizer_per_parameter(algorithm: Algorithm, rank: int, hooks: str)
     return vector(model)
 
 
-@pytest.mark.xfail(strict=True, reason=BY_HAND)
 @pytest.mark.parametrize("hooks", ["before", "after"])
 @pytest.mark.parametrize("algorithm", WEIGHTS, ids=short)
 def test_one_optimizer_per_parameter_may_step_inside_backward(algorithm: Algorithm, hooks: str) -> None:
@@ -229,7 +224,6 @@ FAILING: dict[str, Callable[[int, int], bool]] = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="the next pass is refused: the one before has not ended")
 @pytest.mark.parametrize("failing", list(FAILING))
 @pytest.mark.parametrize("algorithm", WEIGHTS, ids=short)
 def test_a_backward_pass_that_failed_may_be_done_again(algorithm: Algorithm, failing: str) -> None:
@@ -239,13 +233,12 @@ def test_a_backward_pass_that_failed_may_be_done_again(algorithm: Algorithm, fai
         assert torch.allclose(values, wanted, rtol=0, atol=1e-9)
 
 
-@pytest.mark.xfail(strict=True, reason="the next pass is refused: the one before has not ended")
 def test_where_exchanges_may_lag_a_batch_whose_backward_failed_may_be_left_out() -> None:
     def train(rank: int) -> Tensor:
         model = mlp()
         optimizer = sgd(model)
         replica = gossamer.replicate(model, optimizer, Gossip(wire="fp32", lag=4))
-        for step in range(10):
+        for step in range(9 + (rank == 1)):
             optimizer.zero_grad()
             try:
                 loss_that_fails(model, rank, step, rank == 1 and step == 4).backward()
@@ -338,7 +331,7 @@ def trained_with_checkpoints(algorithm: Algorithm, how: str, rank: int, accumula
     return vector(model)
 
 
-@pytest.mark.xfail(strict=True, reason="refused where weights travel, too")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # of an inner one
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(every=2), DiLoCo(every=2)], ids=short)
 def test_where_weights_travel_checkpoints_may_be_reentrant(algorithm: Algorithm, how: str) -> None:
@@ -351,7 +344,7 @@ def test_where_weights_travel_checkpoints_may_be_reentrant(algorithm: Algorithm,
 EXACT = {"one bucket": AllReduce(), "many buckets": AllReduce(bucket_bytes=64)}
 
 
-@pytest.mark.xfail(strict=True, reason="refused, where DDP trains")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # of an inner one
 @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulated"])
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("buckets", list(EXACT))
@@ -367,7 +360,7 @@ def test_where_gradients_travel_checkpoints_may_be_reentrant(buckets: str, how: 
         assert torch.allclose(values, right, rtol=0, atol=1e-9)
 
 
-@pytest.mark.xfail(strict=True, reason="refused, where DDP trains")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # of an inner one
 @pytest.mark.parametrize("how", HOWS)
 def test_with_error_feedback_a_reentrant_checkpoint_sends_each_gradient_once(how: str) -> None:
     """Bit by bit as without checkpoints: the same gradients in the same buckets, in the same number of exchanges."""

@@ -1,118 +1,294 @@
-"""Where a backward pass begins and ends, and which ones are communicated."""
+"""Backward passes: which ones are exchanged, where each begins and ends, and what is refused."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 import gossamer
-from gossamer import AllReduce, ScatterReduce
+from gossamer import AllReduce, Gossip, ScatterReduce, UsageError, loopback
 from gossamer.algorithms import Algorithm
-from gossamer.comm.runner import InlineRunner, LocalPort, Meter
-from gossamer.errors import CommunicationError, ConfigurationError, UsageError
-from gossamer.sync.backward import Backward, alarming, in_words
+
+WORLD = 2
 
 
-class Alarmed(InlineRunner):
-    """One rank that keeps what it would tell the others."""
-
-    def __init__(self, world: int = 1) -> None:
-        super().__init__(LocalPort(Meter()), Meter(), world=world)
-        self.alarms: list[str] = []
-
-    def alarm(self, message: str) -> None:
-        self.alarms.append(message)
+def layers(count: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count))).double()
 
 
-class Watched:
-    """A model of two layers, and the record of its backward passes."""
-
-    def __init__(self, world: int = 1) -> None:
-        self.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        self.events: list[str] = []
-        self.runner = Alarmed(world)
-        self.backward = Backward(self.runner, lambda: self.events.append("begin"), lambda: self.events.append("end"))
-        for name, parameter in self.model.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self.note(name))
-
-    def note(self, name: str) -> None:
-        self.events.append(name if self.backward.reached() else f"({name})")
-
-    def loss(self) -> Tensor:
-        return self.model(torch.ones(1, 2)).sum()
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def test_one_pass() -> None:
-    watched = Watched()
-    watched.loss().backward()
-    assert watched.events[0] == "begin"
-    assert watched.events[-1] == "end"
-    assert sorted(watched.events[1:-1]) == ["0.bias", "0.weight", "1.bias", "1.weight"]
-    assert (watched.backward.passes, watched.backward.synchronised_passes) == (1, 1)
+def values(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_each_pass_begins_and_ends() -> None:
-    watched = Watched()
-    for _ in range(3):
-        watched.loss().backward()
-    loss = watched.loss()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    torch.autograd.backward([watched.loss(), watched.loss()])
-    assert watched.events.count("begin") == watched.events.count("end") == 6
-    assert watched.backward.synchronised_passes == 6
+def alone(model: nn.Module, steps: int, world: int = WORLD) -> Tensor:
+    """The weights of one process that takes the batches of all ranks together."""
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.cat([batch(rank, step) for rank in range(world)])).square().mean().backward()
+        optimizer.step()
+    return values(model)
 
 
-def test_without_synchronisation() -> None:
-    watched = Watched()
-    watched.backward.synchronise = False
-    watched.loss().backward()
-    watched.loss().backward()
-    assert set(watched.events) == {"(0.bias)", "(0.weight)", "(1.bias)", "(1.weight)"}
-    assert (watched.backward.passes, watched.backward.synchronised_passes) == (2, 0)
-    watched.backward.synchronise = True
-    watched.loss().backward()
-    assert (watched.backward.passes, watched.backward.synchronised_passes) == (3, 1)
+def replicated(rank: int, model: nn.Module, algorithm: Algorithm | None = None) -> tuple[gossamer.Replica, SGD]:
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return gossamer.replicate(model, optimizer, algorithm), optimizer
 
 
-def test_a_pass_that_reaches_no_parameter_is_none() -> None:
-    watched = Watched()
-    x = torch.ones(1, requires_grad=True)
-    (x * 2).sum().backward()
-    torch.autograd.grad(watched.loss(), list(watched.model.parameters()))
-    assert watched.events == []
-    assert watched.backward.passes == 0
+# -- which passes are exchanged ----------------------------------------------------------------------------------------
 
 
-def fail_half_way(watched: Watched) -> None:
-    middle = watched.model[0](torch.ones(1, 2))
+def test_each_pass_is_one_step_of_the_replica() -> None:
+    def body(rank: int) -> int:
+        model = layers()
+        replica, _ = replicated(rank, model)
 
-    def fail(grad: Tensor) -> Tensor:
-        raise ArithmeticError("the user's own")
+        def loss() -> Tensor:
+            result: Tensor = model(batch(rank, 0)).sum()
+            return result
 
-    middle.register_hook(fail)
-    with pytest.raises(ArithmeticError):
-        watched.model[1](middle).sum().backward()
-    assert watched.events == ["begin", "1.bias", "1.weight"] or watched.events == ["begin", "1.weight", "1.bias"]
-    assert not watched.runner.alarms
+        for _ in range(3):
+            loss().backward()
+        kept = loss()
+        kept.backward(retain_graph=True)
+        kept.backward()
+        torch.autograd.backward([loss(), loss()])
+        return replica.step
+
+    assert loopback(body, WORLD) == [6, 6]
 
 
-def test_after_an_error_half_way() -> None:
-    watched = Watched(world=2)
-    fail_half_way(watched)
+def test_passes_inside_no_sync_send_nothing_and_add_up() -> None:
+    def body(rank: int) -> Tensor:
+        model = layers()
+        replica, _ = replicated(rank, model)
+        sent = replica.metrics()["bytes_sent"]
+        with replica.no_sync():
+            model(batch(rank, 0)).sum().backward()
+            model(batch(rank, 1)).sum().backward()
+        assert replica.metrics()["bytes_sent"] == sent
+        assert replica.step == 0
+        model(batch(rank, 2)).sum().backward()
+        assert replica.step == 1
+        grad = model[0].weight.grad
+        assert grad is not None
+        return grad
+
+    reference = layers()
+    for rank in range(WORLD):
+        for step in range(3):
+            (reference(batch(rank, step)).sum() / WORLD).backward()
+    for grad in loopback(body, WORLD):
+        torch.testing.assert_close(grad, reference[0].weight.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", [AllReduce(), Gossip()], ids=repr)
+def test_gradients_of_something_else_are_not_exchanged(algorithm: Algorithm) -> None:
+    def body(rank: int) -> None:
+        model = layers()
+        replica, _ = replicated(rank, model, algorithm)
+        sent = replica.metrics()["bytes_sent"]
+        inputs = batch(rank, 0).requires_grad_()
+        (inputs * 2).sum().backward()
+        output = model(inputs).sum()
+        torch.autograd.grad(output, list(model.parameters()), retain_graph=True)
+        torch.autograd.grad(output, inputs, create_graph=True)
+        assert replica.step == 0
+        assert replica.metrics()["bytes_sent"] == sent
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    loopback(body, WORLD)
+
+
+def test_a_custom_function_that_returns_no_gradient_leaves_its_parameter_unused() -> None:
+    class Swallow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.swallowed = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+        def forward(self, factor: float) -> Tensor:
+            return (factor * self.used).sum() + Swallow.apply(self.swallowed).sum()
+
+    def body(rank: int) -> None:
+        model = Model()
+        _, optimizer = replicated(rank, model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(rank + 1.0).backward()
+            assert model.swallowed.grad is None
+            assert model.used.grad is not None
+            assert model.used.grad.tolist() == [1.5] * 3
+            optimizer.step()
+
+    loopback(body, WORLD)
+
+
+# -- passes inside a pass ----------------------------------------------------------------------------------------------
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    """What libraries wrote before torch's: a backward pass inside the backward of a function."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(inputs)
+        with torch.no_grad():
+            return run(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:  # type: ignore[override]
+        (inputs,) = ctx.saved_tensors
+        inputs = inputs.detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.run(inputs), grad)
+        return None, inputs.grad
+
+
+def of_torch(run: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    result: Tensor = checkpoint(run, inputs, use_reentrant=True)
+    return result
+
+
+CHECKPOINTS = {"torch": of_torch, "own": OwnCheckpoint.apply}
+
+
+class Checkpointed(nn.Module):
+    """``shape``: where layers are inside a checkpoint: in the middle, all of them, one layer in several, or nested."""
+
+    def __init__(self, kind: str, shape: str) -> None:
+        super().__init__()
+        self.layers, self.kind, self.shape = layers(4), kind, shape
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first, second, third, last = self.layers
+        save = CHECKPOINTS.get(self.kind, lambda run, inputs: run(inputs))
+        if self.shape == "middle":
+            result = last(save(third, save(second, first(inputs))))
+        elif self.shape == "all":
+            result = save(self.layers, inputs.requires_grad_())
+        elif self.shape == "shared":
+            result = last(save(second, save(third, save(second, first(inputs)))))
+        else:
+            result = last(save(lambda x: third(save(second, x)), first(inputs)))
+        return torch.as_tensor(result)
+
+
+@pytest.mark.parametrize("shape", ["middle", "all", "shared", "nested"])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("algorithm", [AllReduce(bucket_bytes=64), Gossip()], ids=repr)
+def test_reentrant_checkpointing_changes_nothing(algorithm: Algorithm, kind: str, shape: str) -> None:
+    def body(rank: int) -> tuple[Tensor, float, int]:
+        found = []
+        for each in ("plain", kind):
+            model = Checkpointed(each, shape)
+            replica, optimizer = replicated(rank, model, algorithm)
+            for step in range(4):
+                optimizer.zero_grad()
+                model(batch(rank, step)).square().mean().backward()
+                optimizer.step()
+            replica.close()
+            found.append((values(model), replica.metrics()["bytes_sent"], replica.step))
+        (plain, *counted), (own, *counted_too) = found
+        torch.testing.assert_close(own, plain, rtol=1e-12, atol=1e-12)
+        assert counted == counted_too, "one exchange for each outermost pass"
+        return own, 0.0, replica.step
+
+    found = loopback(body, WORLD)
+    if isinstance(algorithm, AllReduce):
+        reference = alone(Checkpointed("plain", shape), 4)
+        for weights, _, _ in found:
+            torch.testing.assert_close(weights, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_a_pass_in_a_hook_of_another_one_belongs_to_it() -> None:
+    def body(rank: int) -> Tensor:
+        model = layers()
+        replica, _ = replicated(rank, model)
+        output = model(batch(rank, 0))
+
+        def inside(grad: Tensor) -> None:
+            with torch.enable_grad():
+                model[0](batch(rank, 1)).sum().backward()
+
+        output.register_hook(inside)
+        output.sum().backward()
+        assert replica.step == 1
+        grad = model[0].weight.grad
+        assert grad is not None
+        return grad
+
+    reference = layers()
+    for rank in range(WORLD):
+        (reference(batch(rank, 0)).sum() / WORLD).backward()
+        (reference[0](batch(rank, 1)).sum() / WORLD).backward()
+    for grad in loopback(body, WORLD):
+        torch.testing.assert_close(grad, reference[0].weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_reentrant_checkpointing_without_a_call_of_the_model_itself_is_refused() -> None:
+    def body(rank: int) -> None:
+        model = layers()
+        replicated(rank, model)
+        with pytest.raises(
+            UsageError, match=rf"rank {rank}: .*call the model that replicate\(\) was given.*use_reentrant=False"
+        ):
+            of_torch(model[0], batch(rank, 0).requires_grad_()).sum().backward()
+
+    loopback(body, WORLD)
+
+
+# -- errors amid a pass ------------------------------------------------------------------------------------------------
+
+
+def fail_half_way(model: nn.Sequential, inputs: Tensor) -> None:
+    middle = model[0](inputs)
+    middle.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model[1](middle).sum().backward()
+
+
+def test_after_an_error_half_way_the_next_pass_is_refused() -> None:
+    def body(rank: int) -> None:
+        model = layers()
+        _, _ = replicated(rank, model)
+        fail_half_way(model, batch(rank, 0))
+        model(batch(rank, 1)).sum().backward()
+
     with pytest.raises(UsageError, match="has not ended: it raised an error half-way"):
-        watched.loss().backward()
-    assert "has not ended" in watched.runner.alarms[0]
+        loopback(body, WORLD)
 
 
-def test_alone_the_next_pass_begins_anew_after_an_error_half_way() -> None:
-    """As after running out of memory for one batch: there is nobody who is at another place."""
-    watched = Watched()
-    fail_half_way(watched)
-    watched.events.clear()
-    watched.loss().backward()
-    assert watched.events[0] == "begin"
-    assert watched.events[-1] == "end"
-    assert (watched.backward.passes, watched.backward.synchronised_passes) == (1, 1)
+def test_an_error_before_any_parameter_loses_nothing() -> None:
+    def body(rank: int) -> int:
+        model = layers()
+        replica, _ = replicated(rank, model)
+        output = model(batch(rank, 0))
+        output.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            output.sum().backward()
+        model(batch(rank, 1)).sum().backward()
+        return replica.step
+
+    assert loopback(body, WORLD) == [1, 1]
 
 
 @pytest.mark.parametrize("overlap_forward", [False, True])
@@ -140,67 +316,58 @@ def test_alone_a_batch_that_fails_leaves_nothing_behind(algorithm: Algorithm, ov
     assert torch.equal(train(failing=4), train(failing=-1))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("more_to_come", [True, False])
-def test_a_pass_inside_another_one_is_refused(world: int, more_to_come: bool) -> None:
-    watched = Watched(world)
-    middle = watched.model[0](torch.ones(1, 2))
-    if not more_to_come:
-        middle = middle.detach().requires_grad_()
-
-    def inside(grad: Tensor) -> None:
-        with torch.enable_grad():
-            watched.loss().backward()
-
-    middle.register_hook(inside)
-    with pytest.raises(UsageError, match="inside"):
-        watched.model[1](middle).sum().backward()
-    assert "inside" in watched.runner.alarms[0]
+# -- updates amid a pass -----------------------------------------------------------------------------------------------
 
 
-def test_after_an_error_before_any_parameter() -> None:
-    """Nothing was sent, so nothing is lost."""
-    watched = Watched()
-    output = watched.loss()
+@pytest.mark.parametrize("hooks_first", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+def test_an_optimizer_that_steps_in_gradient_hooks_is_refused_where_gradients_travel(given: bool, hooks_first: bool) -> None:
+    def body(rank: int) -> None:
+        model = layers()
+        each = {parameter: SGD([parameter], lr=0.1) for parameter in model.parameters()}
 
-    def fail(grad: Tensor) -> Tensor:
-        raise ArithmeticError("the user's own")
+        def step(parameter: Tensor) -> None:
+            each[parameter].step()  # type: ignore[index]
+            each[parameter].zero_grad()  # type: ignore[index]
 
-    output.register_hook(fail)
-    with pytest.raises(ArithmeticError):
-        output.backward()
-    watched.loss().backward()
-    assert watched.backward.passes == 1
+        def hook() -> None:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(step)
 
+        if hooks_first:
+            hook()
+        gossamer.replicate(model, list(each.values()) if given else SGD(model.parameters(), lr=0.1))
+        if not hooks_first:
+            hook()
+        model(batch(rank, 0)).sum().backward()
 
-def test_an_error_at_the_end_reaches_the_caller() -> None:
-    runner = Alarmed()
-
-    def fail() -> None:
-        raise ConfigurationError("from the end")
-
-    backward = Backward(runner, lambda: None, fail)
-    model = nn.Linear(2, 2)
-
-    def note(parameter: Tensor) -> None:
-        backward.reached()
-
-    model.weight.register_post_accumulate_grad_hook(note)
-    with pytest.raises(ConfigurationError, match="from the end"):
-        model(torch.ones(1, 2)).sum().backward()
-    assert runner.alarms == ["from the end"]
+    with pytest.raises(UsageError, match=r"rank \d: .*parameter '\d\.(weight|bias)'.*exchange weights"):
+        loopback(body, WORLD)
 
 
-def test_who_is_alarmed() -> None:
-    """Errors of this rank's own are told; what comes from the others they know."""
-    runner = Alarmed()
-    for error in (UsageError("a"), ValueError("b"), CommunicationError("c"), KeyboardInterrupt()):
-        with pytest.raises(type(error)), alarming(runner):
-            raise error
-    assert runner.alarms == ["a", "rank 0: ValueError: b"]
+def test_an_optimizer_that_steps_in_gradient_hooks_works_where_weights_travel() -> None:
+    def body(rank: int) -> Tensor:
+        model = layers()
+        each = {parameter: SGD([parameter], lr=0.1) for parameter in model.parameters()}
+        replica = gossamer.replicate(model, list(each.values()), Gossip(wire="fp32"))
+        plain = layers()
+        plain_optimizer = SGD(plain.parameters(), lr=0.1)
+        reference = gossamer.replicate(plain, plain_optimizer, Gossip(wire="fp32"))
 
+        def step(parameter: Tensor) -> None:
+            each[parameter].step()  # type: ignore[index]
+            each[parameter].zero_grad()  # type: ignore[index]
 
-def test_what_ends_a_rank_in_words() -> None:
-    assert in_words(2, ConfigurationError("rank 2: a field")) == "rank 2: a field"
-    assert in_words(2, MemoryError("of 3 GB")) == "rank 2: MemoryError: of 3 GB"
-    assert in_words(2, KeyboardInterrupt()) == "rank 2: KeyboardInterrupt"
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for number in range(5):
+            model(batch(rank, number)).square().mean().backward()
+            plain_optimizer.zero_grad()
+            plain(batch(rank, number)).square().mean().backward()
+            plain_optimizer.step()
+        replica.close()
+        reference.close()
+        return values(model) - values(plain)
+
+    for difference in loopback(body, WORLD):
+        assert difference.abs().max() < 1e-12

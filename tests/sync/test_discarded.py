@@ -264,7 +264,7 @@ def test_saving_after_the_very_first_pass_changes_nothing_and_holds_nothing_of_i
         assert grad is not None
         found = grad.clone()
         replica.close()
-        return found, sorted(state.get(f"rank{rank}", {}).get("residual", {}))
+        return found, sorted(state[f"rank{rank}"][0].get("residual", {}) if saves else [])
 
     saved, unsaved = loopback(lambda rank: body(rank, True), 2), loopback(lambda rank: body(rank, False), 2)
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(saved, unsaved, strict=True))

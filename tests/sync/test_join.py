@@ -8,46 +8,17 @@ from torch import Tensor, nn
 
 import gossamer
 from gossamer import AllReduce, DisagreementError, Gossip, GossipGraD, UsageError, loopback
-from gossamer.comm.connect import connect
-from gossamer.sync.join import Event, Join
-
-
-def test_events_are_mirrored_in_order() -> None:
-    """Rank r announces r + 1 rounds; those that have ended mirror exactly what the others do, and learn who is last."""
-
-    def body(rank: int) -> tuple[list[tuple[str, int, int]], list[tuple[int, bool]]]:
-        mirrored: list[tuple[str, int, int]] = []
-        ends: list[tuple[int, bool]] = []
-        join = Join(connect(), {event: lambda i, s, e=event: mirrored.append((e.name, i, s)) for event in Event})
-        with join.active(lambda last, uneven: ends.append((last, uneven))):
-            for _ in range(rank + 1):
-                assert join.announce(Event.BUFFERS) == 2, "the last rank of those that train stands for all"
-                join.announce(Event.BACKWARD)
-                join.announce(Event.WEIGHTS, 1)
-        return mirrored, ends
-
-    found = loopback(body, 3)
-    one = [("BUFFERS", 0, 2), ("BACKWARD", 0, 2), ("WEIGHTS", 1, 2)]
-    assert [mirrored for mirrored, _ in found] == [one * 2, one, []]
-    assert [ends for _, ends in found] == [[(2, True)]] * 3
-
-
-def test_outside_nothing_is_announced() -> None:
-    runner_calls: list[str] = []
-    runner = connect()
-    runner.run = lambda *arguments, **options: runner_calls.append("run")  # type: ignore[method-assign]
-    join = Join(runner, {})
-    assert join.announce(Event.BACKWARD) == 0
-    assert not runner_calls
 
 
 def test_ranks_that_do_different_things_are_told() -> None:
     def body(rank: int) -> None:
-        join = Join(connect(), {})
-        with join.active(lambda last, uneven: None):
-            join.announce(Event.BUFFERS) if rank else join.announce(Event.WEIGHTS, 2)
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+        replica = gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with replica.join():
+            called = model if rank else model[1]
+            called(torch.ones(4, 2)).sum().backward()
 
-    with pytest.raises(UsageError, match=r"inside join\(\): a forward pass with buffers, the step of optimizer 2"):
+    with pytest.raises(UsageError, match=r"inside join\(\): a forward pass with buffers, a backward pass"):
         loopback(body, 3)
 
 

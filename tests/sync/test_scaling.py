@@ -10,7 +10,8 @@ import gossamer
 from gossamer import AllReduce, Gossip, ScatterReduce, loopback
 from gossamer.codecs import Quantize
 from gossamer.comm.connect import connect
-from gossamer.sync.scaling import agree_on_overflow, any_non_finite
+from gossamer.sync.finite import any_non_finite
+from gossamer.sync.loss_scale import agree_on_overflow
 
 NUMBERS = torch.tensor([1.0, -2.0, 0.0])
 
@@ -123,7 +124,7 @@ def test_a_state_is_loaded_with_the_scale_that_it_is_of() -> None:
         train(2.0)
         replica.load_state_dict(state)
         scaler.update(1024.0)
-        replica._begin_backward()
+        replica._loop.pass_without_gradients()
         assert torch.equal(replica.state_dict()[f"rank{rank}"][0]["residual"]["weight"], residual)
 
     loopback(body, 2)
@@ -147,7 +148,7 @@ def test_what_is_owed_survives_the_beginning_and_the_end_of_scaling(before: floa
                 optimizer.step()
             else:
                 replica.load_state_dict(state)
-                replica._begin_backward()
+                replica._loop.pass_without_gradients()
             found: dict[str, Any] = replica.state_dict()
             replica.close()
             return found

@@ -22,7 +22,7 @@ from gossamer.data.shares import batches_of, cut, drawn, gathered, in_full
 from gossamer.data.table import Layout, Table, count, load
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.sync.agreement import agree
-from gossamer.sync.backward import alarming, give_up
+from gossamer.sync.alarms import alarming, give_up
 from gossamer.sync.lagging import patiently
 
 UNDER_WAY = 4

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.optim.communicating import Communicating
+from gossamer.sync.loop import Subscriber
 
 _replicated: "weakref.WeakValueDictionary[int, Parameter]" = weakref.WeakValueDictionary()
 
@@ -150,7 +151,7 @@ def _some(names: Sequence[str]) -> str:
     return f"parameter {shown}" if len(names) == 1 else f"{len(names)} parameters ({shown}{', …' if len(names) > 3 else ''})"
 
 
-class Watch:
+class Watch(Subscriber):
     """Notices what would silently not be replicated: parameters added, replaced or unfrozen afterwards.
 
     The check runs at every optimizer step, so it only compares objects by identity, all at once.
@@ -169,7 +170,7 @@ class Watch:
         for parameter in self._own:
             _replicated[id(parameter)] = parameter
 
-    def check(self) -> None:
+    def before_step(self, index: int, closure: bool) -> None:
         """Raise :class:`UsageError` if the model or an optimizer is not what was replicated."""
         if _ids(self._places) != self._ids:
             pairs = zip(self._places, self._before, strict=True)

@@ -36,11 +36,15 @@ class Discarded:
             if index not in waiting or self._versions[index] != before[index]:
                 self._exchange.confirm(names)
 
-    def undo(self, waiting: Collection[int]) -> None:
-        """A pass begins: forget what was not used, unless a gradient lies in a bucket. That is what a pass has left there, or
-        is added to it, or was set to zero there, which looks as if it was added to."""
+    def undo(self, waiting: Collection[int], first: Tensor | None, accumulated: bool) -> None:
+        """A pass begins with the gradient of ``first``: forget what was not used, unless a gradient is there.
+
+        One in a bucket is what a pass has left, or is added to it, or was set to zero there, which looks as if it was added to.
+        One in other memory was made of it by the user, unless it is new: of ``first``, or ``accumulated`` inside no_sync().
+        """
         for index in waiting:
-            if next(self._held(self._owners[index]), None) is None:
+            names = self._owners[index]
+            if next(self._held(names), None) is None and (accumulated or not self._replaced(names, first)):
                 self._exchange.undo(self._owners[index])
 
     def refuse_sums(self, waiting: Collection[int], step: int) -> None:
@@ -55,6 +59,15 @@ class Discarded:
                     f"{step}), with momentum_correction, which gives gradients that have the momentum in them; accumulate "
                     "inside no_sync(), and clear gradients that nobody uses before the next pass"
                 )
+
+    def _replaced(self, names: Set[str], first: Tensor | None) -> bool:
+        """Whether these parameters have gradients in memory of the user's. An optimizer's only one may be that of ``first``,
+        and then has been added to."""
+        slots = [self._slots[name] for name in names]
+        grads = {slot.name: slot.parameter.grad for slot in slots if slot.parameter.grad is not None}
+        if len(slots) == 1 and slots[0].parameter is first:
+            return any(grad._version > 0 for grad in grads.values())
+        return any(slot.name in grads for slot in slots if slot.parameter is not first)
 
     def _held(self, names: Set[str]) -> Iterator[Tensor]:
         """What lies in buckets and is the gradient of one of these parameters."""

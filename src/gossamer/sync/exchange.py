@@ -19,7 +19,7 @@ from gossamer.comm.ops import Flow
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.memory import wide
 from gossamer.state import RESIDUAL, WHOLE, State, named
-from gossamer.sync.scaling import any_non_finite, where_they_are
+from gossamer.sync.finite import any_non_finite, where_they_are
 
 Kept = dict[str, dict[str, Tensor]]
 """``{key: {parameter name: tensor}}``."""

@@ -5,7 +5,7 @@ Threads and ownership: see the note in ``gossamer.comm.torch.lanes``.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from gossamer.algorithms.base import Algorithm
 from gossamer.buckets import Bucket, Plan, Routing, make_plan, plan_from_names
 from gossamer.comm.ops import broadcast, maximum
 from gossamer.comm.runner import CONTROL, Runner, Ticket
-from gossamer.errors import ConfigurationError
+from gossamer.errors import ConfigurationError, GossamerError, UsageError
 from gossamer.sync.agreement import agree_on_plan
-from gossamer.sync.backward import Backward, alarming, current_task
+from gossamer.sync.alarms import alarming
 from gossamer.sync.discarded import Discarded
 from gossamer.sync.exchange import Exchange, Kept, of_any_plan
+from gossamer.sync.loop import Loop, Subscriber
 from gossamer.sync.owners import ByOwner
 from gossamer.sync.slots import OpenStep, Slot, like_gradient
 from gossamer.sync.statistics import Statistics
@@ -29,8 +30,13 @@ from gossamer.sync.usage import USAGE, with_usage
 
 logger = logging.getLogger("gossamer")
 
+_NOT_YET = (
+    "Gradients are not averaged before the end of backward(): take the step after it, or exchange weights (gossamer.Gossip()), "
+    "which leaves gradients alone"
+)
 
-class GradientSync:
+
+class GradientSync(Subscriber):
     """Exchanges gradients bucket by bucket. ``step`` counts synchronised backward passes.
 
     ``alone``: neither weights nor optimizers are exchanged as well. ``owners``: the names of each optimizer's parameters.
@@ -39,6 +45,7 @@ class GradientSync:
     def __init__(
         self,
         runner: Runner,
+        loop: Loop,
         algorithm: Algorithm,
         parameters: Mapping[str, Parameter],
         statistics: Statistics,
@@ -57,7 +64,11 @@ class GradientSync:
         self.completed: dict[int, float] | None = None
         """When each bucket was complete, in seconds, if anyone wants to know."""
         self.parameters = dict(parameters)
-        self._runner, self._algorithm, self._statistics = runner, algorithm, statistics
+        self._runner, self._loop, self._algorithm, self._statistics = runner, loop, algorithm, statistics
+        self._versions: list[int] = []
+        """Of the parameters, when the pass under way began."""
+        self._late: dict[str, Slot] = {}
+        """Gradients to be collected at the end of the pass: see the note [passes inside a pass]."""
         self._slots = {name: Slot(name, parameter) for name, parameter in parameters.items()}
         self._copies = any(parameter.is_complex() for parameter in parameters.values())
         """Whether any gradient does not lie in its bucket."""
@@ -69,6 +80,7 @@ class GradientSync:
         """The plan to go on with, if buckets are needed again."""
         self._usage: tuple[Bucket, int] | None = None
         """Where the numbers of use are, if they travel in a bucket: the place of their view."""
+        self._owners = [list(names) for names in owners] or [list(parameters)]
         self._routing: Routing = algorithm
         if len(owners) > 1:
             self._routing = ByOwner(algorithm, {name: number for number, names in enumerate(owners) for name in names})
@@ -77,11 +89,12 @@ class GradientSync:
         # Until the first step has shown the order, assume that gradients come in the reverse order of definition.
         self.adopt_plan(agree_on_plan(runner, self._make_plan(dict(reversed(list(parameters.items()))))))
 
-    def hook(self, backward: Backward) -> list[Any]:
+    def hook(self) -> list[Any]:
         """Install one hook per parameter; returns the handles."""
-        for name, slot in self._slots.items():
-            self._handles[name] = slot.parameter.register_post_accumulate_grad_hook(self._hook(backward, slot))
-        return list(self._handles.values())
+        collect = {name: self._collector(slot) for name, slot in self._slots.items()}
+        handles = self._loop.hook_gradients(self.parameters, collect)
+        self._handles = dict(zip(self.parameters, handles, strict=True))
+        return handles
 
     def _warn_of_later_hooks(self) -> None:
         """What is registered behind ours sees gradients that may be divided, and on the wire."""
@@ -118,23 +131,33 @@ class GradientSync:
                     slot.share = share if handler.takes_shares else None
         self._reset()
 
-    def begin(self, waiting: Collection[int] = ()) -> None:
-        """A backward pass has produced its first gradient. ``waiting``: the numbers of the optimizers that have not taken a
-        step for the one before, and may have cleared what it gave."""
+    def begin_backward(self) -> None:
+        waiting = self._loop.waiting
+        if self._algorithm.takes_momentum and not self._loop.accumulated:
+            self.discarded.refuse_sums(waiting, self.step)
         if self.exchange.finishing:
             with self._statistics.exposed():
                 self.exchange.land()
         self.discarded.confirm(waiting)
-        self.discarded.undo(waiting)
+        self.discarded.undo(waiting, self._loop.first, self._loop.accumulated)
         self.adopt_learned()
         self._idle = not self._algorithm.due(self.step)
         self._put_away()
         self._reset()
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        """The versions of the parameters."""
+        return [parameter._version for parameter in self.parameters.values()]
+
+    @property
+    def _over(self) -> bool:
+        """Whether gradients are not exchanged any more."""
+        return not self._algorithm.due(self.step) and self.step > max(self._algorithm.changes, default=self.step)
 
     def _put_away(self) -> None:
         """Keep no copy of the gradients where their time is over, and nothing is owed any more."""
-        over = self._idle and self.step > max(self._algorithm.changes, default=self.step)
-        if over and self.exchange.buckets and not self.exchange.remembers:
+        if self._over and self.exchange.buckets and not self.exchange.remembers:
             plan = self.exchange.plan
             self.adopt_plan(Plan(()))
             self._shelved = plan
@@ -144,26 +167,32 @@ class GradientSync:
     def _reset(self) -> None:
         self._missing = [len(bucket.segments) for bucket in self.exchange.buckets]
         self._open = None
+        self._late = {}
         self.exchange.forget()
         for slot in self._slots.values():
             slot.ready = False
 
-    def _hook(self, backward: Backward, slot: Slot) -> Callable[[Tensor], None]:
+    def _collector(self, slot: Slot) -> Callable[[], None]:
         on_device = slot.parameter.device.type != "cpu"
+        first = not slot.parameter._post_accumulate_grad_hooks
+        """Whether no hook of others is called before: one could have taken the gradient."""
 
-        def on_gradient(parameter: Tensor) -> None:
-            """The hot path: runs once per parameter and backward pass, amid kernels that evict it from every cache."""
-            if (backward.task != current_task() and not backward.reached()) or self._idle:
+        def collect() -> None:
+            """The hot path: see :meth:`Loop.hook_gradients`."""
+            if self._idle or (slot.parameter.grad is None and first):
+                return  # a custom function may return None: the parameter counts as unused
+            if not self.learned:
+                self._arrived.append(slot.name)
+            if self._loop.nested or slot.ready:
+                self._collect_late(slot)
                 return
             try:
                 slot.collect()
-            except Exception:
+            except Exception as error:
                 with alarming(self._runner):  # here, and not around it, where every gradient would pay for it
-                    raise
+                    raise self._of_this_rank(error) from None
             if on_device:
                 self._runner.note_writer()
-            if not self.learned:
-                self._arrived.append(slot.name)
             slot.ready = True
             missing = self._missing
             missing[slot.bucket] -= 1
@@ -172,7 +201,21 @@ class GradientSync:
                     self.completed[slot.bucket] = time.perf_counter()
                 self._launch_ready()
 
-        return on_gradient
+        return collect
+
+    def _of_this_rank(self, error: Exception) -> Exception:
+        return type(error)(f"rank {self._runner.rank}: {error}") if isinstance(error, GossamerError) else error
+
+    def _collect_late(self, slot: Slot) -> None:
+        """A gradient that may grow until the outermost pass is over is collected then."""
+        if slot.ready and slot.name not in self._late:
+            with alarming(self._runner):
+                raise UsageError(
+                    f"rank {self._runner.rank}: parameter {slot.name!r} got a gradient twice in one backward pass, in passes "
+                    "that run inside it (reentrant activation checkpointing), after the first one was sent: use "
+                    "torch.utils.checkpoint.checkpoint(…, use_reentrant=False)"
+                )
+        slot.ready, self._late[slot.name] = True, slot
 
     def _launch_ready(self) -> None:
         """Launch, in the agreed order, every bucket that is complete and has no incomplete one before it."""
@@ -180,9 +223,10 @@ class GradientSync:
         while (place := self.exchange.launched) < len(order) and self._missing[order[place]] == 0:
             self.exchange.launch(self.step, f"at step {self.step}")
 
-    def end(self) -> None:
-        """The backward pass is over: send what is left, wait for everything, put the results in place."""
+    def end_backward(self) -> None:
+        """Send what is left, wait for everything, put the results in place."""
         if not self._idle:
+            self._require_same_parameters()
             with self.exchange.transaction():
                 if self.hold:
                     self._leave_open()
@@ -191,6 +235,31 @@ class GradientSync:
         self.step += 1
         if not self.learned and not self._idle:
             self._learn()
+
+    def _require_same_parameters(self) -> None:
+        """Raise if parameters were updated while the gradients were on their way: by the gradient of this rank alone."""
+        if self._runner.world == 1:
+            return
+        for slot, version in zip(self._slots.values(), self._versions, strict=True):
+            parameter = slot.parameter
+            if parameter._version != version or (slot.ready and parameter.grad is None):
+                raise UsageError(
+                    f"rank {self._runner.rank}: parameter {slot.name!r} was changed, or its gradient taken away, during the "
+                    f"backward pass, by an optimizer that steps in gradient hooks? {_NOT_YET}"
+                )
+
+    def before_step(self, index: int, closure: bool) -> None:
+        if self._runner.world == 1 or closure or self._over:
+            return
+        if self._loop.in_backward:
+            name = next(iter(self._owners[index]))
+            raise UsageError(f"rank {self._runner.rank}: the optimizer of parameter {name!r} steps inside backward. {_NOT_YET}")
+        if not self._loop.had_pass(index):
+            where = " outside of no_sync()" if self._loop.passes_apart else ""
+            raise UsageError(
+                f"rank {self._runner.rank}: optimizer.step() at step {self.step}, but no backward pass{where} has reached a "
+                "parameter of the model since the last one; the other ranks wait for this one's gradients"
+            )
 
     def _end(self) -> None:
         unused = self._flush()
@@ -264,7 +333,11 @@ class GradientSync:
         Returns which parameters have no gradient here.
         """
         unused = set()
-        came_all = sum(self._missing) == (self._usage is not None)
+        for slot in self._late.values():
+            slot.collect()
+        if self._late and next(iter(self._slots.values())).parameter.device.type != "cpu":
+            self._runner.note_writer()
+        came_all = sum(self._missing) == (self._usage is not None) + len(self._late)
         for slot in () if came_all else self._slots.values():
             if not slot.ready and slot.parameter.grad is not None:
                 slot.collect()

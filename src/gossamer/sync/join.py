@@ -1,16 +1,18 @@
 """Join: ranks whose data end early keep answering, until the data of all have ended."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
 from gossamer.sync.agreement import same_from_rank
+from gossamer.sync.loop import Loop, Subscriber
 from gossamer.sync.plain import read, written
 
 _NO_EVENT = 2**30
@@ -22,22 +24,45 @@ class Event(IntEnum):
     ENDED = 0
     BUFFERS = 1
     BACKWARD = 2
-    WEIGHTS = 3  # plus the index of the optimizer
+    STEP = 3  # plus the index of the optimizer
 
 
-class Join:
+class Join(Subscriber):
     """Inside :meth:`active`, each collective event is announced; a rank that has ended mirrors it with nothing to add."""
 
-    def __init__(self, runner: Runner, mirror: Mapping[Event, Callable[[int, int], None]]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        loop: Loop,
+        parameters: Sequence[Parameter],
+        after_step: Callable[[int], object] | None = None,
+        in_step: Callable[[int], object] | None = None,
+    ) -> None:
+        """``after_step``: takes part in the exchange that follows the step of an optimizer; ``in_step``: takes the step of an
+        optimizer that communicates by itself. None: there is no such exchange."""
         self.shadowing = False
         self.on = False
-        self._runner, self._mirror = runner, mirror
+        self._runner, self._loop, self._parameters = runner, loop, parameters
+        self._mirror_after, self._mirror_in = after_step, in_step
 
-    def announce(self, event: Event, index: int = 0) -> int:
-        """Say what comes next, if anyone may have ended. Returns the rank whose values stand for all: one that trains."""
-        if not self.on or self.shadowing:
-            return 0
-        return self._agree(event + index)[1]
+    def forward(self) -> None:
+        self.announce(Event.BUFFERS)
+
+    def begin_backward(self) -> None:
+        self.announce(Event.BACKWARD)
+
+    def before_step(self, index: int, closure: bool) -> None:
+        if self._mirror_in is not None:
+            self.announce(Event.STEP, index)
+
+    def after_step(self, index: int) -> None:
+        if self._mirror_after is not None:
+            self.announce(Event.STEP, index)
+
+    def announce(self, event: Event, index: int = 0) -> None:
+        """Say what comes next, if anyone may have ended."""
+        if self.on and not self.shadowing:
+            self._loop.source = self._agree(event + index)[1]
 
     def _agree(self, event: int) -> tuple[int, int]:
         """The event that the training ranks announce, and the last of these ranks (-1: none trains any more)."""
@@ -56,16 +81,18 @@ class Join:
     def active(self, conclude: Callable[[int, bool], None]) -> Iterator[None]:
         """Train inside; then mirror the others to their end. ``conclude(rank, uneven)`` gets a rank that trained to the
         end, and whether any did not."""
-        self.on = True
+        self.on = self._loop.uneven = True
         try:
-            yield
+            with self._loop.including(self):
+                yield
             mirrored = self._shadow()
             mine = torch.tensor([-1 if mirrored else self._runner.rank, bool(mirrored)], dtype=torch.int64)
             found = self._runner.run(lambda: maximum(mine, self._runner.world), "the choice of the last rank")
             last, uneven = found.tolist()
             conclude(last, bool(uneven))
         finally:
-            self.on = False
+            self.on = self._loop.uneven = False
+            self._loop.source = 0
 
     def _shadow(self) -> int:
         """Mirror events until there are none; returns how many there were."""
@@ -73,13 +100,28 @@ class Join:
         self.shadowing = True
         try:
             while (agreed := self._agree(Event.ENDED))[1] >= 0:
-                event, last = agreed
-                kind = Event(min(event, Event.WEIGHTS))
-                self._mirror[kind](event - kind, last)
+                event, self._loop.source = agreed
+                self._mirror(event)
                 mirrored += 1
         finally:
             self.shadowing = False
         return mirrored
+
+    def _mirror(self, event: int) -> None:
+        if event == Event.BUFFERS:
+            self._loop.begin_forward()
+        elif event == Event.BACKWARD:
+            self._clear_gradients()
+            self._loop.pass_without_gradients()
+            self._clear_gradients()
+        else:
+            mirror = self._mirror_after or self._mirror_in
+            assert mirror is not None, "steps are announced where they exchange something"
+            mirror(event - Event.STEP)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 def state_from_rank(runner: Runner, state: Mapping[str, Any], source: int, what: str) -> Mapping[str, Any]:
@@ -111,8 +153,8 @@ def state_from_rank(runner: Runner, state: Mapping[str, Any], source: int, what:
 
 
 def _name(event: int) -> str:
-    kind = Event(min(event, Event.WEIGHTS))
-    return f"the step of optimizer {event - kind}" if kind == Event.WEIGHTS else _WORDS[kind]
+    kind = Event(min(event, Event.STEP))
+    return f"the step of optimizer {event - kind}" if kind == Event.STEP else _WORDS[kind]
 
 
 _WORDS = {Event.ENDED: "the end", Event.BUFFERS: "a forward pass with buffers", Event.BACKWARD: "a backward pass"}

@@ -1,5 +1,6 @@
 """Module buffers (BatchNorm's running statistics and others): how they are kept together."""
 
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
@@ -16,6 +17,10 @@ from gossamer.memory import wide, widened
 from gossamer.sync.agreement import PORTION, in_portions, same_from_rank
 from gossamer.sync.checks import uncompiled
 from gossamer.sync.hooks import OwnHook
+from gossamer.sync.loop import Loop, Subscriber
+from gossamer.sync.statistics import Statistics
+
+logger = logging.getLogger("gossamer")
 
 Buffers = Literal["broadcast", "average", "local"]
 
@@ -88,6 +93,28 @@ def average(runner: Runner, tensors: list[Tensor], what: str = "the average of b
             flat = wide(torch.cat(portion)).div_(runner.world)
             mean = runner.run(lambda flat=flat: all_reduce(flat), what, lane_for(flat))  # type: ignore[misc]
             torch._foreach_copy_(portion, list(mean.split([len(piece) for piece in portion])))
+
+
+class BufferSync(Subscriber):
+    """Broadcasts or averages the buffers before each forward pass that will be trained on."""
+
+    def __init__(self, runner: Runner, loop: Loop, model: nn.Module, mode: Buffers, statistics: Statistics) -> None:
+        self._runner, self._loop, self._model, self._mode, self._statistics = runner, loop, model, mode, statistics
+        self._called = False
+        """Whether the model itself was called, and so its buffers synchronised."""
+
+    def forward(self) -> None:
+        self._called = True
+        with self._statistics.exposed():
+            synchronise_buffers(self._runner, self._model, self._mode, self._loop.source)
+
+    def end_backward(self) -> None:
+        if not self._called and self._model.training:
+            self._called = True
+            logger.warning(
+                "rank %d: a backward pass, but %s was not called: its buffers are synchronised when it is, and so not at all; "
+                "call it itself, or give replicate() buffers='local'", self._runner.rank, type(self._model).__name__
+            )  # fmt: skip
 
 
 def hook_forward(model: nn.Module, synchronise: Callable[[], None]) -> Any:

@@ -26,10 +26,8 @@ class OptimizerSync:
         algorithm: Algorithm,
         tensors: Mapping[str, Tensor],
         statistics: Statistics,
-        announce: Callable[[], object],
     ) -> None:
-        """``announce`` is called when a step of the optimizer begins to communicate."""
-        self._runner, self._statistics, self._announce = runner, statistics, announce
+        self._runner, self._statistics = runner, statistics
         self._tensors = dict(tensors)
         self.exchange = Exchange(runner, algorithm)
         self._exact = Exchange(runner, AllReduce(bucket_bytes=algorithm.bucket_bytes))
@@ -41,7 +39,6 @@ class OptimizerSync:
 
     def used(self, here: Sequence[bool]) -> Callable[[], list[bool]]:
         """Ask which parameters have a gradient on any worker; the answer is waited for when it is called."""
-        self._announce()
         flags, world = torch.tensor(list(here), dtype=torch.uint8), self._runner.world
         ticket = self._runner.submit(lambda: maximum(flags, world), "the use of parameters", CONTROL)
         self._used = cache(lambda: [bool(flag) for flag in self._runner.wait(ticket).tolist()])

@@ -19,54 +19,21 @@ from torch.optim import Optimizer
 
 from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
-from gossamer.sync.backward import alarming
+from gossamer.sync.alarms import alarming
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.hooks import OwnHook
 from gossamer.sync.launch import agreed_order
+from gossamer.sync.loop import Loop, Subscriber
 
 logger = logging.getLogger("gossamer")
 
 
-class NoOverlap:
-    """Updates are taken by the user's step: nothing is late, and nothing is to be done about it."""
+class ForwardOverlap(Subscriber):
+    """Takes the updates of one optimizer, bucket by bucket, as the forward pass comes to need them. Takes the place of
+    ``gradients`` among the subscribers, and calls it."""
 
-    updating = False
-    """Whether a late update is under way: the optimizer's step is then not the user's."""
-
-    def hook(self) -> list[Any]:
-        """Install the hooks; returns their handles."""
-        return []
-
-    def ask(self) -> None:
-        """The user's step: note with which hyper-parameters the open buckets' updates are to be taken."""
-
-    def complete(self) -> None:
-        """Take every update that is still to come, if the user took the step; else the weights are what they are to be."""
-
-    def conclude(self) -> None:
-        """The same, and the end of the step, where all ranks do it: others may complete their updates whenever they like."""
-
-    def begin_backward(self) -> None:
-        """Another backward pass has begun. Whoever was not asked for in its forward pass is not to have been used there."""
-
-    def after_backward(self) -> None:
-        """Watch one pass of the plan's buckets, put them in order, and from then on leave them open."""
-
-    def drop(self) -> None:
-        """Forget the step that was not asked for."""
-
-    def leave(self) -> None:
-        """Put the gradients of a step that was not asked for where they would be without an overlap."""
-
-    def restart(self) -> None:
-        """The plan is another one."""
-
-
-class ForwardOverlap(NoOverlap):
-    """Takes the updates of one optimizer, bucket by bucket, as the forward pass comes to need them."""
-
-    def __init__(self, runner: Runner, model: nn.Module, optimizer: Optimizer, gradients: GradientSync) -> None:
-        self._runner, self._model, self._optimizer, self._gradients = runner, model, optimizer, gradients
+    def __init__(self, runner: Runner, loop: Loop, model: nn.Module, optimizer: Optimizer, gradients: GradientSync) -> None:
+        self._runner, self._loop, self._model, self._optimizer, self._gradients = runner, loop, model, optimizer, gradients
         gradients.exchange.let_overtake()
         self._calls: dict[nn.Module, int] = {}
         """The place of each module in the forward pass, until the order is known."""
@@ -80,8 +47,11 @@ class ForwardOverlap(NoOverlap):
         """Parameters (ids) that were updated because backward began, and not because a module needed them."""
         self._asked: list[dict[str, Any]] | None = None
         """The hyper-parameters of the update that is to be taken, group by group."""
+        self._versions: dict[int, int] = {}
+        """Of the parameters (by id) that wait for their update, when the user took the step."""
 
     def hook(self) -> list[Any]:
+        """Install the hooks on modules and their states; returns the handles."""
         before, complete = OwnHook(self.before), OwnHook(self._complete_outside)
         handles: list[Any] = []
         for module in self._model.modules():
@@ -94,16 +64,22 @@ class ForwardOverlap(NoOverlap):
 
     def _complete_outside(self, *args: Any, **kwargs: Any) -> None:
         """A state is to be saved or loaded."""
-        if not self.updating:
+        if not self._loop.partial_step:
             self.complete()
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def ask(self) -> None:
+    def before_step(self, index: int, closure: bool) -> None:
+        self._gradients.before_step(index, closure)
+
+    def after_step(self, index: int) -> None:
+        """The user's step: note with which hyper-parameters the open buckets' updates are to be taken."""
         if not self._waiting:
             return
         groups = self._optimizer.param_groups
         self._asked = [{key: _kept(value) for key, value in group.items() if key != "params"} for group in groups]
+        waiting = [p for index in self._waiting for p in self._gradients.parameters_of(index)]
+        self._versions = {id(parameter): parameter._version for parameter in waiting}
         self._land(self._homeless)
 
     @property
@@ -123,12 +99,14 @@ class ForwardOverlap(NoOverlap):
     before._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets
 
     def complete(self) -> None:
+        """Take every update that is still to come, if the user took the step; else the weights are what they are to be."""
         if self._asked is not None:
             self._land(sorted(self._waiting))
         for index in sorted(self._gradients.open):
             self._place(index)
 
     def conclude(self) -> None:
+        """The same, and the end of the step, where all ranks do it: others may complete their updates whenever they like."""
         self.complete()
         self._gradients.conclude()
 
@@ -140,11 +118,14 @@ class ForwardOverlap(NoOverlap):
             )
         self._unnoticed = {id(parameter) for index in self._waiting for parameter in self._gradients.parameters_of(index)}
         self.conclude()
+        self._gradients.begin_backward()
 
     def drop(self) -> None:
+        """Forget the step that was not asked for."""
         self._placed = {}
 
     def leave(self) -> None:
+        """Put the gradients of a step that was not asked for where they would be without an overlap."""
         for gradients in self._placed.values():
             for parameter, grad in gradients:
                 parameter.grad = grad
@@ -168,6 +149,7 @@ class ForwardOverlap(NoOverlap):
         if not gradients:
             return
         assert self._asked is not None
+        self._require_unchanged([parameter for parameter, _ in gradients])
         held = {id(parameter) for parameter, _ in gradients}
         groups = self._optimizer.param_groups
         own = [
@@ -177,15 +159,26 @@ class ForwardOverlap(NoOverlap):
         before = [parameter.grad for parameter, _ in gradients]
         for parameter, grad in gradients:
             parameter.grad = grad
-        self._optimizer.param_groups, self.updating = own, True
+        self._optimizer.param_groups, self._loop.partial_step = own, True
         try:
             with _as_between_steps(gradients):
                 self._optimizer.step()
         finally:
-            self._optimizer.param_groups, self.updating = groups, False
+            self._optimizer.param_groups, self._loop.partial_step = groups, False
             for (parameter, _), local in zip(gradients, before, strict=True):
                 parameter.grad = local
         self._check_groups(own)
+
+    def _require_unchanged(self, parameters: Sequence[Parameter]) -> None:
+        """Raise if weights were changed after the step and before their update: the update would be made of other weights."""
+        changed = [p for p in parameters if p._version != self._versions.get(id(p), p._version)]
+        if changed:
+            name = next(name for name, parameter in self._gradients.parameters.items() if parameter is changed[0])
+            raise UsageError(
+                f"rank {self._runner.rank}: parameter {name!r} was changed between optimizer.step() and the next forward pass, "
+                "in which overlap_forward updates it: call replica.wait_for_exchanges() after the step, before weights are "
+                "read or changed, or leave out overlap_forward"
+            )
 
     def _check_groups(self, used: Sequence[Mapping[str, Any]]) -> None:
         assert self._asked is not None
@@ -199,8 +192,10 @@ class ForwardOverlap(NoOverlap):
 
     # -- learning the order -----------------------------------------------------------------------------------------
 
-    def after_backward(self) -> None:
+    def end_backward(self) -> None:
+        """Watch one pass of the plan's buckets, put them in order, and from then on leave them open."""
         gradients = self._gradients
+        gradients.end_backward()
         self._check_unnoticed()
         if gradients.hold or not gradients.learned:
             return
@@ -228,6 +223,7 @@ class ForwardOverlap(NoOverlap):
             )
 
     def restart(self) -> None:
+        """The plan is another one."""
         self._gradients.completed, self._gradients.hold = None, False
         if self._gradients.arranged and self._calls:
             self._begin()

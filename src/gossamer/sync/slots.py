@@ -38,7 +38,11 @@ class Slot:
         """Copy the gradient into the bucket, unless it lies there, and make its place there the gradient."""
         grad, view, share = self.parameter.grad, self.view, self.share
         if grad is None:
-            raise UsageError(f"parameter {self.name!r} lost its gradient during backward")
+            raise UsageError(
+                f"the gradient of parameter {self.name!r} was taken away by a hook that was registered before replicate(), "
+                "of an optimizer that steps inside backward? Gradients are not averaged before its end: take the step after it "
+                "or exchange weights (gossamer.Gossip()), which leaves gradients alone"
+            )
         if grad.layout is not torch.strided:
             raise ConfigurationError(f"parameter {self.name!r} has a sparse gradient; use sparse=False in its module")
         in_place = grad.data_ptr() == view.data_ptr()
@@ -46,8 +50,12 @@ class Slot:
             if share is not None:
                 view.mul_(share)
             return
-        if grad.requires_grad:  # create_graph=True
-            grad = grad.detach()
+        if grad.requires_grad:
+            raise UsageError(
+                f"backward(create_graph=True) gave parameter {self.name!r} a gradient that is part of a graph, and a mean over "
+                "the ranks is not: a loss made of p.grad would lose it. Take torch.autograd.grad(loss, parameters, "
+                "create_graph=True), or this pass inside replica.no_sync()"
+            )
         if in_place:  # in another order
             grad = grad.clone()
         own = as_real(grad)

@@ -1,6 +1,6 @@
 """The exchanges of weights of a replica: one for each optimizer, because each takes its steps when it likes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -15,13 +15,14 @@ from gossamer.errors import UsageError
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.history import history, skips
 from gossamer.sync.lagging import catch_up
+from gossamer.sync.loop import Subscriber
 from gossamer.sync.module_buffers import averaged, beside_parameters
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.ties import called, ties
 from gossamer.sync.weights import WeightSync
 
 
-class WeightSyncs:
+class WeightSyncs(Subscriber):
     """All of a replica's :class:`WeightSync`; none where no weights travel.
 
     ``owned``: the parameters of each optimizer. ``with_buffers``: floating-point buffers are averaged with the weights; they
@@ -39,8 +40,11 @@ class WeightSyncs:
         statistics: Statistics,
     ) -> None:
         self._runner, self._algorithm, self._model, self._optimizers = runner, algorithm, model, optimizers
+        self.clock: Callable[[int], int] = lambda index: self._all[index].steps + 1
+        """The number of the step (from 1) that an optimizer takes; of the pass, where gradients are exchanged as well."""
         if algorithm.may_lag:
             runner.let_ranks_part()
+        self._owned = [list(parameters.values()) for parameters in owned]
         self._all: list[WeightSync] = []
         self._tensors: dict[str, Tensor] = {}
         """All that travel, and their other names."""
@@ -76,6 +80,25 @@ class WeightSyncs:
     def may_be_apart(self) -> bool:
         """Whether ranks may be at different steps, so that some wait for others' parts."""
         return self._algorithm.may_lag > 0 and self._runner.world > 1
+
+    def before_step(self, index: int, closure: bool) -> None:
+        if not closure and self._runner.world > 1 and all(p.grad is None for p in self._owned[index]):
+            raise UsageError(
+                f"rank {self._runner.rank}: optimizer.step() at step {self._all[index].steps}, but no parameter of "
+                f"{type(self._optimizers[index]).__name__} has a gradient"
+            )
+        if not self._algorithm.lands_late:
+            self.prepare(index, self.clock(index))
+
+    def after_step(self, index: int) -> None:
+        if self._algorithm.lands_late:
+            self.land(index)
+        self.launch(index, self.clock(index))
+
+    def exchange_without_step(self, index: int) -> None:
+        """Take part in the exchange after a step that another rank takes, with the weights as they are."""
+        self.land(index)
+        self.launch(index, self.clock(index))
 
     def land(self, index: int) -> None:
         """Add what has come for one optimizer's weights."""
