@@ -166,15 +166,5 @@ def test_a_bucket_around_the_same_tensor_gives_it_for_both() -> None:
     assert bucket.flat is before, "that was another tensor"
 
 
-def test_views_are_made_once_for_every_tensor_that_a_bucket_has() -> None:
-    bucket = Bucket(0, make_layout({"w": torch.empty(6)}))
-    halves = bucket.views_of_flat("halves", lambda flat: flat.split(3))
-    assert bucket.views_of_flat("halves", lambda flat: flat.split(2)) is halves
-    assert len(bucket.views_of_flat("thirds", lambda flat: flat.split(2))) == 3
-    bucket.adopt(torch.ones(6))
-    assert [half.sum().item() for half in bucket.views_of_flat("halves", lambda flat: flat.split(3))] == [3, 3]
-    assert bucket.holding(torch.zeros(6)).views_of_flat("halves", lambda flat: flat.split(3))[0].sum() == 0
-
-
 def test_a_bucket_says_what_it_holds() -> None:
     assert str(Bucket(3, make_layout({"a": torch.empty(2), "b": torch.empty(1)}))) == "bucket 3 (a … b, 12 bytes)"

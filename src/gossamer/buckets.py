@@ -1,6 +1,6 @@
 """Bucket: the flat tensor in which the gradients (or weights) of several parameters travel as one."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -52,10 +52,10 @@ class Layout:
     segments: tuple[Segment, ...]
     dtype: torch.dtype
     device: torch.device
-    label: str = ""
+    label: str
     """Who handles it: see ``Algorithm.route``."""
-    message: torch.dtype | None = None
-    """The type of the flat tensor, where that is the message itself: see ``Algorithm.message_dtype``."""
+    message: torch.dtype
+    """The type of the flat tensor: that of the tensors, or of what is sent of them (``Algorithm.message_dtype``)."""
 
     @property
     def kind(self) -> tuple[torch.dtype, torch.device, str]:
@@ -83,7 +83,7 @@ class Layout:
 
     def allocate(self) -> Tensor:
         """A zero flat tensor for this layout."""
-        return torch.zeros(self.numel, dtype=self.message or self.dtype, device=self.device)
+        return torch.zeros(self.numel, dtype=self.message, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def make_layout(tensors: Mapping[str, Tensor], label: str = "", message: torch.d
         for (name, tensor), end in zip(tensors.items(), ends, strict=True)
     )
     first = next(iter(tensors.values()))
-    return Layout(segments, first.dtype, first.device, label, message)
+    return Layout(segments, first.dtype, first.device, label, message or first.dtype)
 
 
 class Routing(Protocol):
@@ -148,7 +148,7 @@ class Routing(Protocol):
 
     def of(self, label: str) -> Any:
         """Who handles it; its ``bucket_bytes`` is the threshold, ``exact`` says whether means come out exact, and
-        ``message_dtype()`` whether the bucket is the message itself."""
+        ``message_dtype()`` in which type the bucket is packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,9 @@ class OneSize:
         """Itself."""
         return self
 
-    def message_dtype(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Messages are made of the bucket, whatever they are."""
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Tensors are packed as they are."""
+        return dtype
 
 
 FIRST_BYTES = 2**20
@@ -209,7 +210,7 @@ def make_plan(tensors: Mapping[str, Tensor], routing: Routing | int, at_once: bo
 
 def _laid_out(tensors: Mapping[str, Tensor], label: str, routing: Routing) -> Layout:
     first = next(iter(tensors.values()))
-    return make_layout(tensors, label, routing.of(label).message_dtype(first.dtype, first.device))
+    return make_layout(tensors, label, routing.of(label).message_dtype(first.dtype))
 
 
 def plan_from_names(names: Iterable[Sequence[str]], tensors: Mapping[str, Tensor], routing: Routing) -> Plan:
@@ -236,10 +237,7 @@ class Bucket:
         self.flat = layout.allocate()
         self.views = layout.split(self.flat)
         self._memory = Memory()
-        self._made: dict[Hashable, Any] = {}
         self._given = False
-        self._origin: Bucket | None = None
-        """Whose ``flat`` this bucket has, if it is somebody else's."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -247,11 +245,12 @@ class Bucket:
         return self.layout.segments
 
     def holding(self, flat: Tensor) -> "Bucket":
-        """A bucket of the same layout around another flat tensor."""
+        """A bucket of the same layout around another flat tensor; itself, if that is its own."""
+        if flat is self.flat:
+            return self
         other = Bucket.__new__(Bucket)
         other.index, other.layout, other.flat, other.views = self.index, self.layout, flat, self.split(flat)
-        other._memory, other._made, other._given = Memory(), {}, False
-        other._origin = self if flat is self.flat else None
+        other._memory, other._given = Memory(), False
         return other
 
     def fresh(self) -> Tensor:
@@ -265,13 +264,6 @@ class Bucket:
         """
         return self._memory.scratch(name, self.flat, dtype)
 
-    def views_of_flat(self, key: Hashable, make: Callable[[Tensor], V]) -> V:
-        """What ``make(flat)`` made under this key: views of ``flat``, and nothing else."""
-        if key not in self._made:
-            self._made[key] = make(self.flat)
-        made: V = self._made[key]
-        return made
-
     def recycle(self, result: Tensor) -> None:
         """Offer the memory of a result that has been used, unless somebody else still looks at it."""
         self._memory.recycle(result)
@@ -282,8 +274,6 @@ class Bucket:
         Its result is another tensor then. Whoever fills the bucket again asks it to :meth:`renew` first.
         """
         self._given = True
-        if self._origin is not None:
-            self._origin.give()
         return self.flat.detach()  # another tensor with the same memory: nobody takes that for free
 
     def renew(self) -> None:
@@ -325,7 +315,7 @@ class Bucket:
         return True
 
     def _hold(self, flat: Tensor) -> None:
-        self.flat, self.views, self._made, self._given = flat, self.layout.split(flat), {}, False
+        self.flat, self.views, self._given = flat, self.layout.split(flat), False
 
     def __str__(self) -> str:
         names = self.layout.names

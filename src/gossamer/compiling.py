@@ -66,12 +66,3 @@ bits_of_float: Any = intrinsic(_turned_to_bits)
 def from_bf16(bits: Any) -> Any:
     """Inside compiled functions: the float32 number of a bfloat16 number's bits, ``int16``: they are its upper half."""
     return float_of_bits(np.int32(bits) << 16)
-
-
-@compiled()
-def to_bf16(number: Any) -> Any:
-    """Inside compiled functions: the bits of the bfloat16 number nearest to a float32 one, half-way the even one, ``int16``."""
-    bits = bits_of_float(number)
-    rounded = (bits + np.int32(0x7FFF) + ((bits >> 16) & np.int32(1))) >> 16
-    # Of what is no number the rounding would carry into the sign.
-    return np.int16(0x7FC0 if (bits & np.int32(0x7FFFFFFF)) > np.int32(0x7F800000) else rounded)

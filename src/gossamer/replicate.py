@@ -20,9 +20,9 @@ from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError
 from gossamer.optim.communicating import Communicating
 from gossamer.replica import Replica
-from gossamer.sync import landing
 from gossamer.sync.agreement import agree, checksum, same_from_rank
 from gossamer.sync.alarms import give_up
+from gossamer.sync.apply import prepare
 from gossamer.sync.assembly import assemble
 from gossamer.sync.checks import check_held, check_model, check_optimizers, held_by, named_parameters, release
 from gossamer.sync.exact import copies_from_rank
@@ -87,7 +87,7 @@ def replicate(
         if overlap_forward:
             _check_overlap(algorithm, optimizers, scaler, model)
         travelling = named_parameters(model) | (averaged(model) if mode == "average" and algorithm.part("weights") else {})
-        landing.prepare(algorithm, travelling)
+        prepare(algorithm, travelling)
         runner.agree_on_opening(devices={tensor.device for tensor in travelling.values()})
         if runner.nodes is not None:
             algorithm.check_machines(runner.nodes)

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 import gossamer
-import gossamer.algorithms.messages as messages_module
 from gossamer import DecentralizedSGD, Gossip, GossipPGA, after, by_size
 from gossamer.codecs import Cast
 from gossamer.comm.topology import (
     FAMILY,
-    Complete,
     Dissemination,
     Exchange,
     Hypercube,
@@ -39,36 +37,15 @@ def test_the_delta_is_half_the_difference_of_what_was_sent(wire: str, world: int
         assert torch.equal(stacked(outcomes, step), (theirs - rounded) / 2)
 
 
-@pytest.fixture(params=["messages apart", "messages within the weights"])
-def places(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short messages have memory of the thread's own, long ones lie in that of the weights: here, all do one or the other."""
-    monkeypatch.setattr(gossamer.memory, "_MOMENTARY", 2**22 if request.param == "messages apart" else 0)
-
-
-@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_difference_that_is_written_over_its_message_is_right_to_the_last_element(dtype: torch.dtype) -> None:
-    """More than is worked on at a time, half of a float32 and a quarter of a float64 on the wire."""
+def test_a_difference_of_long_messages_is_right_to_the_last_element(dtype: torch.dtype) -> None:
+    """More than is worked on at a time."""
     tensors, codec = noise(2, 200_003, dtype), Cast(wire="bf16")
     rounded = torch.stack([codec.decode(codec.encode(tensor), tensor.numel(), tensor.dtype) for tensor in tensors])
     found = stacked(exchange(Gossip(), [tensors]), 0)
     assert torch.equal(found, (rounded.flip(0) - rounded) / 2)
 
 
-@pytest.mark.usefixtures("places")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("topology", [Dissemination(), Ring(), Complete()], ids=repr)
-def test_messages_in_pieces_come_to_the_same(dtype: torch.dtype, topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = noise(4, 331, dtype)
-    whole = exchange(Gossip(topology=topology), [tensors] * 3)
-    monkeypatch.setattr(messages_module, "PIECE_BYTES", 64)
-    in_pieces = exchange(Gossip(topology=topology), [tensors] * 3)
-    for step in range(3):
-        assert stacked(whole, step).any()
-        assert torch.equal(stacked(in_pieces, step), stacked(whole, step))
-
-
-@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("topology", [Dissemination(), Ring()], ids=repr)
 def test_weights_beyond_half_precision_stay_as_they_are(topology: Topology) -> None:
     """As running variances may be: inf − inf would be NaN. Where one is in range, the mean of the workers is kept."""
@@ -80,7 +57,6 @@ def test_weights_beyond_half_precision_stay_as_they_are(topology: Topology) -> N
     assert delta[:, 2:].any(1).all()
 
 
-@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("broken", [float("inf"), -float("inf"), float("nan")])
 def test_a_weight_that_broke_is_seen_in_half_precision_too(broken: float) -> None:
     tensors = [torch.tensor([broken if rank == 0 else 1.0, 2.0]) for rank in range(2)]

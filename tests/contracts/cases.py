@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -33,7 +33,7 @@ from gossamer.algorithms import (
     registry,
 )
 from gossamer.algorithms.base import Context, Subject
-from gossamer.algorithms.difference import Difference
+from gossamer.algorithms.difference import Difference, computed, narrow
 from gossamer.buckets import Bucket, make_layout
 from gossamer.codecs import Codec
 from gossamer.codecs.quantize import Quantize
@@ -166,7 +166,7 @@ def bucket_of(
 ) -> Bucket:
     """A bucket with one segment per shape; as a replica has it with ``algorithm``, if that is given."""
     tensors = {f"p{i}": torch.empty(s, dtype=dtype, device=device) for i, s in enumerate(shapes)}
-    message = None if algorithm is None else algorithm.message_dtype(dtype, torch.device(device))
+    message = None if algorithm is None else algorithm.message_dtype(dtype)
     return Bucket(0, make_layout(tensors, message=message))
 
 
@@ -197,10 +197,10 @@ def exchange(algorithm: Algorithm, inputs: Sequence[Sequence[Tensor]], abort_aft
         for step, tensors in enumerate(inputs):
             bucket.renew()
             if abort_after is not None:
-                bucket.flat.copy_(tensors[rank].reshape(-1))
+                narrow(bucket.flat, tensors[rank].reshape(-1))
                 attempt(runner, algorithm, bucket, outcome.state, step, abort_after)
                 bucket.renew()
-            bucket.flat.copy_(tensors[rank].reshape(-1))
+            narrow(bucket.flat, tensors[rank].reshape(-1))
             result = runner.run(lambda: flow_of(algorithm, bucket, outcome.state, runner, step), f"step {step}")
             outcome.results.append(result.clone())
             settle(algorithm, outcome.state, result)
@@ -227,7 +227,7 @@ def gossip(algorithm: Algorithm, tensors: Sequence[Tensor], steps: int) -> list[
         runner, bucket = own_runner(), bucket_of([tuple(tensors[rank].shape)], tensors[rank].dtype, algorithm=algorithm)
         state, weights = State(bucket.flat), tensors[rank].clone()
         for step in range(steps):
-            bucket.flat.copy_(weights)
+            narrow(bucket.flat, weights)
             weights.add_(runner.run(lambda step=step: flow_of(algorithm, bucket, state, runner, step), f"step {step}"))
             state.commit()
         return weights
@@ -237,8 +237,8 @@ def gossip(algorithm: Algorithm, tensors: Sequence[Tensor], steps: int) -> list[
 
 def flow_of(algorithm: Algorithm, bucket: Bucket, state: State, runner: LoopbackRunner, step: int) -> Flow[Tensor]:
     """The flow of one bucket at ``step``."""
-    result = yield from algorithm.flow(bucket)(bucket, state, Context(step, runner.rank, runner.members))
-    return result.computed(bucket.layout.dtype) if isinstance(result, Difference) else result
+    result = yield from algorithm.exchange(bucket, state, Context(step, runner.rank, runner.members))
+    return computed(result, bucket.layout.dtype) if isinstance(result, Difference) else result
 
 
 class Aborted(Exception):
@@ -304,12 +304,6 @@ class Tapped(Algorithm, register=False):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         return self._written_down(bucket, self.inner.exchange(bucket, state, ctx), ctx)
-
-    def swap(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Difference]:
-        return self._written_down(bucket, self.inner.swap(bucket, state, ctx), ctx)
-
-    def flow(self, bucket: Bucket) -> Callable[[Bucket, State, Context], Flow[Tensor | Difference]]:
-        return super().flow(bucket)
 
     def _written_down(self, bucket: Bucket, flow: Flow[Any], ctx: Context) -> Flow[Any]:
         tape = self.tape.setdefault((ctx.step, bucket.index), [])

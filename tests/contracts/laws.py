@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.difference import computed
 from gossamer.codecs import Codec, ErrorFeedback, Sparse
 from gossamer.codecs.contraction import contraction
 from gossamer.comm.flow import drive
@@ -33,7 +34,7 @@ def meta_tensors_suffice(algorithm: Algorithm, world: int) -> None:
     """The flow runs without values."""
     bucket = bucket_of([(7,), (3, 5)], torch.float32, "meta")
     flow = algorithm.exchange(bucket, State(bucket.flat), Context(1, 0, tuple(range(world))))
-    result = drive(flow, MetaPort(world))
+    result = computed(drive(flow, MetaPort(world)), torch.float32)
     assert (result.device.type, result.shape, result.dtype) == ("meta", (22,), torch.float32)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from gossamer import Gossip, GossipGraD, GossipPGA, LowPrecisionDecentralized, PushSum, QuantizedGossip
 from gossamer.algorithms import Algorithm, DecentralizedSGD, registry
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.difference import computed, narrow
 from gossamer.codecs import ErrorFeedback
 from gossamer.codecs.contraction import contraction
 from gossamer.comm.digraph import RandomPush
@@ -86,10 +87,10 @@ def gossip(algorithm: Algorithm, tensors: list[Tensor], steps: int) -> list[Tens
     states = [State(bucket.flat) for bucket in buckets]
     for step in range(steps):
         for bucket, own in zip(buckets, weights, strict=True):
-            bucket.flat.copy_(own)
+            narrow(bucket.flat, own)
         contexts = [Context(step, rank, tuple(world)) for rank in world]
         for rank, delta in enumerate(side_by_side([algorithm.exchange(buckets[r], states[r], contexts[r]) for r in world])):
-            weights[rank] += delta
+            weights[rank] += computed(delta, weights[rank].dtype)
             states[rank].commit()
     return weights
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-import gossamer.sync.ahead as ahead_module
 from gossamer import (
     AllReduce,
     DecentralizedSGD,
@@ -149,14 +148,9 @@ def test_replicas_are_closer_where_momentum_makes_updates_alike() -> None:
     assert apart(Gossip(ahead=1.0)) < 0.8 * apart(Gossip())
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32, torch.float16])
-def test_a_message_is_the_rounded_value_of_what_was_foreseen(
-    wire: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_is_the_rounded_value_of_what_was_foreseen(wire: torch.dtype) -> None:
     """Of weights as they may lie, to the bit, and of what is infinite or no number."""
-    if not compiled:
-        monkeypatch.setattr(ahead_module, "compiled_loops", lambda: None)
     torch.manual_seed(0)
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     weights = [torch.randn(7, 5), image, torch.randn(0, 3), torch.randn(3000)[13:2080]]
@@ -168,14 +162,19 @@ def test_a_message_is_the_rounded_value_of_what_was_foreseen(
         ahead.remember(bucket, weights)
         for weight in weights:
             weight += 0.01 * torch.randn_like(weight)
-        ahead.lay_out(bucket, weights, 1.0)
+        ahead.pack(bucket, weights, 1.0)
         for view, weight, was in zip(bucket.views, weights, before, strict=True):
-            torch.testing.assert_close(view, (weight + 1.0 * (weight - was)).to(wire), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(view, rounded(weight + 1.0 * (weight - was), wire), rtol=0, atol=0, equal_nan=True)
             was.copy_(weight)
     ahead.drop()
-    ahead.lay_out(bucket, weights, 1.0)  # no update was announced
+    ahead.pack(bucket, weights, 1.0)  # no update was announced
     for view, weight in zip(bucket.views, weights, strict=True):
-        torch.testing.assert_close(view, weight.to(wire), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(view, rounded(weight, wire), rtol=0, atol=0, equal_nan=True)
+
+
+def rounded(values: Tensor, wire: torch.dtype) -> Tensor:
+    """In fp16 what is too large is the largest number, and what is not finite is none."""
+    return (values.clamp(-65504, 65504) + 0 * values if wire == torch.float16 else values).to(wire)
 
 
 class Watched(GossipGraD, register=False):
@@ -254,7 +253,7 @@ def test_buffers_are_sent_as_they_are() -> None:
     was = weight.clone()
     weight += 1
     variance *= 0.1
-    ahead.lay_out(bucket, [weight, variance], 1.0)
+    ahead.pack(bucket, [weight, variance], 1.0)
     torch.testing.assert_close(bucket.views[0], weight + (weight - was))
     assert torch.equal(bucket.views[1], variance)
 

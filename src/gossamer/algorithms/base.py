@@ -1,7 +1,7 @@
 """Algorithm: one relaxation of the exchange, written as a generator that never touches the network."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gossamer.algorithms.difference import Difference
 from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
 from gossamer.codecs.residual import add_to
@@ -94,28 +93,20 @@ class Algorithm(ABC):
             raise ConfigurationError(f"bucket_bytes must be a positive number of bytes; got {self.bucket_bytes!r}")
 
     @abstractmethod
-    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
         """Communicate one bucket.
 
-        ``bucket.flat`` may be written: it is filled anew before the next exchange. Returns a tensor like it, or itself:
-        for ``subject = "gradients"`` the gradient to use instead; for ``"weights"`` the delta to add to the weights before
-        their next update. The returned tensor is given away: keep no reference to it.
+        ``bucket.flat`` may be written: it is filled anew before the next exchange. Returns, for ``subject = "gradients"``, the
+        gradient to use instead, a tensor like ``bucket.flat``, or itself; for ``"weights"`` what to add to the weights before
+        their next update, a flat tensor of their type or a :class:`gossamer.algorithms.difference.Difference` of messages.
+        The returned tensors are given away: keep no reference to them.
         Writes to ``state`` take effect only when the whole step has succeeded.
         """
 
-    def message_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-        """In which type weights of type ``dtype`` are laid into their bucket, where that is all that is made of them, so that
-        the bucket is the message; then :meth:`swap` takes the place of :meth:`exchange`. None: as they are."""
-        return None
-
-    def swap(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Difference]:
-        """Communicate one bucket whose ``flat`` is the message, which is only read. Returns what is to be added to the weights
-        before their next update."""
-        raise NotImplementedError(f"{type(self).__name__} names no message_dtype(), and has no swap()")
-
-    def flow(self, bucket: Bucket) -> Callable[[Bucket, State, Context], Flow[Tensor | Difference]]:
-        """What communicates such a bucket: :meth:`exchange` or :meth:`swap`."""
-        return self.exchange if bucket.layout.message is None else self.swap
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which weights of type ``dtype`` are packed into their bucket: that of the message, if that is all that is
+        made of them, so that ``bucket.flat`` is the message."""
+        return dtype
 
     @property
     def finishes(self) -> bool:

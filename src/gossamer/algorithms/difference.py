@@ -6,18 +6,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.messages import add_difference
-
-IN_ONE_PASS = {(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.float32, torch.bfloat16)}
-"""Of which types weights and messages are that a difference is added to in one pass over the host's memory."""
+from gossamer.buckets import Bucket
+from gossamer.codecs.wire import narrow_into
+from gossamer.memory import portions
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """``share``·Σ(theirs − mine), which is computed where it is added: of one partner's message in one pass over the weights.
+    """``share``·Σ(theirs − mine), computed where it is added to the weights: no tensor of their size is made of it.
 
-    ``mine`` and each of ``theirs``: flat messages of one type, laid out as the bucket. They are only read, and stay as they
-    are until the next exchange of the bucket begins.
+    ``mine`` and each of ``theirs``: flat messages of one type, with the segments of the bucket. They are only read, and stay as
+    they are until the next exchange of the bucket begins.
     """
 
     mine: Tensor
@@ -29,9 +28,44 @@ class Difference:
         """That of the bucket."""
         return self.mine.shape
 
-    def computed(self, dtype: torch.dtype) -> Tensor:
-        """A new flat tensor of it."""
-        total = torch.zeros_like(self.mine, dtype=dtype)
+    def into(self, out: Tensor) -> Tensor:
+        """Write it into ``out``, a flat tensor in whose type it is computed. Returns that."""
+        if not self.theirs:
+            return out.zero_()
         for number, message in enumerate(self.theirs):
-            add_difference(message, self.mine, self.share, total, fresh=number == 0)
-        return total
+            add_difference(message, self.mine, self.share, out, fresh=number == 0)
+        return out
+
+
+def computed(result: Tensor | Difference, dtype: torch.dtype) -> Tensor:
+    """What an exchange of weights brings, as a flat tensor of type ``dtype``."""
+    if isinstance(result, Difference):
+        return result.into(torch.empty_like(result.mine, dtype=dtype))
+    return result.to(dtype)
+
+
+def narrowed_message(bucket: Bucket, dtype: torch.dtype) -> Tensor:
+    """The message of type ``dtype``: the bucket's flat tensor, if it is packed in that type."""
+    if bucket.flat.dtype == dtype:
+        return bucket.flat
+    message = bucket.scratch("message", dtype)
+    narrow(message, bucket.flat)
+    return message
+
+
+def narrow(message: Tensor, values: Tensor) -> None:
+    """Round ``values`` to the type of ``message``. In fp16, whose range a running variance may leave, without inf: the
+    difference of two such would be NaN."""
+    if message.dtype == torch.float16 != values.dtype:
+        narrow_into(message, values)
+    else:
+        message.copy_(values)
+
+
+def add_difference(theirs: Tensor, mine: Tensor, share: float, out: Tensor, fresh: bool) -> None:
+    """Add share·(theirs − mine), computed in the type of ``out``; ``fresh``: to nothing, whatever is there."""
+    for a, b, result in portions(theirs, mine, out):
+        if fresh:
+            torch.sub(a.to(out.dtype), b, out=result).mul_(share)
+        else:
+            result.add_(a.to(out.dtype) - b, alpha=share)

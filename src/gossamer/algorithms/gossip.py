@@ -1,14 +1,13 @@
 """Gossip: average the weights with one partner, or a few, per step."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.difference import IN_ONE_PASS, Difference
+from gossamer.algorithms.difference import Difference, narrowed_message
 from gossamer.algorithms.meeting import Meeting, check_ahead
-from gossamer.algorithms.messages import pieces_of
 from gossamer.buckets import Bucket
 from gossamer.codecs.cast import wire_codec
 from gossamer.codecs.wire import Wire, check_wire
@@ -34,8 +33,7 @@ class Gossip(Meeting):
     sent, which keeps the mean of the workers however late it is added.
 
     Per exchange one message of the weights' size per partner (half with a 16-bit ``wire``), whatever the number of workers.
-    Memory: the message and its answer, which in half the width are as large as the weights, and twice that in full width; for
-    each further partner one message more.
+    Memory: the message, and one for each partner, of the wire's width.
 
     ``ahead``: a message is averaged one update after it was made. With momentum that update is much like the one before, so
     it can be foreseen: what is sent is ``w + ahead·(w − w before the last update)``. Replicas stay closer, as if they were
@@ -72,41 +70,17 @@ class Gossip(Meeting):
     def ahead_at(self, step: int) -> float:
         return self.ahead
 
-    def message_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-        """Where the difference to one partner can be added in one pass, and nobody has written another exchange. Not in fp16:
-        what is too large for it would be infinite, and a difference of two such no number at all."""
-        message = wire_codec(self.wire).wire_dtype(dtype)
-        at_once = device.type in ("cpu", "meta") and (dtype, message) in IN_ONE_PASS
-        return message if at_once and type(self).exchange is Gossip.exchange and self._one_partner else None
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return wire_codec(self.wire).wire_dtype(dtype)
 
-    @property
-    def _one_partner(self) -> bool:
-        """Whether the topology has no more in any world: sixteen workers have as many as others in all that there are."""
-        return len(self.topology.at(0, 16).permutations) == 1
-
-    def swap(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Difference]:
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
         partners = self.topology.at(ctx.step // self.every, ctx.world).permutations
+        message = narrowed_message(bucket, wire_codec(self.wire).wire_dtype(bucket.layout.dtype))
         handles = []
         for number, permutation in enumerate(partners):
-            place = bucket.scratch(f"received {number}", bucket.flat.dtype)
-            handles.append((yield start(Permute(bucket.flat, permutation, place))))
+            place = bucket.scratch(f"received {number}", message.dtype)
+            handles.append((yield start(Permute(message, permutation, place))))
         theirs = []
         for handle in handles:
             theirs.append((yield wait(handle)))
-        return Difference(bucket.flat, theirs, 1 / (len(theirs) + 1))
-
-    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        """As :meth:`swap`, of a bucket of the weights themselves: with several partners, in fp16, on devices, and inside
-        algorithms that go on with the result."""
-        partners = self.topology.at(ctx.step // self.every, ctx.world).permutations
-        delta, dtype = bucket.flat, wire_codec(self.wire).wire_dtype(bucket.flat.dtype)
-        if not partners:
-            return delta.zero_()
-        pieces = pieces_of(bucket, dtype, len(partners))
-        for piece in pieces:
-            piece.encode()
-            for permutation, place in zip(partners, piece.places, strict=True):
-                piece.handles.append((yield start(Permute(piece.sent, permutation, place))))
-        for piece in pieces:
-            yield from piece.average()
-        return delta
+        return Difference(message, theirs, 1 / (len(theirs) + 1))

@@ -1,8 +1,9 @@
 """GossipPGA: gossip, and now and then the exact average of all workers."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import torch
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.gossip import Gossip
@@ -38,7 +39,10 @@ class GossipPGA(Gossip):
     def traffic_period(self) -> int:
         return self.every * self.period
 
-    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype  # the average over all is made of the weights themselves
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
         if ctx.step // self.every % self.period:
             return (yield from super().exchange(bucket, state, ctx))
         return (yield from way_to_mean(bucket, ctx))

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.algorithms.combination import Combination, joined, refuse_lag, refuse_momentum, split, total
+from gossamer.algorithms.difference import computed
 from gossamer.buckets import Bucket, Segment, is_buffer
 from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow, Group, all_reduce, broadcast, within
@@ -166,10 +167,13 @@ class Hierarchical(Combination, register=False):
             self.outer.owe(share, place, state.scoped(OUTER), inside(ctx, leaders))
         return self.outer.keeps_back
 
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.outer.message_dtype(dtype)
+
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         machines = machines_of(ctx, self.ranks_per_node)
         node, leaders, most = machine(ctx, machines), leaders_of(machines), max(map(len, machines))
-        mean = bucket.flat
+        mean, dtype = bucket.flat, bucket.layout.dtype if self.subject == "weights" else bucket.flat.dtype
         # The mean over machines is the mean over workers only if all machines have as many.
         uneven = self.subject == "gradients" and most * len(leaders) != ctx.world
         if self.subject == "gradients":
@@ -180,9 +184,9 @@ class Hierarchical(Combination, register=False):
             mean = mean * (len(node) / most) if uneven else mean
             state.withdraw(mean)  # finite or not on this machine, the mean over all of them may be written there
         if ctx.rank != node[0]:
-            return (yield from within(broadcast(torch.empty_like(bucket.flat)), node))
+            return (yield from within(broadcast(torch.empty_like(bucket.flat, dtype=dtype)), node))
         flow = self.outer.exchange(bucket.holding(mean), state.scoped(OUTER), inside(ctx, leaders))
-        result = yield from within(flow, leaders)
+        result = computed((yield from within(flow, leaders)), dtype)
         result = result * (most * len(leaders) / ctx.world) if uneven else result
         return (yield from within(broadcast(result), node)) if len(node) > 1 else result
 
@@ -232,6 +236,9 @@ _OWN = "own: "
 class OfOwn(Hierarchical, register=False):
     """A hierarchy over weights for what the workers of a machine do not have in common: they take their mean between them."""
 
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype  # they are averaged first
+
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         machines = machines_of(ctx, self.ranks_per_node)
         node, leaders, own = machine(ctx, machines), leaders_of(machines), wide(bucket.flat).clone()
@@ -239,7 +246,7 @@ class OfOwn(Hierarchical, register=False):
         if ctx.rank == node[0]:
             mean = value.to(bucket.flat.dtype)
             flow = self.outer.exchange(bucket.holding(mean.clone()), state.scoped(OUTER), inside(ctx, leaders))
-            value = wide(mean + (yield from within(flow, leaders)))
+            value = wide(mean + computed((yield from within(flow, leaders)), mean.dtype))
         if len(node) > 1:
             value = yield from within(broadcast(value), node)
         return (value - own).to(bucket.flat.dtype)
@@ -288,7 +295,8 @@ def average_inside(inner: Algorithm, bucket: Bucket, state: State, ctx: Context,
     """The mean over the workers of one machine."""
     if len(node) == 1:
         return bucket.flat.clone()
-    return (yield from within(inner.exchange(bucket, state.scoped(_INNER), inside(ctx, node)), node))
+    mean: Tensor = yield from within(inner.exchange(bucket, state.scoped(_INNER), inside(ctx, node)), node)
+    return mean
 
 
 def finish_inside(

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, Subject
 from gossamer.algorithms.combination import Combination, refuse_lag
-from gossamer.algorithms.difference import Difference
 from gossamer.algorithms.schedule import BySize, Switch
 from gossamer.buckets import Bucket
 from gossamer.checks import is_whole
@@ -99,14 +98,11 @@ class InParts(Combination, register=False):
         algorithm, number = self.algorithm.of(inner), int(part) if part else None
         return replace(self, algorithm=algorithm, part_number=number)
 
-    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
         return (yield from self.algorithm.exchange(bucket, state, replace(ctx, step=ctx.step // self.count)))
 
-    def message_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-        return self.algorithm.message_dtype(dtype, device)
-
-    def swap(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Difference]:
-        return (yield from self.algorithm.swap(bucket, state, replace(ctx, step=ctx.step // self.count)))
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.algorithm.message_dtype(dtype)
 
     def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:
         return self.algorithm.counted(weights, state, replace(ctx, step=ctx.step // self.count))

@@ -39,7 +39,7 @@ class Lossy(Algorithm, register=False):
 
     def among_one(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         """The exchange where there is nobody to talk to: the gradient and what is owed, of which nothing is kept back."""
-        gradient = yield from self.of(EXACT).exchange(bucket, state, ctx)
+        gradient: Tensor = yield from self.of(EXACT).exchange(bucket, state, ctx)
         owed = state.get(RESIDUAL)
         if owed is None:
             return gradient

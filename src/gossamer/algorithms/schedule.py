@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,14 +127,19 @@ class Switch(Combination, register=False):
         before, then = (None if a is None else a.overtaking() for a in (self.before, self.then))
         return replace(self, before=before, then=then)
 
-    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """That of both parts, if it is one."""
+        said = {part.message_dtype(dtype) for part in self.parts}
+        return said.pop() if len(said) == 1 else dtype
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
         part, handed = self.at(ctx.step), bucket
         if ctx.step >= self.steps:
             handed = self._handed_over(bucket, state, ctx)
-        result = handed.flat
-        if part is not None:
-            result = yield from part.exchange(handed, state.scoped(self._scope(ctx.step)), ctx)
-        return result.to(bucket.flat.dtype)
+        if part is None:
+            return handed.flat.to(bucket.flat.dtype)
+        result = yield from part.exchange(handed, state.scoped(self._scope(ctx.step)), ctx)
+        return result.to(bucket.flat.dtype) if self.subject == "gradients" else result
 
     def _handed_over(self, bucket: Bucket, state: State, ctx: Context) -> Bucket:
         """The bucket, with what is owed from before added to it; from then on that is forgotten."""
@@ -244,7 +250,7 @@ class BySize(Combination, register=False):
         which, _, inner = label.partition(":")
         return (self.small if which == "small" else self.large).of(inner)
 
-    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
         part = self.small if bucket.layout.nbytes < self.threshold else self.large
         return (yield from part.exchange(bucket, state, ctx))
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.np.numpy_support import carray
 
-from gossamer.compiling import compiled, from_bf16, memory, to_bf16
+from gossamer.compiling import compiled, memory
 
 Array = npt.NDArray[Any]
 
@@ -33,20 +33,3 @@ def adamw(addresses: Array, sizes: Array, factors: Array, rates: Any) -> None:
             step = mean[i] * first
             square[i] = forget * square[i] + share * gradient[i] * gradient[i] + rest * step * step
             weight[i] = keep * weight[i] - rate * step / (np.sqrt(square[i] * second) + eps)
-
-
-# These count from zero: otherwise every index might be one from the end, and no loop would be vectorised.
-
-
-@compiled()
-def add_bf16(weight: Array, theirs: Array, mine: Array, share: Any) -> None:
-    """Inside compiled functions: weight ← weight + share·(theirs − mine), of bfloat16 numbers, as their bits (``int16``)."""
-    for i in range(weight.size):
-        weight[i] += share * (from_bf16(theirs[i]) - from_bf16(mine[i]))
-
-
-@compiled()
-def lay_bf16(weight: Array, before: Array, message: Array, by: Any) -> None:
-    """Inside compiled functions: message ← weight + by·(weight − before), rounded to bfloat16 numbers, as their bits."""
-    for i in range(weight.size):
-        message[i] = to_bf16(np.float32(weight[i] + by * (weight[i] - before[i])))

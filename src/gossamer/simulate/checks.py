@@ -45,7 +45,7 @@ def check_plan(plan: Plan, algorithm: Algorithm) -> None:
         segments = [segment for segment in layout.segments if segment.name != USAGE]
         blanks = {s.name: torch.empty_strided(s.shape, s.stride, dtype=layout.dtype, device="meta") for s in segments}
         other = uncut or any(algorithm.route(name, blank) != layout.label for name, blank in blanks.items())
-        if other or algorithm.of(layout.label).message_dtype(layout.dtype, layout.device) != layout.message:
+        if other or algorithm.of(layout.label).message_dtype(layout.dtype) != layout.message:
             raise ConfigurationError(
                 f"the plan was not made for {algorithm!r}, which would lay out {layout.names[0]!r} otherwise: give the model, "
                 "or make_plan(tensors, algorithm)" + (" of tensors that were cut() into its parts" if uncut else "")

@@ -81,7 +81,7 @@ class Part:
         due = handler.due(number)
         if self.algorithm.subject == "weights" and not due:
             return
-        exchange = handler.flow(bucket) if due else left_alone
+        exchange = handler.exchange if due else left_alone
         self.under_way.append(lane.submit(lambda: exchange(bucket, state, ctx)))
 
     def finish(self) -> Iterator[Flow[None]]:

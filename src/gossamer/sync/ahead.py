@@ -1,16 +1,14 @@
 """Ahead: messages of weights in which the next update is foreseen, so that averages are as old as the weights they change."""
 
 from collections.abc import Sequence
-from types import ModuleType
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gossamer.buckets import Bucket, is_buffer
 from gossamer.pieces import part_of
+from gossamer.sync.apply import pack
 from gossamer.sync.history import weight_of
-from gossamer.sync.landing import Array, compiled_loops, in_columns, spots
 
 
 class Ahead:
@@ -45,36 +43,17 @@ class Ahead:
             torch._foreach_copy_(places, weights)
             self._remembered.add(bucket.index)
 
-    def lay_out(self, bucket: Bucket, members: Sequence[Tensor], by: float) -> None:
-        """Lay ``members`` into their bucket: w + by·(w − w before the update), if there was one."""
-        if bucket.index not in self._remembered:
-            torch._foreach_copy_(bucket.views, list(members))
-        elif (found := self._in_one_pass(bucket, members)) is not None:
-            loops, columns = found
-            narrow = bucket.flat.dtype == torch.bfloat16
-            lay, shown = (loops.lay_bf16_ahead, torch.int16) if narrow else (loops.lay_ahead, torch.float32)
-            lay(*columns, self._memory(bucket).numpy(), bucket.flat.view(shown).numpy(), np.float32(by))
-        else:
-            before, now = self._weights(bucket, members)
-            _move_beyond(before, now, by)
+    def pack(self, bucket: Bucket, members: Sequence[Tensor], by: float) -> None:
+        """Pack ``members`` into their bucket: w + by·(w − w before the update), if there was one."""
+        if bucket.index in self._remembered:
+            _move_beyond(*self._weights(bucket, members), by)
             places = self._places[bucket.index]
-            laid = [member if place is None else place for place, member in zip(places, members, strict=True)]
-            torch._foreach_copy_(bucket.views, laid)
+            members = [member if place is None else place for place, member in zip(places, members, strict=True)]
+        pack(bucket, members)
 
     @staticmethod
     def _memory(bucket: Bucket) -> Tensor:
         return bucket.scratch("before the update", bucket.layout.dtype)
-
-    def _in_one_pass(self, bucket: Bucket, members: Sequence[Tensor]) -> tuple[ModuleType, Sequence[Array]] | None:
-        """The loops, for float32 weights and messages of float32 or bfloat16, and where the members lie; None if any does not
-        fit."""
-        whole = all(place is not None for place in self._places[bucket.index])
-        types = bucket.layout.dtype == torch.float32 and bucket.flat.dtype in (torch.float32, torch.bfloat16)
-        if not whole or not types or not bucket.flat.is_cpu:
-            return None
-        loops, found = compiled_loops(), spots(members, bucket)
-        chosen = [spot for spot in found if spot is not None]
-        return (loops, in_columns(chosen)) if loops is not None and len(chosen) == len(found) else None
 
     def _weights(self, bucket: Bucket, members: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Where they are remembered, and they themselves."""
@@ -84,7 +63,7 @@ class Ahead:
 
 
 def _move_beyond(before: list[Tensor], now: list[Tensor], by: float) -> None:
-    """before ← now + by·(now − before), as the loops round it: ``lerp`` may fuse a product and a sum, or not, by processor."""
+    """before ← now + by·(now − before)."""
     torch._foreach_sub_(before, now)
     torch._foreach_mul_(before, -by)
     torch._foreach_add_(before, now)

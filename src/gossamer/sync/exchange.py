@@ -131,14 +131,11 @@ class Exchange:
     def launch(self, step: int, when: str) -> None:
         """Start the flow of the bucket that is next; ``when`` describes the step. One that is not due stays as it is."""
         index = self.order[len(self._tickets)]
-        self._submit(index, self._flow(index) if self.due(index, step) else left_alone, step, when)
+        self._submit(index, self.handlers[index].exchange if self.due(index, step) else left_alone, step, when)
 
     def launch_due(self, index: int, step: int, when: str) -> None:
         """Start the flow of one of :meth:`due_at`; the others have none."""
-        self._submit(index, self._flow(index), step, when)
-
-    def _flow(self, index: int) -> Callable[..., Flow[Any]]:
-        return self.handlers[index].flow(self.buckets[index])
+        self._submit(index, self.handlers[index].exchange, step, when)
 
     def _submit(self, index: int, exchange: Callable[..., Flow[Any]], step: int, when: str) -> None:
         bucket, self._step = self.buckets[index], step
@@ -164,7 +161,7 @@ class Exchange:
         return list(self.collect_due().values())
 
     def collect_due(self) -> dict[int, Any]:
-        """The same, by bucket: tensors, and for buckets that are the message themselves, a :class:`Difference`."""
+        """The same, by bucket: tensors, or of weights a :class:`Difference`."""
         under_way = sorted(self._tickets.items())
         came = {index: self.runner.wait(ticket) for index, ticket in under_way}
         results = {index: self._check(index, result) for index, result in came.items()}

@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.np.numpy_support import carray
 
-from gossamer.compiling import compiled, memory
-from gossamer.optim.loops import add_bf16, lay_bf16
+from gossamer.compiling import compiled, from_bf16, memory
 
 Array = npt.NDArray[Any]
 
@@ -33,24 +32,5 @@ def add_bf16_difference(addresses: Array, offsets: Array, sizes: Array, theirs: 
     for k in range(sizes.size):
         weight = carray(memory(addresses[k]), sizes[k], np.float32)
         there, here = theirs[offsets[k] : offsets[k] + sizes[k]], mine[offsets[k] : offsets[k] + sizes[k]]
-        add_bf16(weight, there, here, share)
-
-
-@compiled()
-def lay_ahead(addresses: Array, offsets: Array, sizes: Array, before: Array, message: Array, by: Any) -> None:
-    """message ← weight + by·(weight − before), all of one type."""
-    for k in range(sizes.size):
-        weight = carray(memory(addresses[k]), sizes[k], before.dtype)
-        was, place = before[offsets[k] : offsets[k] + sizes[k]], message[offsets[k] : offsets[k] + sizes[k]]
         for i in range(sizes[k]):
-            place[i] = weight[i] + by * (weight[i] - was[i])
-
-
-@compiled()
-def lay_bf16_ahead(addresses: Array, offsets: Array, sizes: Array, before: Array, message: Array, by: Any) -> None:
-    """The same, rounded to the nearest bfloat16, half-way to the even one. Weights and ``before``: float32; ``message``:
-    ``int16``, the bits."""
-    for k in range(sizes.size):
-        weight = carray(memory(addresses[k]), sizes[k], np.float32)
-        was, place = before[offsets[k] : offsets[k] + sizes[k]], message[offsets[k] : offsets[k] + sizes[k]]
-        lay_bf16(weight, was, place, by)
+            weight[i] += share * (from_bf16(there[i]) - from_bf16(here[i]))

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.algorithms.difference import Difference
+from gossamer.algorithms.difference import Difference, computed
 from gossamer.buckets import in_order, make_plan
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
 from gossamer.memory import wide
 from gossamer.pieces import cut, part_of
-from gossamer.sync import landing
 from gossamer.sync.agreement import agree, agree_on_plan
 from gossamer.sync.ahead import Ahead
+from gossamer.sync.apply import apply
 from gossamer.sync.exchange import Exchange, Kept
 from gossamer.sync.history import halve_at_most, keep_squares_valid, variances, weight_of
 from gossamer.sync.statistics import Statistics
@@ -207,7 +207,7 @@ class WeightSync:
         with self.exchange.transaction():
             for index in self.exchange.due_at(step):
                 ahead = self.exchange.handlers[index].ahead_at(step)
-                self._ahead.lay_out(self.exchange.buckets[index], self._members[index], ahead)
+                self._ahead.pack(self.exchange.buckets[index], self._members[index], ahead)
                 self.exchange.launch_due(index, step, f"after step {step}")
 
     @torch.no_grad()
@@ -239,7 +239,7 @@ class WeightSync:
         self._follow_moved()
         with self._adding():
             for index, delta in self._deltas.items():
-                landing.add(self._members[index], delta, self.exchange.buckets[index])
+                apply(self._members[index], delta, self.exchange.buckets[index])
         self._deltas = {}
 
     @contextmanager
@@ -278,8 +278,7 @@ class WeightSync:
 
     def _brought(self, index: int) -> Tensor:
         """What is not yet added to the weights of a bucket."""
-        delta = self._deltas[index]
-        return delta.computed(self.exchange.buckets[index].layout.dtype) if isinstance(delta, Difference) else delta
+        return computed(self._deltas[index], self.exchange.buckets[index].layout.dtype)
 
     def state_by_name(self) -> Kept:
         """The algorithm's state and the delta not yet added, ``{key: {parameter name: tensor}}``."""

@@ -12,15 +12,16 @@ import gossamer
 from gossamer import loopback
 from gossamer.algorithms import Algorithm, Gossip, GossipGraD, in_parts
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.difference import Difference
+from gossamer.algorithms.difference import Difference, computed
 from gossamer.buckets import Bucket, make_layout, make_plan
 from gossamer.codecs.wire import Wire
 from gossamer.comm.loopback import LoopbackRunner, current_runner
 from gossamer.comm.ops import Flow
-from gossamer.comm.topology import Hypercube, Ring
+from gossamer.comm.topology import Hypercube, Ring, Topology
 from gossamer.simulate import Compute, Link
 from gossamer.state import State
-from gossamer.sync import landing
+from gossamer.sync import apply as applying
+from gossamer.sync.apply import apply
 
 
 def awkward(dtype: torch.dtype) -> list[Tensor]:
@@ -42,8 +43,8 @@ def test_a_difference_is_added_as_if_it_were_computed_first(dtype: torch.dtype, 
     theirs = [torch.randn(bucket.flat.numel()).to(message) for _ in range(partners)]
     bucket.flat[3], bucket.flat[5] = float("inf"), float("nan")
     difference = Difference(bucket.flat, theirs, 1 / (partners + 1))
-    wanted = [weight + part for weight, part in zip(weights, bucket.split(difference.computed(dtype)), strict=True)]
-    landing.add(weights, difference, bucket)
+    wanted = [weight + part for weight, part in zip(weights, bucket.split(computed(difference, dtype)), strict=True)]
+    apply(weights, difference, bucket)
     for weight, want in zip(weights, wanted, strict=True):
         torch.testing.assert_close(weight, want, rtol=0, atol=0, equal_nan=True)
     if partners:
@@ -55,7 +56,7 @@ def test_autograd_notices_that_weights_have_changed() -> None:
     bucket = Bucket(0, make_layout({"weight": weight}, message=torch.bfloat16))
     loss = (weight**2).sum()
     with torch.no_grad():
-        landing.add([weight], Difference(bucket.flat, [torch.ones(3, dtype=torch.bfloat16)], 0.5), bucket)
+        apply([weight], Difference(bucket.flat, [torch.ones(3, dtype=torch.bfloat16)], 0.5), bucket)
     assert torch.equal(weight, torch.full((3,), 1.5))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -67,62 +68,71 @@ def test_a_weight_that_lies_otherwise_than_its_place_was_made_for_gets_what_is_i
     bucket = Bucket(0, make_layout({"weight": weight}, message=torch.bfloat16))
     theirs = torch.randn(bucket.flat.numel()).bfloat16()
     difference = Difference(bucket.flat, [theirs], 0.5)
-    wanted = weight + bucket.split(difference.computed(torch.float32))[0]
+    wanted = weight + bucket.split(computed(difference, torch.float32))[0]
     moved = weight.contiguous()
-    landing.add([moved], difference, bucket)
+    apply([moved], difference, bucket)
     torch.testing.assert_close(moved, wanted, rtol=0, atol=0)
     for smaller in (torch.randn(3, 4), torch.randn(1)):
         with pytest.raises(RuntimeError):
-            landing.add([smaller], difference, bucket)
+            apply([smaller], difference, bucket)
 
 
-def test_large_weights_are_left_to_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing, "MANY", 10)
+def test_large_buckets_are_left_to_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applying, "MANY", 20)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    weights, seen = [torch.zeros(9), torch.zeros(10)], []
-    monkeypatch.setattr(landing, "_add_at_once", lambda loops, places, *_: seen.extend(place[2] for place in places))
-    bucket = Bucket(0, make_layout({"small": weights[0], "large": weights[1]}, message=torch.float32))
-    landing.add(weights, Difference(bucket.flat, [torch.ones(19)], 0.5), bucket)
-    assert seen == [9]
-    assert torch.equal(weights[1], torch.full((10,), 0.5))
+    loops = applying.compiled_loops()
+    for size, compiled in ((19, 1), (20, 0)):
+        calls: list[int] = []
+        monkeypatch.setattr(applying, "compiled_loops", lambda calls=calls: (calls.append(1), loops)[1])
+        weight = torch.zeros(size)
+        bucket = Bucket(0, make_layout({"weight": weight}))
+        apply([weight], Difference(bucket.flat, [torch.ones(size)], 0.5), bucket)
+        assert len(calls) == compiled
+        assert torch.equal(weight, torch.full((size,), 0.5))
 
 
 def test_without_a_compiler_weights_are_averaged_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    landing.compiled_loops.cache_clear()
+    applying.compiled_loops.cache_clear()
     monkeypatch.setitem(sys.modules, "gossamer.sync.loops", None)
     monkeypatch.delattr(gossamer.sync, "loops", raising=False)
     try:
         weight = torch.zeros(5)
         bucket = Bucket(0, make_layout({"weight": weight}, message=torch.bfloat16))
         with pytest.warns(UserWarning, match="numba cannot be used"):
-            landing.add([weight], Difference(bucket.flat, [torch.ones(5).bfloat16()], 0.5), bucket)
+            apply([weight], Difference(bucket.flat, [torch.ones(5).bfloat16()], 0.5), bucket)
         assert torch.equal(weight, torch.full((5,), 0.5))
     finally:
-        landing.compiled_loops.cache_clear()
+        applying.compiled_loops.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("wire", ["bf16", "fp32"])
-def test_both_ways_to_exchange_weights_bring_the_same(dtype: torch.dtype, wire: Wire) -> None:
-    algorithm = Gossip(wire=wire)
+@pytest.mark.parametrize("topology", [Hypercube(), Ring()], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "fp32"])
+def test_a_bucket_of_weights_brings_what_a_bucket_packed_as_message_brings(
+    dtype: torch.dtype, wire: Wire, topology: Topology
+) -> None:
+    algorithm = Gossip(wire=wire, topology=topology)
+
+    def made(rank: int) -> Tensor:
+        torch.manual_seed(rank)
+        return (torch.randn(5000) * 30_000).to(dtype)  # now and then beyond the range of fp16
 
     def body(rank: int) -> list[Tensor]:
         runner, found = current_runner(), []
         assert runner is not None
-        for message in (None, algorithm.message_dtype(dtype, torch.device("cpu"))):
-            torch.manual_seed(rank)
-            weight = torch.randn(5000).to(dtype)
+        for message in (dtype, algorithm.message_dtype(dtype)):
+            weight = made(rank)
             bucket = Bucket(0, make_layout({"weight": weight}, message=message))
-            bucket.flat.copy_(weight)
-            flow = partial(algorithm.flow(bucket), bucket, State(bucket.flat), Context(1, rank, (0, 1, 2, 3)))
-            landing.add([weight], runner.run(flow, "one exchange"), bucket)
+            applying.pack(bucket, [weight])
+            flow = partial(algorithm.exchange, bucket, State(bucket.flat), Context(1, rank, (0, 1, 2, 3)))
+            apply([weight], runner.run(flow, "one exchange"), bucket)
             found.append(weight)
         return found
 
-    for rank, (exchanged, swapped) in enumerate(loopback(body, 4)):
-        torch.manual_seed(rank)
-        assert not torch.equal(exchanged, torch.randn(5000).to(dtype)), "something was exchanged"
-        assert torch.equal(swapped, exchanged)
+    for rank, (exchanged, packed) in enumerate(loopback(body, 4)):
+        assert not torch.equal(exchanged, made(rank)), "something was exchanged"
+        assert exchanged.isfinite().all()
+        assert torch.equal(packed, exchanged)
 
 
 @pytest.mark.parametrize(
@@ -133,28 +143,25 @@ def test_both_ways_to_exchange_weights_bring_the_same(dtype: torch.dtype, wire: 
         (Gossip(topology=Hypercube()), torch.bfloat16),
         (GossipGraD(), torch.bfloat16),
         (in_parts(2, Gossip()), torch.bfloat16),
-        (Gossip(wire="fp16"), None),  # what is beyond its range would be infinite
-        (Gossip(topology=Ring()), None),  # two partners
-        (gossamer.DecentralizedSGD(), None),
-        (gossamer.GossipPGA(), None),  # an average over all needs the weights themselves
-        (gossamer.after(3, Gossip()), None),
-        (gossamer.AllReduce(), None),
+        (Gossip(wire="fp16"), torch.float16),
+        (Gossip(topology=Ring()), torch.bfloat16),
+        (gossamer.DecentralizedSGD(), torch.float32),
+        (gossamer.GossipPGA(), torch.float32),  # an average over all needs the weights themselves
+        (gossamer.Hierarchical(Gossip(), ranks_per_node=2), torch.bfloat16),
+        (gossamer.after(3, Gossip(), before=gossamer.DecentralizedSGD()), torch.float32),
+        (gossamer.after(3, Gossip()).part("weights"), torch.bfloat16),
+        (gossamer.AllReduce(), torch.float32),
     ],
     ids=repr,
 )
-def test_weights_lie_in_their_bucket_as_they_travel_where_that_is_enough(
-    algorithm: Algorithm, message: torch.dtype | None
-) -> None:
-    host = torch.device("cpu")
-    assert algorithm.message_dtype(torch.float32, host) == message
-    assert algorithm.message_dtype(torch.bfloat16, host) is None
-    assert algorithm.message_dtype(torch.float32, torch.device("cuda")) is None
+def test_buckets_are_packed_in_the_type_of_the_message(algorithm: Algorithm, message: torch.dtype) -> None:
+    assert algorithm.message_dtype(torch.float32) == message
+    assert algorithm.message_dtype(torch.bfloat16) == torch.bfloat16
 
 
 def test_a_plan_for_other_messages_is_refused() -> None:
     tensors = {"weight": torch.empty(1000)}
-    for plan, algorithm in ((Gossip(), gossamer.QuantizedGossip()), (Gossip(), Gossip(wire="fp32")), (Ring, Gossip())):
-        made_for = Gossip(topology=Ring()) if plan is Ring else plan
+    for made_for, algorithm in ((Gossip(), gossamer.QuantizedGossip()), (Gossip(), Gossip(wire="fp32"))):
         with pytest.raises(gossamer.ConfigurationError, match="was not made for"):
             gossamer.simulate.step_time(
                 make_plan(tensors, made_for, at_once=True),
@@ -170,9 +177,8 @@ def test_an_exchange_that_somebody_has_written_is_the_one_that_runs() -> None:
     class Towards(Gossip, register=False):
         def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
             yield from ()
-            return torch.full_like(bucket.flat, 7.0)
+            return torch.full_like(bucket.flat, 7.0, dtype=bucket.layout.dtype)
 
-    assert Towards().message_dtype(torch.float32, torch.device("cpu")) is None
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     replica = gossamer.replicate(model, optimizer, Towards())
@@ -190,7 +196,7 @@ def test_loops_are_compiled_before_the_ranks_meet(
 ) -> None:
     """So that none of them leaves ``replicate()`` before the others."""
     events: list[str] = []
-    monkeypatch.setattr(landing, "compiled_loops", lambda: events.append("compiled"))
+    monkeypatch.setattr(applying, "compiled_loops", lambda: events.append("compiled"))
     opening = LoopbackRunner.agree_on_opening
     monkeypatch.setattr(LoopbackRunner, "agree_on_opening", lambda *a, **k: (events.append("met"), opening(*a, **k))[1])
 
