@@ -22,7 +22,7 @@ peers: $(READY) ## install what gossamer bench can put beside gossamer
 	$(RUN) -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,peers]'
 
 demo: $(READY) ## train a GPT on 4 emulated hosts at 200 Mbit/s: DDP, then gossamer (about 3 minutes)
-	$(RUN) -m gossamer.bench.demo
+	$(RUN) -m benchmarks.demo
 
 test: $(READY) ## run the tests: those in memory on all processors, then those that start processes or measure time
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not slow and not alone' --numprocesses auto --quiet
@@ -48,7 +48,7 @@ format: $(READY) ## format the code and mend what can be mended
 	$(VENV)/bin/ruff format .
 
 readme: $(READY) ## run the demo, and put its table and picture and all committed tables into the pages
-	$(RUN) -m gossamer.bench.demo --save-to docs/assets
+	$(RUN) -m benchmarks.demo --save-to docs/assets
 	$(RUN) -m benchmarks.studies.pages
 
 bench: $(READY) ## measure what is missing of a suite of benchmarks/suites.toml: make bench SUITE=speed

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import gossamer
 from benchmarks.studies.harness import Study, console, parser_of
+from benchmarks.studies.training import training_of
 from gossamer.bench.catalogue import digest, find_workload
 from gossamer.bench.methods import OPTIMIZERS, in_place_of, join, optimizer_of, parse_method, parse_optimizer
 from gossamer.bench.rows import Column, Record, Store, code, text
@@ -88,7 +89,7 @@ def train(workload: Workload, run: Training, batches: Batches | None = None) -> 
     """The quality of the averaged model after the steps of all workers in loopback, on the workload's own batches; and how far
     the workers' models are from it (``distance``: see :meth:`gossamer.Replica.consensus_distance`)."""
     check(run)
-    batches, quality = (replace(workload, training_batches=batches) if batches else workload).training()
+    batches, quality = training_of(replace(workload, training_batches=batches) if batches else workload)
 
     def body(rank: int) -> dict[str, float]:
         torch.manual_seed(run.seed)

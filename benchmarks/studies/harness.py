@@ -11,7 +11,9 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
+from gossamer.bench.clock import Clock
 from gossamer.bench.conditions import busy_machine
+from gossamer.bench.ratios import ENOUGH, SPREAD
 from gossamer.bench.rows import Column, Record, Store, days, table
 from gossamer.errors import GossamerError
 
@@ -86,6 +88,22 @@ def _after_warnings(measured: Iterable[Record]) -> Iterator[Record]:
     for warning in busy_machine():
         console.log(warning)
     yield from measured
+
+
+def spread(rows: Sequence[Record]) -> str:
+    """``SPREAD`` in the words that rows of so many rounds need."""
+    return SPREAD if any(row["rounds"] < ENOUGH for row in rows) else SPREAD.partition(";")[0]
+
+
+def seconds_of(work: Callable[[], object], clock: Clock, calls: int = 1) -> float:
+    """Seconds per call: of one on the host; of a batch on a device, which works on one while the next is launched."""
+    clock.finish()
+    begin = clock.now()
+    for _ in range(calls):
+        work()
+    end = clock.now()
+    clock.finish()
+    return clock.seconds(begin, end) / calls
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.studies.harness import Study, console, parser_of
-from gossamer.bench.clock import clock_for, seconds_of
+from benchmarks.studies.harness import Study, console, parser_of, seconds_of
+from gossamer.bench.clock import clock_for
 from gossamer.bench.conditions import processor
 from gossamer.bench.rows import Column, Record, Store, number, text
 from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK

@@ -24,12 +24,12 @@ from torch.optim import SGD
 
 import gossamer
 from benchmarks.studies.absent import AbsentRunner
-from benchmarks.studies.harness import Study, console, parser_of
+from benchmarks.studies.harness import Study, console, parser_of, seconds_of, spread
 from gossamer.algorithms import AllReduce
-from gossamer.bench.clock import clock_for, seconds_of
+from gossamer.bench.clock import clock_for
 from gossamer.bench.conditions import conditions, load
 from gossamer.bench.emulated import MODELS, Emulated
-from gossamer.bench.ratios import ends, require_scipy, spread
+from gossamer.bench.ratios import ends, require_scipy
 from gossamer.bench.rows import Column, Record, Store, code, milliseconds, number, text
 from gossamer.replica import Replica
 from gossamer.sync.assembly import assemble

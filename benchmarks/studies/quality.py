@@ -26,6 +26,7 @@ from benchmarks.studies.crossing import Points, smoothed
 from benchmarks.studies.harness import RESULTS, parser_of
 from benchmarks.studies.pictures import quality_over_time
 from benchmarks.studies.quality_table import page, points, seconds_to, target_after
+from benchmarks.studies.training import training_of
 from gossamer.bench.cases import Case
 from gossamer.bench.catalogue import digest, find_workload, is_of
 from gossamer.bench.conditions import busy_machine, conditions, load
@@ -241,7 +242,7 @@ def asked_for(options: argparse.Namespace) -> list[argparse.Namespace]:
 
 def fetch_data(workload: Workload, hosts: int) -> None:
     """Have the workload load its data here, once: what it may have to download cannot be reached from emulated hosts."""
-    training_batches, _ = workload.training()
+    training_batches, _ = training_of(workload)
     next(iter(training_batches(0, hosts, 0)))
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.studies.crossing import crossing
+from benchmarks.studies.training import training_of
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.methods import join, parse_method
 from gossamer.bench.peers import BASELINE, PEERS, Joined
@@ -51,7 +52,7 @@ class Alone:
     if nothing were sent, on the machine as it is at the time (beside a peer's threads, where it has such between steps)."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
-        training_batches, _ = workload.training()
+        training_batches, _ = training_of(workload)
         self._batches = iter(training_batches(dist.get_rank(), dist.get_world_size(), seed))
         self._loss = workload.loss
         with torch.random.fork_rng():
@@ -109,7 +110,7 @@ class Clock:
 
 def train(workload: Workload, method: str, seed: int, goal: Goal) -> None:
     """Train from ``seed`` until the goal is reached. Raises ConfigurationError if the workload has no data or quality."""
-    training_batches, quality = workload.training()
+    training_batches, quality = training_of(workload)
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed)
     model = workload.build_model()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.studies.convergence import COLUMNS, KEY, Training, compared, run_all, train
 from benchmarks.studies.harness import Study, parser_of
+from benchmarks.studies.training import training_of
 from gossamer.bench.catalogue import digest, find_workload
 from gossamer.bench.rows import Record, Store
 from gossamer.bench.workload import Workload
@@ -76,7 +77,7 @@ def train_on(workload: Workload, run: Training, algorithm: str, batch: int) -> d
     if workload.training_samples is None:
         raise ConfigurationError(f"the workload {workload.name} defines no training_samples()")
     inputs, labels = workload.training_samples()
-    globally, _ = workload.training()
+    globally, _ = training_of(workload)
 
     def batches(rank: int, world: int, seed: int) -> Iterator[Shard]:
         if run.method == SHUFFLED:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.studies.harness import AS_RANK, Study, as_rank, console, parser_of
+from benchmarks.studies.harness import AS_RANK, Study, as_rank, console, parser_of, spread
 from benchmarks.studies.shuffle import Shard, endless, staying
 from gossamer.bench.cases import Turns
 from gossamer.bench.catalogue import find_workload
@@ -25,7 +25,7 @@ from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_result
 from gossamer.bench.methods import parse_method
 from gossamer.bench.peers import BASELINE
-from gossamer.bench.ratios import ENOUGH, compare, ends, require_scipy, spread
+from gossamer.bench.ratios import ENOUGH, compare, ends, require_scipy
 from gossamer.bench.rows import Column, Record, Store, milliseconds, number, text
 from gossamer.bench.trained import MODEL_SEED, make_method, pace
 from gossamer.bench.turns import take_turns, warm_up

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.studies.harness import seconds_of
 from gossamer.bench import bound, clock
 from gossamer.bench.catalogue import find_workload
-from gossamer.bench.clock import DeviceClock, HostClock, clock_for, seconds_of
+from gossamer.bench.clock import DeviceClock, HostClock, clock_for
 
 
 class Device:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from gossamer.bench import cluster, line
+from gossamer.bench import cluster, link
 from gossamer.bench.cases import Case
 from gossamer.bench.catalogue import digest
 from gossamer.bench.cluster import absent_here, agree, cases_here, joined
@@ -146,9 +146,9 @@ def test_what_cannot_run_here_is_known_before_anything_is_timed(alone):
 def test_messages_that_need_not_go_over_tcp_have_no_bound_of_it(monkeypatch):
     monkeypatch.delenv("GOSSAMER_LAB", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(line.dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(line.dist, "get_backend", lambda: "nccl")
-    assert line.plain_tcp() == []
+    monkeypatch.setattr(link.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(link.dist, "get_backend", lambda: "nccl")
+    assert link.plain_tcp() == []
 
 
 def test_a_model_that_is_left_on_the_processor_beside_a_gpu_is_told_of(monkeypatch, capsys):

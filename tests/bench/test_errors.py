@@ -7,8 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import benchmarks.demo.__main__ as demo
 from benchmarks.studies import convergence
-from gossamer.bench import demo
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.emulated import MODELS
 from gossamer.bench.rows import read_rows

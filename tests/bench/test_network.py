@@ -5,11 +5,11 @@ import os
 
 import pytest
 
-from gossamer.bench import line
+from gossamer.bench import link
 from gossamer.bench.cases import Case
 from gossamer.bench.catalogue import find_workload, is_emulated
 from gossamer.bench.in_lab import lab_json
-from gossamer.bench.line import rings
+from gossamer.bench.link import rings
 from gossamer.bench.network import Network, parse_network
 from gossamer.errors import ConfigurationError
 
@@ -81,9 +81,9 @@ def test_a_cluster_without_addresses_of_the_old_kind_has_no_line(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("GOSSAMER_LAB", raising=False)
     for name, answer in {"get_rank": 0, "get_world_size": 2, "get_backend": "gloo"}.items():
-        monkeypatch.setattr(line.dist, name, lambda answer=answer: answer)
-    monkeypatch.setattr(line, "of_all", lambda own: [own, own])
-    assert line.plain_tcp() == []
+        monkeypatch.setattr(link.dist, name, lambda answer=answer: answer)
+    monkeypatch.setattr(link, "of_all", lambda own: [own, own])
+    assert link.plain_tcp() == []
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_every_rank_has_the_rate_of_its_own_line(tmp_path, namespaces):
     script = tmp_path / "lines.py"
     script.write_text(
         "import json, torch.distributed as dist\n"
-        "from gossamer.bench.line import plain_tcp\n"
+        "from gossamer.bench.link import plain_tcp\n"
         "dist.init_process_group('gloo')\n"
         "found = plain_tcp()\n"
         "print(json.dumps({'rank': dist.get_rank(), 'lines': [max(each) for each in found]}))\n"

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.studies import convergence
 from benchmarks.studies.convergence import KEY, Training, cut, train
+from benchmarks.studies.training import training_of
 from gossamer.bench.methods import parse_optimizer
 from gossamer.bench.rows import Store
 from gossamer.bench.workload import Workload
@@ -134,7 +135,7 @@ def test_a_model_is_evaluated_in_evaluation_mode():
     assert train(workload, Training("numbers", "AllReduce()", 2, 20, seed=0))["loss"] < 1e-3
     model = build_model()
     model[1].eval()
-    workload.training()[1](model)
+    training_of(workload)[1](model)
     assert [module.training for module in model.modules()] == [True, True, False], "as it was"
 
 

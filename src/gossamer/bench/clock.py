@@ -1,7 +1,6 @@
 """Clock: moments of the host, or of a device, which does things later than they are launched."""
 
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -55,14 +54,3 @@ class DeviceClock:
 def clock_for(device: torch.device) -> Clock:
     """The clock for what is computed on a device."""
     return HostClock() if device.type in ("cpu", "meta") else DeviceClock(device)
-
-
-def seconds_of(work: Callable[[], object], clock: Clock, calls: int = 1) -> float:
-    """Seconds per call: of one on the host; of a batch on a device, which works on one while the next is launched."""
-    clock.finish()
-    begin = clock.now()
-    for _ in range(calls):
-        work()
-    end = clock.now()
-    clock.finish()
-    return clock.seconds(begin, end) / calls

@@ -26,7 +26,7 @@ from gossamer.bench.bound import Ready, layered, least, measure_ready, wire
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.conditions import conditions, load, of_hosts
 from gossamer.bench.counters import Counters
-from gossamer.bench.line import plain_tcp
+from gossamer.bench.link import plain_tcp
 from gossamer.bench.peers import BASELINE
 from gossamer.bench.ranks import of_all
 from gossamer.bench.ratios import compare, paired_ratio

@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
 
 from gossamer.errors import ConfigurationError
 
@@ -34,11 +33,6 @@ def paired_ratio(seconds: Sequence[float], reference: Sequence[float]) -> tuple[
     """Median of the paired ratios, and from where to where; see :func:`compare`."""
     ratios = [own / other for own, other in zip(seconds, reference, strict=True)]
     return statistics.median(ratios), *ends(ratios)
-
-
-def spread(rows: Sequence[dict[str, Any]]) -> str:
-    """``SPREAD`` in the words that rows of so many rounds need."""
-    return SPREAD if any(row["rounds"] < ENOUGH for row in rows) else SPREAD.partition(";")[0]
 
 
 def require_scipy() -> None:

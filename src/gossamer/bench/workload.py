@@ -2,14 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from gossamer.errors import ConfigurationError
 
 Batches = Callable[[int, int, int], Iterator[tuple[Tensor, Tensor]]]
 """``(rank, world, seed)`` → a worker's batches without end."""
@@ -49,20 +46,3 @@ class Workload:
     training_batches: Batches | None = None
     quality: Quality | None = None
     training_samples: Callable[[], tuple[Tensor, Tensor]] | None = None
-
-    def training(self) -> tuple[Batches, Quality]:
-        """What to train with, and what it is worth; ConfigurationError if the script does not say."""
-        if self.training_batches is None or self.quality is None:
-            raise ConfigurationError(f"the workload {self.name} defines no training_batches() and quality()")
-        return self.training_batches, partial(_evaluated, self.quality)
-
-
-def _evaluated(quality: Quality, model: nn.Module) -> dict[str, float]:
-    """What ``quality`` says of the model in evaluation mode; each of its modules goes back to its own."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        return quality(model)
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -11,7 +11,7 @@ from typing import Any
 from gossamer.errors import GossamerError
 from gossamer.lab import LabResult, LabSpec, run_lab
 
-SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "01_gpt.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "01_gpt.py"
 
 WARM_UP = 5
 """Steps left out of the means: buckets are still being laid out, caches and queues are cold."""

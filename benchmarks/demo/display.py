@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from gossamer.bench.demo_run import Run, exposed_seconds
+from benchmarks.demo.run import Run, exposed_seconds
 
 # Drawing takes processor time from the training: seldom enough not to show in its figures.
 _REFRESH = 0.5

@@ -1,4 +1,4 @@
-"""Line: the bits per second that plain TCP sockets reach from each rank, in the run that the lines are compared in."""
+"""Link: the bits per second that plain TCP sockets reach from each rank, in the run whose methods are compared."""
 
 import contextlib
 import math
@@ -17,27 +17,25 @@ REPEATS = 3
 
 
 def plain_tcp() -> list[list[float]]:
-    """For every rank, what its line reached in each repeat. Collective.
+    """For every rank, what its link reached in each repeat. Collective.
 
-    Empty where hosts have several ranks which share a line; where a host does not let others connect to its ports from 20000
-    to 30000, or has no IPv4 address; and where messages may not go over TCP at all (a process group of another backend than
-    Gloo). It is what one connection each way reaches: where that does not fill the line (tens of Gbit/s, or a long way),
-    what uses several may be faster.
+    Empty where ranks of a host share a link, where a host refuses connections to its ports from 20000 to 30000 or has no IPv4
+    address, and over another backend than Gloo. It is what one connection each way reaches, which may not fill a link of tens
+    of Gbit/s, or a long one.
 
-    Around a ring everyone waits for the slowest line. So there is one ring for every rate that some host has: of the
-    hosts which have it or a higher one. A host that is alone with its rate sends all it has over the line of another, and
-    gets that one's.
+    Around a ring all ranks wait for the slowest link. So there is one ring for every rate that a host has: of the hosts with
+    this or a higher one. A host that is alone with its rate sends over the link of another, and gets that one's.
     """
     hosts, world = dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_world_size()
     if world == 1 or dist.get_backend() != "gloo" or (hosts not in (1, world) and "GOSSAMER_LAB" not in os.environ):
         return []
     rates = of_all(parse_rate(os.environ.get("GOSSAMER_LAB_RATE", "unshaped")).bps or math.inf)
-    lines: list[list[float]] = [[] for _ in rates]
+    links: list[list[float]] = [[] for _ in rates]
     for members in rings(rates):
         reached = _ring(members, min(rates[rank] for rank in members))
         for rank in members:
-            lines[rank] = reached
-    return lines if all(lines) else []
+            links[rank] = reached
+    return links if all(links) else []
 
 
 def rings(rates: Sequence[float]) -> list[list[int]]:

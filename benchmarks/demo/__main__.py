@@ -1,6 +1,6 @@
 """Demo: the example GPT on emulated hosts with a slow network, trained with DDP and then with gossamer.
 
-python -m gossamer.bench.demo
+python -m benchmarks.demo
 """
 
 import argparse
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.demo.display import Display
+from benchmarks.demo.report import Report
+from benchmarks.demo.run import SCRIPT, DemoError, Run, save_logs, train
 from gossamer.algorithms import registry
 from gossamer.bench.conditions import busy_machine
-from gossamer.bench.demo_display import Display
-from gossamer.bench.demo_report import Report
-from gossamer.bench.demo_run import SCRIPT, DemoError, Run, save_logs, train
 from gossamer.bench.plots import require_matplotlib
 from gossamer.errors import GossamerError
 from gossamer.lab import LabSpec

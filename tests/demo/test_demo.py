@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from gossamer.bench import demo, demo_run
-from gossamer.bench.demo_report import Report
-from gossamer.bench.demo_run import WARM_UP, DemoError, Run, exposed_seconds
-from gossamer.bench.plots import Sooner
+import benchmarks.demo.__main__ as demo
+from benchmarks.demo import run as demo_run
+from benchmarks.demo.picture import Sooner
+from benchmarks.demo.report import Report
+from benchmarks.demo.run import WARM_UP, DemoError, Run, exposed_seconds
 
 
 def a_run(title: str, step_seconds: float, steps: int, *, every: int = 10, **counters: float) -> Run:

@@ -1,21 +1,15 @@
-"""What is seen while one waits: the demo's table, in a terminal and without one, and the bar of gossamer bench."""
+"""What is seen while one waits: the demo's table, in a terminal and without one."""
 
 import io
 import re
-from pathlib import Path
 
 import pytest
 from rich.console import Console
-from rich.progress import Progress
 
-from gossamer.bench import command, demo_display, suites
-from gossamer.bench.cases import Case
-from gossamer.bench.demo_display import Display
-from gossamer.bench.demo_run import Run
-from gossamer.bench.results import Results
-from gossamer.bench.session import Place, Session
+from benchmarks.demo import display as demo_display
+from benchmarks.demo.display import Display
+from benchmarks.demo.run import Run
 
-from .test_cases import a_row
 from .test_demo import a_run
 
 
@@ -91,32 +85,3 @@ def test_without_a_terminal_it_is_lines_of_what_changes(runs: list[Run], monkeyp
         display.refresh()
         (line,) = written(console).splitlines()  # of what is being trained only
         assert line.startswith("DDP: training time 16 s, step 40, loss 1.000")
-
-
-def test_the_bar_of_a_case_moves_with_its_rounds_and_results_are_told_as_they_come(
-    tmp_path: Path,
-) -> None:
-    console, case = a_console(terminal=True), Case("Convnet(0.05)", "200mbit", 4)
-    columns = command._progress().columns
-    progress = Progress(*columns, console=console, auto_refresh=False)
-    seen = []
-
-    def measure(case, methods, turns, on_record):
-        for number in range(turns.rounds):
-            on_record({"method": methods[0]})  # not of a round's end
-            on_record({"round": number + 1})
-            (task,) = progress.tasks
-            seen.append((task.description, task.completed, task.total))
-        progress.refresh()
-        return [a_row(method, workload=case.workload, network=case.network, hosts=case.hosts) for method in methods]
-
-    place = Place(dict, list, lambda case, methods: [], measure, lambda case, methods: {}, separate=True)
-    with progress:
-        wanted = suites.Run((case.workload,), methods=("Gossip()",), rounds=2, steps=1, warmup=1, memory=False)
-        Session(place, wanted, Results(tmp_path / "r.jsonl"), progress).run([case])
-    described = f"{case}: 3 methods"  # DDP and computing alone go along
-    assert seen == [(described, 1, 2), (described, 2, 2)]
-    assert not progress.tasks
-    text = written(console)
-    assert described in text
-    assert re.search(rf"{re.escape(str(case))}: Gossip\(\) .* of DDP", text)

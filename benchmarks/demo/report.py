@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.table import Table
 
+from benchmarks.demo.picture import Curve, Sooner, loss_over_time
+from benchmarks.demo.run import WARM_UP, Run, exposed_seconds
 from gossamer.bench.conditions import cores, processor
-from gossamer.bench.demo_run import WARM_UP, Run, exposed_seconds
-from gossamer.bench.plots import Curve, Sooner, loss_over_time
 
 Figure = Callable[[Run], float | None]
 
