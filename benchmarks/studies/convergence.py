@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import gossamer
 from benchmarks.studies.harness import Study, console, parser_of
-from benchmarks.studies.training import training_of
+from benchmarks.studies.training import parse_optimizer, training_of
 from gossamer.bench.catalogue import digest, find_workload
-from gossamer.bench.methods import OPTIMIZERS, in_place_of, join, optimizer_of, parse_method, parse_optimizer
+from gossamer.bench.methods import OPTIMIZERS, in_place_of, join, optimizer_of, parse_method
 from gossamer.bench.rows import Column, Record, Store, code, text
 from gossamer.bench.workload import Batches, Workload
 from gossamer.comm.loopback import loopback

@@ -20,6 +20,7 @@ STUDIES = {
     "shuffle": ("shuffle.md",),
     "shuffle_time": ("shuffle_time.md",),
     "scale": ("scale/scale.md",),
+    "memory": ("memory/results.md",),
     "exchanges": ("exchanges.md",),
     "kernels": ("kernels.md",),
     "overhead": ("overhead.md",),

@@ -3,7 +3,9 @@
 from functools import partial
 
 from torch import nn
+from torch.optim import Optimizer
 
+from gossamer.bench.methods import KINDS, made_of_names
 from gossamer.bench.workload import Batches, Quality, Workload
 from gossamer.errors import ConfigurationError
 
@@ -13,6 +15,14 @@ def training_of(workload: Workload) -> tuple[Batches, Quality]:
     if workload.training_batches is None or workload.quality is None:
         raise ConfigurationError(f"the workload {workload.name} defines no training_batches() and quality()")
     return workload.training_batches, partial(_evaluated, workload.quality)
+
+
+def parse_optimizer(text: str) -> partial[Optimizer]:
+    """A maker of one of gossamer's optimizers, spelled as in a script without its parameters. Raises ConfigurationError."""
+    made = made_of_names(text, {name: partial(partial, kind) for name, kind in KINDS.items()}, "optimizer", list(KINDS))
+    if not isinstance(made, partial):
+        raise ConfigurationError(f"{text!r} is no optimizer; write for example GossipAdamW()")
+    return made
 
 
 def _evaluated(quality: Quality, model: nn.Module) -> dict[str, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gossamer.bench.cases import ALWAYS, Case, Turns, cases, measure_memory, portions, rows_of
+from gossamer.bench.cases import ALWAYS, Case, Turns, cases, portions, rows_of
 from gossamer.bench.catalogue import digest, is_of
 from gossamer.bench.plots import looks_of
 from gossamer.bench.results import Results
@@ -111,7 +111,6 @@ def test_what_was_measured_with_another_version_of_the_file_is_measured_again_an
     assert results.lacking(case, ["ddp", "Gossip()"], Turns(2)) == []
     script.write_text("second = 2\n")
     assert Results(path).lacking(case, ["ddp", "Gossip()"], Turns(2)) == ["ddp"]
-    assert Results(path).memory(case).keys() == set()
     assert not any("another version" in line for line in table(results.rows))
     results.add([a_row("QSGD()", **known, digest=digest(script), when=2)])
     marked = [line for line in table(results.rows) if "another version of its file" in line]
@@ -191,14 +190,6 @@ def test_the_table_shows_bounds_where_there_are_some_and_says_what_is_noisy():
     assert "| 400.0 (layer by layer 500.0) | 1.250 (layer by layer 1.000) |" in both
 
 
-def test_memory_is_measured_on_a_network_without_limits_whatever_the_case_has(monkeypatch):
-    seen = []
-    monkeypatch.setattr("gossamer.bench.cases.lab_json", lambda spec, command: seen.append(spec) or [])
-    assert measure_memory(Case("Convnet(0.05)", "20mbit+2ms/slow-host=2x", 3), ["ddp"]) == {}
-    assert [rate.bps for rate in seen[0].rates] == [None] * 3
-    assert (seen[0].latency_s, seen[0].slow) == (0, {})
-
-
 def test_a_picture_is_drawn_over_the_number_of_hosts_where_there_are_several_else_by_method(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [a_row(method, hosts=hosts) for method in ("ddp", "compute", "Gossip()") for hosts in (2, 4, 8)]
@@ -259,7 +250,7 @@ def test_ninety_methods_look_different():
 def test_the_command_measures_and_goes_on_where_it_was(tmp_path, namespaces):
     runner = CliRunner()
     words = ["bench", "Convnet(0.05)", "--network", "1gbit", "--hosts", "2", "--rounds", "2", "--steps", "1", "--warmup", "1"]
-    words += ["--no-memory", "--save-to", str(tmp_path)]
+    words += ["--save-to", str(tmp_path)]
     methods = ["AllReduce()", "ddp-powersgd", "bluefog", "post-localsgd"]
     first = runner.invoke(app, [*words, *(word for method in methods for word in ("--method", method))])
     assert first.exit_code == 0, first.output
@@ -287,13 +278,6 @@ def test_the_command_measures_and_goes_on_where_it_was(tmp_path, namespaces):
     assert second.exit_code == 0, second.output
     assert {row["method"]: row["when"] for row in Results(tmp_path / "results.jsonl").rows} == when
     assert "AllReduce()" in (tmp_path / "results.md").read_text()
-
-
-def test_memory_is_known_for_all_networks_of_a_workload(tmp_path):
-    results = Results(tmp_path / "results.jsonl")
-    results.add([a_row("ddp", memory=1.5, memory_noise=0.1), a_row("AllReduce()")])
-    assert results.memory(Case(CASE.workload, "1gbit", 4)) == {"ddp": {"memory": 1.5, "memory_noise": 0.1}}
-    assert results.memory(Case(CASE.workload, "1gbit", 8)) == {}
 
 
 def test_only_the_first_of_several_ranks_writes(tmp_path):

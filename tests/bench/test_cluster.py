@@ -28,7 +28,7 @@ def alone():
 
 def launch(tmp_path, *words, workload="Convnet(0.02)"):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gossamer.bench"]
-    command += [workload, "--rounds", "2", "--steps", "1", "--warmup", "1", "--no-memory", "--save-to", str(tmp_path)]
+    command += [workload, "--rounds", "2", "--steps", "1", "--warmup", "1", "--save-to", str(tmp_path)]
     wide = os.environ | {"COLUMNS": "200"}
     return subprocess.run([*command, *words], env=wide, capture_output=True, text=True, timeout=200)
 

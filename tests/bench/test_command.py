@@ -25,7 +25,7 @@ CASE_KEYS = {"workload": CASE.workload, "network": CASE.network}
 TURNS = Turns(2, 1, 1)
 
 
-def a_place(fails=(), forgets=(), separate=True, calls=None, now=None, error=GossamerError("rank 1 fell over")):
+def a_place(fails=(), separate=True, calls=None, now=None, error=GossamerError("rank 1 fell over")):
     def measure(case, methods, turns, on_record):
         note("time", methods)
         if set(fails) & set(methods):
@@ -34,23 +34,17 @@ def a_place(fails=(), forgets=(), separate=True, calls=None, now=None, error=Gos
         case = {"workload": case.workload, "network": case.network, "hosts": case.hosts}
         return [a_row(method, when=round(time.time()), **case, **turns) for method in methods]
 
-    def memory(case, methods):
-        note("memory", methods)
-        if set(forgets) & set(methods):
-            raise GossamerError("no memory left")
-        return {method: {"memory": 1.0, "memory_noise": 0.0} for method in methods}
-
     def note(what, methods):
         if calls is not None:
             calls.append((what, *methods))
 
-    return Place(lambda: now or {}, list, lambda case, methods: [], measure, memory, separate)
+    return Place(lambda: now or {}, list, lambda case, methods: [], measure, separate)
 
 
-def run(place, tmp_path, methods, memory=False, per_run=1, again=False, progress=None):
+def run(place, tmp_path, methods, per_run=1, again=False, progress=None):
     results = Results(tmp_path / "results.jsonl")
     turns = {"rounds": TURNS.rounds, "steps": TURNS.steps, "warmup": TURNS.warmup}
-    wanted = Run((CASE.workload,), methods=tuple(methods), per_run=per_run, memory=memory, **turns)
+    wanted = Run((CASE.workload,), methods=tuple(methods), per_run=per_run, **turns)
     Session(place, wanted, results, progress or command._progress(quiet=True), again).run([CASE])
 
 
@@ -82,11 +76,10 @@ def test_a_method_that_failed_is_a_row_and_is_tried_again_last_and_by_itself(tmp
     assert "QSGD()" in kept(tmp_path), "what failed does not take the place of what was measured"
 
 
-@pytest.mark.parametrize("memory", [False, True])
-def test_a_method_that_fails_takes_none_of_its_portion_along(tmp_path, memory):
+def test_a_method_that_fails_takes_none_of_its_portion_along(tmp_path):
     methods = ["AllReduce()", "QSGD()", "Gossip()", "ScatterReduce()"]
     with pytest.raises(GossamerError) as caught:
-        run(a_place(fails=["QSGD()"]), tmp_path, methods, memory, per_run=3)
+        run(a_place(fails=["QSGD()"]), tmp_path, methods, per_run=3)
     assert str(caught.value).splitlines()[1:] == [f"{CASE}, ddp, compute, QSGD(): rank 1 fell over"]
     assert kept(tmp_path).keys() == {"ddp", "compute", *methods} - {"QSGD()"}
 
@@ -100,26 +93,6 @@ def test_where_all_are_measured_by_the_same_ranks_it_is_the_end_and_the_method_i
     with pytest.raises(GossamerError):
         run(place, tmp_path, methods, per_run=2)
     assert kept(tmp_path).keys() == {"ddp", "compute", "Gossip()"}, "it takes the others along once only"
-
-
-def test_step_times_are_kept_when_memory_cannot_be_measured_and_memory_is_measured_next_time(tmp_path):
-    with pytest.raises(GossamerError, match="no memory left"):
-        run(a_place(forgets=["Gossip()"]), tmp_path, ["Gossip()"], memory=True)
-    assert "memory" not in kept(tmp_path)["Gossip()"]
-    assert kept(tmp_path)["Gossip()"]["step_seconds"]
-    calls = []
-    run(a_place(calls=calls), tmp_path, ["Gossip()"], memory=True)
-    assert calls == [("memory", "Gossip()")]
-    assert kept(tmp_path)["Gossip()"]["memory"] == 1.0
-
-
-def test_memory_is_measured_once_and_not_lost(tmp_path):
-    calls = []
-    for method in ("Gossip()", "QSGD()"):
-        run(a_place(calls=calls), tmp_path, [method], memory=True)
-    run(a_place(), tmp_path, ["Gossip()", "AllReduce()"], memory=False, again=True)
-    assert [call for call in calls if call[0] == "memory"] == [("memory", "ddp", "compute", "Gossip()"), ("memory", "QSGD()")]
-    assert {method for method, row in kept(tmp_path).items() if "memory" in row} == {"ddp", "compute", "Gossip()", "QSGD()"}
 
 
 def test_what_is_there_already_is_told_with_its_day_and_what_differs(tmp_path):
@@ -142,7 +115,7 @@ def bench(monkeypatch, place, tmp_path, *words):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(command, "LAB", place)
     monkeypatch.setenv("COLUMNS", "160")
-    more = ["--no-memory", "--per-run", "1", "--rounds", "2", "--steps", "1", "--warmup", "1", "--save-to", str(tmp_path)]
+    more = ["--per-run", "1", "--rounds", "2", "--steps", "1", "--warmup", "1", "--save-to", str(tmp_path)]
     return CliRunner().invoke(app, ["bench", CASE.workload, *words, *more])
 
 
@@ -164,20 +137,19 @@ def test_what_was_measured_is_shown_although_something_failed(monkeypatch, tmp_p
 def test_no_figure_is_lost_in_a_narrow_terminal(width):
     method, told = "with_optimizer(in_parts(2, QuantizedGossip(bits=8)), GossipAdamW())", io.StringIO()
     noisy = {"round_seconds": [1234.5, 2234.5], "step_seconds": 1234.5, "ratio_low": 0.123, "ratio_high": 0.987}
-    more = {"bound_seconds": 0.25, "memory": 1.25, "memory_noise": 0.03, "payload_bytes": 123456.0}
+    more = {"bound_seconds": 0.25, "payload_bytes": 123456.0}
     Console(file=told, width=width).print(*command._shown([a_row("ddp", **more), a_row(method, **more | noisy)]))
     shown = told.getvalue().split()
-    for figure in ("1234500.0", "0.500", "(0.123", "0.987)", "1.250", "0.12", "1.25"):
+    for figure in ("1234500.0", "0.500", "(0.123", "0.987)", "1.250", "0.12"):
         assert figure in shown, (figure, told.getvalue())
     assert "".join(shown).count("GossipAdamW())") == 1
     assert max(map(len, told.getvalue().splitlines())) <= width
-    assert "memory: beyond" in " ".join(shown)
 
 
 def test_a_column_in_which_nothing_stands_is_not_shown():
     told = io.StringIO()
     Console(file=told, width=120).print(*command._shown([a_row("ddp"), a_row("Gossip()")]))
-    assert ("MB" in told.getvalue(), "memory" in told.getvalue()) == (True, False)
+    assert ("MB" in told.getvalue(), "step / bound" in told.getvalue()) == (True, False)
 
 
 def test_a_method_that_cannot_be_read_is_told_before_anything_else(monkeypatch, tmp_path):

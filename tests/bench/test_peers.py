@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from benchmarks.studies import quality_run
+from benchmarks.studies import memory, quality_run
 from gossamer.algorithms import registry
-from gossamer.bench import memory, paired, peers, ranks
+from gossamer.bench import paired, peers, ranks
 from gossamer.bench.cases import Case, Turns, absent
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.in_lab import lab_json

@@ -46,9 +46,9 @@ def test_the_bar_of_a_case_moves_with_its_rounds_and_results_are_told_as_they_co
         progress.refresh()
         return [a_row(method, workload=case.workload, network=case.network, hosts=case.hosts) for method in methods]
 
-    place = Place(dict, list, lambda case, methods: [], measure, lambda case, methods: {}, separate=True)
+    place = Place(dict, list, lambda case, methods: [], measure, separate=True)
     with progress:
-        wanted = suites.Run((case.workload,), methods=("Gossip()",), rounds=2, steps=1, warmup=1, memory=False)
+        wanted = suites.Run((case.workload,), methods=("Gossip()",), rounds=2, steps=1, warmup=1)
         Session(place, wanted, Results(tmp_path / "r.jsonl"), progress).run([case])
     described = f"{case}: 3 methods"  # DDP and computing alone go along
     assert seen == [(described, 1, 2), (described, 2, 2)]

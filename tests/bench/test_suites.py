@@ -30,11 +30,11 @@ def test_what_a_suite_says_holds_for_its_runs_unless_they_say_otherwise(tmp_path
     path = tmp_path / "suites.toml"
     path.write_text(
         '[mine]\nabout = "a"\nshow = "ms per step"\nworkloads = ["Convnet(1)"]\nrounds = 3\n'
-        'runs = [{ hosts = [2] }, { networks = ["1gbit"], rounds = 5, memory = false }]\n'
+        'runs = [{ hosts = [2] }, { networks = ["1gbit"], rounds = 5, memory = true }]\n'
     )
     first, second = find_suite("mine", path).runs
     assert first == Run(("Convnet(1)",), hosts=(2,), rounds=3)
-    assert second == Run(("Convnet(1)",), networks=("1gbit",), rounds=5, memory=False)
+    assert second == Run(("Convnet(1)",), networks=("1gbit",), rounds=5, memory=True)
     assert first.always == ALWAYS
 
 

@@ -9,8 +9,7 @@ import torch
 
 from benchmarks.studies import convergence
 from benchmarks.studies.convergence import KEY, Training, cut, train
-from benchmarks.studies.training import training_of
-from gossamer.bench.methods import parse_optimizer
+from benchmarks.studies.training import parse_optimizer, training_of
 from gossamer.bench.rows import Store
 from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError

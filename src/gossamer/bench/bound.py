@@ -92,12 +92,8 @@ def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5, *, forwar
         order.append((came, parameters[key].nbytes, used))
     order.sort()
     whole = sum(nbytes for _, nbytes, _ in order)
-    return Ready(
-        tuple(came for came, _, _ in order),
-        tuple(nbytes / whole for _, nbytes, _ in order),
-        statistics.median(steps[1:]),
-        tuple(used for _, _, used in order),
-    )
+    came, shares, used = zip(*((came, nbytes / whole, used) for came, nbytes, used in order), strict=True)
+    return Ready(came, shares, statistics.median(steps[1:]), used)
 
 
 def wire(payloads: Sequence[float], lines: Sequence[float]) -> float:

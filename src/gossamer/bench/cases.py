@@ -7,14 +7,12 @@ failed, is a row that says why; it is measured when it is asked for again.
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from gossamer.bench.catalogue import digest, find_workload, is_emulated
-from gossamer.bench.in_lab import lab_json, lab_result
-from gossamer.bench.memory import LIMIT, beyond, in_turn
+from gossamer.bench.in_lab import lab_result
 from gossamer.bench.methods import parse_method
 from gossamer.bench.network import parse_network
 from gossamer.bench.peers import BASELINE, missing
@@ -26,8 +24,6 @@ REFERENCE = "ddp"
 
 ALWAYS = (REFERENCE, BASELINE)
 """Methods of every run, unless others are named: the reference, and what no communication at all would take."""
-
-UNSHAPED = "unshaped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +122,6 @@ def rows_of(case: Case, found: Record) -> list[Record]:
         own = {"method": method, "round_seconds": [round(each, 6) for each in found["seconds"][method]]}
         rows.append(asdict(case) | own | figures | shared)
     return rows + without_figures(case, "missing", found["missing"])
-
-
-def measure_memory(case: Case, methods: Sequence[str]) -> dict[str, Record]:
-    """What every method needs at its peak beyond training without communication; see :mod:`gossamer.bench.memory`.
-
-    On an unshaped network, whatever the case's is: memory does not depend on the rate, and over a slow link it takes minutes.
-    """
-    spec = replace(replace(case, network=UNSHAPED).spec(), timeout=LIMIT)
-    return beyond(in_turn(methods, partial(lab_json, spec), case.workload))
 
 
 def case_of(row: Record) -> Case:

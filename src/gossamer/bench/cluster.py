@@ -1,10 +1,7 @@
 """Cluster: the benchmark as ranks that torchrun has started, on the hosts and the network that there are."""
 
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,12 +11,10 @@ import torch.distributed as dist
 
 from gossamer.bench.cases import Case, Turns, rows_of, without_figures
 from gossamer.bench.catalogue import find_workload
-from gossamer.bench.memory import LIMIT, beyond, in_turn
 from gossamer.bench.paired import missing, run
 from gossamer.bench.ranks import of_all
 from gossamer.bench.rows import Record
-from gossamer.errors import ConfigurationError, GossamerError
-from gossamer.lab.launcher import free_port
+from gossamer.errors import ConfigurationError
 
 
 def is_here() -> bool:
@@ -86,27 +81,3 @@ def measure_here(
 
     found = run(find_workload(case.workload), methods, turns.rounds, turns.steps, turns.warmup, told)
     return of_all(rows_of(case, found))[0]
-
-
-def measure_memory_here(case: Case, methods: Sequence[str]) -> dict[str, Record]:
-    """As :func:`gossamer.bench.cases.measure_memory`, in a process beside each of these ranks. Collective.
-
-    Nothing for a model on a GPU, whose memory is not counted.
-    """
-    return {} if torch.cuda.is_initialized() else beyond(in_turn(methods, _beside, case.workload))
-
-
-def _beside(command: list[str]) -> list[Record]:
-    """What a command prints in a process beside each of these ranks, by rank. Raises GossamerError on all if one fails."""
-    port = str(of_all(free_port(""))[0])
-    environment = os.environ | {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    with tempfile.TemporaryFile("w+") as said:  # no pipe: processes that a peer leaves behind would hold it open
-        try:
-            code = subprocess.run([sys.executable, *command], env=environment, stdout=said, timeout=LIMIT).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
-        codes = of_all(code)
-        if any(codes):
-            raise GossamerError(f"rank {[bool(each) for each in codes].index(True)} failed with code {max(codes, key=abs)}")
-        said.seek(0)
-        return of_all(json.loads(said.read().splitlines()[-1]))

@@ -17,9 +17,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gossamer.bench.cases import Case, absent, case_of, cases, measure, measure_memory
+from gossamer.bench.cases import Case, absent, case_of, cases, measure
 from gossamer.bench.catalogue import canonical_workload, digest
-from gossamer.bench.cluster import absent_here, agree, cases_here, is_here, joined, measure_here, measure_memory_here
+from gossamer.bench.cluster import absent_here, agree, cases_here, is_here, joined, measure_here
 from gossamer.bench.conditions import busy_hosts, busy_machine, here, of_hosts
 from gossamer.bench.emulated import MODELS
 from gossamer.bench.listing import everything, listing
@@ -33,16 +33,15 @@ from gossamer.bench.session import Place, Session
 from gossamer.bench.spelled import canonical
 from gossamer.bench.suites import RESULTS as SUITE_RESULTS
 from gossamer.bench.suites import SUITES, Run, find_suite
-from gossamer.bench.tables import BOUND, COLUMNS, MEMORY, PAYLOAD, RATIO, STEP, TO_COMPUTE, aged, draw, of_rows
+from gossamer.bench.tables import BOUND, COLUMNS, PAYLOAD, RATIO, STEP, TO_COMPUTE, aged, draw, of_rows
 from gossamer.errors import ConfigurationError, GossamerError
 
-SHOWN = {STEP: STEP, RATIO: "to DDP", TO_COMPUTE: "to compute", BOUND: BOUND, PAYLOAD: "MB", MEMORY: "memory"}
+SHOWN = {STEP: STEP, RATIO: "to DDP", TO_COMPUTE: "to compute", BOUND: BOUND, PAYLOAD: "MB"}
 """Columns of the whole table that are shown on the terminal, and what they are called there, where there is less room."""
 
 _MEANT = {
     "to DDP": f"the median of its ratios, and {SPREAD}",
     "MB": "payload of a step",
-    "memory": "beyond training alone, in gradients",
 }
 """What stands in some of them."""
 
@@ -78,7 +77,6 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Steps of a method in its turn.")] = Run.steps,
     warmup: Annotated[int, typer.Option(min=1, help="Steps of every method before the first turn.")] = Run.warmup,
     per_run: Annotated[int, typer.Option(min=1, help="Methods in one run, beside DDP and compute.")] = Run.per_run,
-    memory: Annotated[bool, typer.Option(help="Measure each method's peak memory too, once per number of hosts.")] = True,
     save_to: Annotated[Path | None, typer.Option(help=f"Folder for results.jsonl, results.md, pictures. [{OUT}]")] = None,
     again: Annotated[bool, typer.Option(help="Measure anew what the folder has already.")] = False,
     suite: Annotated[str | None, typer.Option(help="Measure a suite of the file of suites instead.")] = None,
@@ -97,7 +95,7 @@ def bench(
         require_scipy()
         if suite is None:
             told = Run((*(workloads or ()),), (*(network or ()),), (*(hosts or ()),), (*(method or METHODS),))
-            runs = [replace(told, rounds=rounds, steps=steps, warmup=warmup, per_run=per_run, memory=memory)]
+            runs = [replace(told, rounds=rounds, steps=steps, warmup=warmup, per_run=per_run)]
         elif workloads or network or hosts or method:
             raise ConfigurationError("a suite says itself what it measures: leave workloads, networks, hosts and methods out")
         else:
@@ -124,8 +122,8 @@ def _understood(run: Run) -> Run:
     return replace(run, workloads=tuple(map(canonical_workload, run.workloads)), methods=tuple(dict.fromkeys(methods)))
 
 
-LAB = Place(here, busy_machine, absent, measure, measure_memory, separate=True)
-CLUSTER = Place(lambda: here() | of_hosts(), busy_hosts, absent_here, measure_here, measure_memory_here, separate=False)
+LAB = Place(here, busy_machine, absent, measure, separate=True)
+CLUSTER = Place(lambda: here() | of_hosts(), busy_hosts, absent_here, measure_here, separate=False)
 
 
 def _measure_all(runs: Sequence[Run], folder: Path, again: bool) -> None:
@@ -206,9 +204,10 @@ def _shown(rows: Sequence[Record]) -> Iterator[Table]:
 
 
 def _line(row: Record) -> list[str]:
-    """What is shown of a row, in the columns' order."""
+    """What is shown of a row, in the columns' order; without the spread that there is no room for."""
     told = {column.title: column.cell(row) for column in COLUMNS}
-    return [row["method"] + (" (another file)" if row["older"] else ""), *(_brief(told[name], name) for name in SHOWN)]
+    told[TO_COMPUTE] = told[TO_COMPUTE].partition(" (")[0]
+    return [row["method"] + (" (another file)" if row["older"] else ""), *(told[name] for name in SHOWN)]
 
 
 def _fitting(lines: Sequence[Sequence[str]]) -> Table:
@@ -221,12 +220,3 @@ def _fitting(lines: Sequence[Sequence[str]]) -> Table:
     for line in lines:
         table.add_row(*map(escape, compress(line, filled)))
     return table
-
-
-def _brief(cell: str, column: str) -> str:
-    """What of a cell there is room for."""
-    return cell.partition(_LEFT_OUT[column])[0] if column in _LEFT_OUT else cell
-
-
-_LEFT_OUT = {TO_COMPUTE: " (", MEMORY: " ±"}
-"""Columns whose spread is not shown, and where in a cell it begins."""

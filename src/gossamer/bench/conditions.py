@@ -71,13 +71,8 @@ def conditions(methods: Iterable[str], load_before: float, seeds: Any) -> dict[s
 
 def here() -> dict[str, Any]:
     """The versions of everything, and the machine."""
-    return accelerator() | {
-        "gossamer": gossamer.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "processor": processor(),
-        "cores": cores(),
-    }
+    versions = {"gossamer": gossamer.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    return accelerator() | versions | {"processor": processor(), "cores": cores()}
 
 
 def of_hosts() -> dict[str, Any]:

@@ -29,12 +29,8 @@ class Counters:
         """The readings of now."""
         own = replica.metrics() if replica is not None else {}
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        return Counters(
-            usage.ru_utime + usage.ru_stime,
-            interface_bytes(),
-            own.get("exposed_seconds", 0.0),
-            own.get("wire_seconds", 0.0),
-        )
+        exposed, wire = own.get("exposed_seconds", 0.0), own.get("wire_seconds", 0.0)
+        return Counters(usage.ru_utime + usage.ru_stime, interface_bytes(), exposed, wire)
 
     def per_step(self, before: "Counters", steps: int) -> "Counters":
         """The growth since ``before``, divided by the number of steps."""

@@ -80,12 +80,8 @@ def resnet50() -> list[Layer]:
 
 def convnet() -> list[Layer]:
     """The convnet of the examples: 1.63 million parameters, most of them in one layer."""
-    return [
-        convolution("conv1", 1, 32, 3, 28),
-        convolution("conv2", 32, 64, 3, 14),
-        linear("fc1", 3136, 512),
-        linear("fc2", 512, 10),
-    ]
+    convolutions = [convolution("conv1", 1, 32, 3, 28), convolution("conv2", 32, 64, 3, 14)]
+    return [*convolutions, linear("fc1", 3136, 512), linear("fc2", 512, 10)]
 
 
 def gpt2() -> list[Layer]:

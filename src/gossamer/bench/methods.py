@@ -23,7 +23,7 @@ from gossamer.replicate import replicate
 PLAIN = tuple(PEERS)
 """Methods without gossamer."""
 
-_KINDS: dict[str, type[Optimizer]] = {
+KINDS: dict[str, type[Optimizer]] = {
     name: getattr(optim, name) for name in optim.__all__ if isinstance(getattr(optim, name), type)
 }
 
@@ -57,7 +57,7 @@ _EXAMPLE = "Gossip(wire='bf16')"
 
 Method = Algorithm | OverlapForward | WithOptimizer | partial[Optimizer] | str
 
-OPTIMIZERS = tuple(name for name, kind in _KINDS.items() if issubclass(kind, Communicating))
+OPTIMIZERS = tuple(name for name, kind in KINDS.items() if issubclass(kind, Communicating))
 """Optimizers that communicate themselves."""
 
 
@@ -99,7 +99,7 @@ def known_names() -> dict[str, Any]:
         "rotated": topology.rotated,
         "with_optimizer": WithOptimizer,
     }
-    return made_of | dict(registry()) | {name: partial(partial, kind) for name, kind in _KINDS.items()}
+    return made_of | dict(registry()) | {name: partial(partial, kind) for name, kind in KINDS.items()}
 
 
 def parse_method(text: str) -> Method:
@@ -111,7 +111,7 @@ def parse_method(text: str) -> Method:
     if text in PEERS:
         return text
     names = known_names()
-    made = _made(text, names, "method", [*PLAIN, *sorted(names)])
+    made = made_of_names(text, names, "method", [*PLAIN, *sorted(names)])
     if isinstance(made, partial) and made.func.__name__ not in OPTIMIZERS:
         raise ConfigurationError(f"{text!r} does not communicate; write for example with_optimizer(Gossip(), {text})")
     if not isinstance(made, Algorithm | OverlapForward | WithOptimizer | partial):
@@ -119,15 +119,7 @@ def parse_method(text: str) -> Method:
     return made
 
 
-def parse_optimizer(text: str) -> partial[Optimizer]:
-    """A maker of one of gossamer's optimizers, spelled as in a script without its parameters. Raises ConfigurationError."""
-    made = _made(text, {name: partial(partial, kind) for name, kind in _KINDS.items()}, "optimizer", list(_KINDS))
-    if not isinstance(made, partial):
-        raise ConfigurationError(f"{text!r} is no optimizer; write for example GossipAdamW()")
-    return made
-
-
-def _made(text: str, names: dict[str, Any], what: str, known: Sequence[str]) -> Any:
+def made_of_names(text: str, names: dict[str, Any], what: str, known: Sequence[str]) -> Any:
     """What ``text`` spells. ConfigurationError that tells what is wrong with it; with a name that is not ``known``, what is."""
     if "(" not in text and text not in names:
         raise _unknown(what, text, text, known)

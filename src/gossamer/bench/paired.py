@@ -1,6 +1,6 @@
 """Paired timing: several ways to communicate take turns at the same training steps, in one run on the same machine.
 
-A script of the lab (or of torchrun on a real cluster); rank 0 prints one JSON object, or writes it to a file:
+A script of the lab; rank 0 prints one JSON object:
 
     gossamer lab --hosts 4 --rate 200mbit -- -m gossamer.bench.paired --workload examples/02_convnet.py
 
@@ -16,7 +16,6 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError, GossamerError
 
 Figures = dict[str, Any]
+Told = Callable[[int, int], None]
 
 
 def tell(index: int, rounds: int) -> None:
@@ -51,7 +51,7 @@ def run(
     rounds: int,
     steps: int,
     warmup: int = 4,
-    told: Callable[[int, int], None] = tell,
+    told: Told = tell,
 ) -> dict[str, Any]:
     """Time all ``methods`` that can run here; the first one is the reference of the ratios.
 
@@ -67,7 +67,7 @@ def run(
     for name in methods:
         with named(name):
             made[name] = make_method(workload, name, rank)
-    lines_before = plain_tcp()
+    links_before = plain_tcp()
     ready = measure_ready(workload, rank, forward=any(method.when == "layered" for method in made.values()))
     for name, method in made.items():
         with named(name):
@@ -75,15 +75,15 @@ def run(
     common = pace(made.values(), steps)
     begun = {name: method.phase(method.timed(warmup)) for name, method in made.items()}
     results, sent = _measure(made, rounds, common, told)
-    lines = [statistics.median(both) for both in map(operator.add, lines_before, plain_tcp())]
+    links = [statistics.median(both) for both in map(operator.add, links_before, plain_tcp())]
     figures = _figures(made, results, sent, common)
     for name, method in made.items():
         if method.phase(method.timed(warmup) + rounds * common.of(method).taken - 1) != begun[name]:
             figures[name]["two_phases"] = True
-    if lines and BASELINE in figures:
+    if links and BASELINE in figures:
         rows = of_all({name: astuple(each) for name, each in sent.items()})
         everyone = [{name: Sent(*row) for name, row in each.items()} for each in rows]
-        _add_bounds(figures, everyone, lines, ready, made)
+        _add_bounds(figures, everyone, links, ready, made)
     _close(made)
     return {
         "workload": workload.name,
@@ -93,7 +93,7 @@ def run(
         "methods": figures,
         "missing": lacking,
         "seconds": {name: [each.seconds for each in results[name]] for name in made},
-        "tcp_bits_per_second": min(lines) if lines else None,
+        "tcp_bits_per_second": min(links) if links else None,
         "world": dist.get_world_size(),
         "rate": os.environ.get("GOSSAMER_LAB_RATE", "unshaped"),
         "latency": float(os.environ.get("GOSSAMER_LAB_LATENCY_S", "0")),
@@ -125,9 +125,7 @@ class Sent:
     messages: float
 
 
-def _measure(
-    made: dict[str, Trained], rounds: int, common: Pace, told: Callable[[int, int], None]
-) -> tuple[dict[str, list[Round]], dict[str, Sent]]:
+def _measure(made: dict[str, Trained], rounds: int, common: Pace, told: Told) -> tuple[dict[str, list[Round]], dict[str, Sent]]:
     """Every method's rounds, and what it sends per step."""
     before = _sent(made)
     results = take_turns(made, rounds, common, lambda index: told(index, rounds))
@@ -192,35 +190,21 @@ def _counted(rounds: Sequence[Round]) -> Figures:
 
 
 def _add_bounds(
-    figures: dict[str, Figures],
-    sent: Sequence[dict[str, Sent]],
-    lines: Sequence[float],
-    ready: Ready,
-    methods: dict[str, Trained],
+    figures: dict[str, Figures], sent: Sequence[dict[str, Sent]], links: Sequence[float], ready: Ready, made: dict[str, Trained]
 ) -> None:
-    """Add each bound, and with the forward pass overlapped what the layers allow; ``sent`` and ``lines``
-    are by rank.
+    """Add each bound, and with the forward pass overlapped what the layers allow; ``sent`` and ``links`` are by rank.
 
-    None for a method of which nobody knows what it has to send: what has left the interface is no less than that, so it would
-    be no bound.
+    None where a payload is not known: what has left the interface is no less than that, so it would be no bound.
     """
     step = figures[BASELINE]["step_seconds"]
     for name, figure in figures.items():
         payloads = [each[name].payload_bytes for each in sent]
         known = [payload for payload in payloads if payload is not None]
         if len(known) == len(payloads):
-            when, on_the_wire = methods[name].when, wire(known, lines)
+            when, on_the_wire = made[name].when, wire(known, links)
             figure["bound_seconds"] = least(when, step, on_the_wire, ready)
             if when == "layered":
                 figure["layered_bound_seconds"] = layered(step, on_the_wire, ready)
-
-
-def _hand_over(text: str, path: Path | None) -> None:
-    if path is None:
-        sys.stdout.write(text)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
 
 
 def main() -> None:
@@ -231,12 +215,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--save-to", type=Path, metavar="FILE", help="where to write the result, instead of printing it")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     result = run(find_workload(options.workload), options.methods, options.rounds, options.steps, options.warmup)
     if dist.get_rank() == 0:
-        _hand_over(json.dumps(result) + "\n", options.save_to)
+        sys.stdout.write(json.dumps(result) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -20,13 +20,8 @@ def compare(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, f
     lowest and the highest ratio that was measured. That is a range, not an interval: it says nothing of the next run.
     """
     middle, low, high = paired_ratio(seconds, reference)
-    return {
-        "step_seconds": statistics.median(seconds),
-        "reference_seconds": statistics.median(reference),
-        "ratio": middle,
-        "ratio_low": low,
-        "ratio_high": high,
-    }
+    medians = {"step_seconds": statistics.median(seconds), "reference_seconds": statistics.median(reference)}
+    return medians | {"ratio": middle, "ratio_low": low, "ratio_high": high}
 
 
 def paired_ratio(seconds: Sequence[float], reference: Sequence[float]) -> tuple[float, float, float]:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from gossamer.bench.cases import Case, Turns, case_of, is_measured
 from gossamer.bench.catalogue import canonical_workload, digest, is_of
-from gossamer.bench.memory import FIGURES
 from gossamer.bench.rows import Record, Store, read_rows
 from gossamer.bench.spelled import canonical
 
@@ -29,12 +28,6 @@ class Results(Store):
     def failed(self, case: Case) -> set[str]:
         """Methods whose last measurement failed."""
         return {row["method"] for row in self._of_case(case) if "failed" in row}
-
-    def memory(self, case: Case) -> dict[str, Record]:
-        """What methods need of memory with this workload and number of hosts, on whichever network it was measured."""
-        rows = self._of_file(case.workload)
-        same = [row for row in rows if (row["workload"], row["hosts"]) == (case.workload, case.hosts)]
-        return {row["method"]: {name: row[name] for name in FIGURES} for row in same if FIGURES[0] in row}
 
     def _of_case(self, case: Case) -> list[Record]:
         return [row for row in self._of_file(case.workload) if case_of(row) == case]

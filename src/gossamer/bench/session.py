@@ -9,7 +9,6 @@ from typing import Any
 from rich.progress import Progress
 
 from gossamer.bench.cases import Case, Turns, is_measured, portions, without_figures
-from gossamer.bench.memory import FIGURES
 from gossamer.bench.results import Results
 from gossamer.bench.rows import Record, days
 from gossamer.bench.suites import Run
@@ -30,7 +29,6 @@ class Place:
     absent: Callable[[Case, Sequence[str]], list[Record]]
     """Rows of methods that need not be tried, because they cannot run."""
     measure: Callable[[Case, Sequence[str], Turns, Callable[[Record], None]], list[Record]]
-    memory: Callable[[Case, Sequence[str]], dict[str, Record]]
     separate: bool
     """Whether each is measured in processes of its own, and one that fails leaves the next unharmed."""
 
@@ -49,9 +47,7 @@ class Session:
         conditions = self._place.conditions()
         for case in cases:
             self._say(self._known(case, conditions))
-            failed += self._each(case, self._lacking(case), self._time, always=self._run.always)
-            if self._run.memory:
-                failed += self._each(case, self._unweighed(case), self._weigh)
+            failed += self._each(case, self._lacking(case))
         if failed:
             raise GossamerError("what was measured is kept; this failed:\n" + "\n".join(failed))
 
@@ -80,30 +76,19 @@ class Session:
         made = [*portions(fresh, run.per_run, run.always), *(portions(tried, 1, run.always) if tried else [])]
         return [each for each in made if self._again or results.lacking(case, each, run.turns)]
 
-    def _unweighed(self, case: Case) -> list[list[str]]:
-        """The portions of timed methods whose memory is not known."""
-        run, results = self._run, self._results
-        rows = {method: row for method, row in results.there(case, run.turns).items() if method in {*run.always, *run.methods}}
-        known = {} if self._again else results.memory(case)
-        results.add([row | known[method] for method, row in rows.items() if method in known and FIGURES[0] not in row])
-        methods, size = [method for method in rows if method not in known], run.per_run + len(run.always)
-        return [methods[start : start + size] for start in range(0, len(methods), size)]
-
-    def _each(
-        self, case: Case, waiting: Sequence[list[str]], work: Callable[[Case, list[str]], None], always: Sequence[str] = ()
-    ) -> list[str]:
-        """Do ``work`` for every portion; one that fails is taken apart, and what then fails is returned, in words."""
-        failed, left = [], deque(waiting)
+    def _each(self, case: Case, waiting: Sequence[list[str]]) -> list[str]:
+        """Time every portion; one that fails is taken apart, and what then fails is returned, in words."""
+        always, failed, left = self._run.always, [], deque(waiting)
         while left:
             portion = left.popleft()
             own = [method for method in portion if method not in always]
             try:
-                work(case, portion)
+                self._time(case, portion)
             except LabError:  # no other portion will run here either
                 raise
             except GossamerError as error:
                 apart = [[*always, method] for method in own] if self._place.separate and len(own) > 1 else []
-                if always and not apart:
+                if not apart:
                     self._results.add(without_figures(case, "failed", _blamed(error, own or portion, always)))
                 if not self._place.separate:
                     raise
@@ -114,23 +99,15 @@ class Session:
         return failed
 
     def _time(self, case: Case, portion: list[str]) -> None:
-        """Time methods that share a run; what is known of their memory stays."""
+        """Time methods that share a run."""
         turns = self._run.turns
         with self._bar(f"{case}: {len(portion)} methods", turns.rounds) as note:
             rows = self._place.measure(case, portion, turns, note)
-        known = self._results.memory(case)
-        self._results.add([row | known.get(row["method"], {}) for row in rows])
+        self._results.add(rows)
         self._log(case, rows)
 
-    def _weigh(self, case: Case, portion: list[str]) -> None:
-        """Measure the memory of methods that have been timed."""
-        with self._bar(f"{case}: memory of {len(portion)} methods", None):
-            found = self._place.memory(case, portion)
-        there = self._results.there(case, self._run.turns)
-        self._results.add([there[method] | found[method] for method in portion if method in found])
-
     @contextmanager
-    def _bar(self, what: str, total: int | None) -> Iterator[Callable[[Record], None]]:
+    def _bar(self, what: str, total: int) -> Iterator[Callable[[Record], None]]:
         bar = self._progress.add_task(what, total=total)
 
         def note(record: Record) -> None:

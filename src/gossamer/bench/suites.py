@@ -33,7 +33,7 @@ class Run:
     steps: int = _USUAL.steps
     warmup: int = _USUAL.warmup
     per_run: int = 6
-    memory: bool = True
+    memory: bool = False
 
     @property
     def turns(self) -> Turns:

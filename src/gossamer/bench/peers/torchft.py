@@ -125,16 +125,7 @@ def _diloco(delay: int, mixed: float) -> Callable[[nn.Module, Optimizer], Joined
 
 
 def _peer(what: str, join: Callable[[nn.Module, Optimizer], Joined], when: When, period: int = LOCAL_STEPS) -> Peer:
-    return Peer(
-        what,
-        join,
-        1 / period,
-        period,
-        when,
-        "torchft",
-        from_extra("torchft-nightly"),
-        only_gloo=True,
-    )
+    return Peer(what, join, 1 / period, period, when, "torchft", from_extra("torchft-nightly"), only_gloo=True)
 
 
 PEERS = {
@@ -142,7 +133,7 @@ PEERS = {
     "torchft-localsgd": _peer(f"torchft's LocalSGD, an average every {LOCAL_STEPS} steps", _local_sgd, "after"),
     "torchft-diloco": _peer(f"torchft's DiLoCo, an average every {LOCAL_STEPS} steps", _diloco(0, 0.0), "after"),
     "torchft-streaming-diloco": _peer(
-        f"the same, streaming: the average travels during {LOCAL_STEPS // 2} steps",
+        f"the same, streaming: an average travels for {LOCAL_STEPS // 2} steps",
         _diloco(LOCAL_STEPS // 2, 0.5),
         "overlapped",
     ),

@@ -21,12 +21,8 @@ def _accelerate(model: nn.Module, optimizer: Optimizer) -> Joined:
 
 def _deepspeed(wire: str) -> Callable[[nn.Module, Optimizer], Joined]:
     """The plain engine (ZeRO stage 0): after backward, all gradients in one bucket, in ``wire`` precision."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 0},
-        "communication_data_type": wire,
-        "steps_per_print": 1_000_000_000,
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}, "steps_per_print": 1_000_000_000}
+    config["communication_data_type"] = wire
 
     def join(model: nn.Module, optimizer: Optimizer) -> Joined:
         os.environ.setdefault("DS_ACCELERATOR", _device(model))  # where the model is, whatever else the machine has

@@ -4,13 +4,16 @@ from functools import partial
 
 import pytest
 
+from benchmarks.studies import memory
+from benchmarks.studies.memory import Peak, beyond, in_turn
 from gossamer.bench.in_lab import lab_json
-from gossamer.bench.memory import Peak, beyond, in_turn
+from gossamer.bench.results import Results
+from gossamer.bench.suites import Run
 from gossamer.bench.tables import of_rows as table
 from gossamer.errors import GossamerError
 from gossamer.lab import LabSpec
 
-from .test_cases import a_row
+from .rows import a_row
 
 
 def test_the_rank_that_needs_most_counts_in_units_of_the_gradients():
@@ -64,7 +67,7 @@ def test_a_method_that_fails_once_is_left_out_and_told_of_and_the_others_go_on(c
         calls.append(command[-1])
         if calls.count("ddp") == 2 and command[-1] == "ddp":
             raise GossamerError("Traceback\nrank 1 fell over")
-        return [{"nbytes": 400, "gradients": 100}, {"nbytes": 300, "gradients": 100}]
+        return [{"rank": 1, "nbytes": 300, "gradients": 100}, {"rank": 0, "nbytes": 400, "gradients": 100}]
 
     found = in_turn(["ddp", "Gossip()"], train, "mine.py")
     assert calls == ["compute", "ddp", "Gossip()"] * 2
@@ -73,3 +76,25 @@ def test_a_method_that_fails_once_is_left_out_and_told_of_and_the_others_go_on(c
     assert found[1]["compute"] == [Peak(300, 100)] * 2
     assert in_turn([], lambda command: [], "mine.py") == []
     assert beyond([]) == {}
+
+
+def test_rows_get_figures_once_on_a_network_without_limits_whatever_theirs_is(tmp_path, monkeypatch):
+    run = Run(("Convnet(0.05)",), ("20mbit+2ms/slow-host=2x",), (3,), rounds=2, steps=1, warmup=1, memory=True)
+    about = {"workload": "Convnet(0.05)", "network": run.networks[0], "hosts": 3, "steps_per_round": 1, "warmup": 1}
+    results = Results(tmp_path / "results.jsonl")
+    results.add([a_row(method, **about) for method in ("compute", "ddp")])
+    seen = []
+
+    def lab_json(spec, command):
+        seen.append((command[-1], spec))
+        return [{"rank": 0, "nbytes": 150 if command[-1] == "ddp" else 100, "gradients": 100}]
+
+    monkeypatch.setattr(memory, "lab_json", lab_json)
+    memory.add_to(results, run)
+    assert [method for method, _ in seen] == ["compute", "ddp"] * memory.REPEATS
+    assert [rate.bps for rate in seen[0][1].rates] == [None] * 3
+    assert (seen[0][1].latency_s, seen[0][1].slow) == (0, {})
+    found = {row["method"]: row["memory"] for row in Results(tmp_path / "results.jsonl").rows}
+    assert found == {"compute": 0.0, "ddp": 0.5}
+    memory.add_to(results, run)
+    assert len(seen) == 2 * memory.REPEATS, "what has figures is left alone"

@@ -1,31 +1,33 @@
-"""Memory: what a method needs at its peak beyond the same training without communication.
+"""Memory: what a method needs at its peak beyond the same training without communication, in units of the gradients.
 
-A script of the lab; every rank trains with one method, and prints one JSON object:
-
-    gossamer lab --hosts 4 -- -m gossamer.bench.memory --workload 'AlexNet(0.2)' --method ddp
-
-Every training has processes of its own. It first trains a tiny model, which loads code and compiles kernels: what counts is
-what grows with the model. Then the kernel's own mark of the most memory resident since (VmHWM), from before the workload's
-model is made until after its last step, less that of ``compute``: model, gradients, optimizer and activations cancel out.
-The C library is told to keep no freed memory.
+The figures are added to the rows of the suites that ask for them. Every training has processes of its own. It first trains
+a tiny model, which loads code and compiles kernels: what counts is what grows with the model. Then the kernel's own mark of
+the most memory resident since (VmHWM), from before the workload's model is made until after its last step, less that of
+``compute``: model, gradients, optimizer and activations cancel out. The C library is told to keep no freed memory.
 """
 
 import argparse
 import ctypes
-import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.studies.harness import AS_RANK, RESULTS, as_rank, console, parser_of
+from gossamer.bench.cases import Case, cases, is_measured
 from gossamer.bench.catalogue import find_workload
+from gossamer.bench.in_lab import lab_json
 from gossamer.bench.peers import BASELINE
+from gossamer.bench.ranks import of_all
+from gossamer.bench.results import Results
 from gossamer.bench.rows import Record
+from gossamer.bench.suites import Run, suites
 from gossamer.bench.trained import make_method
 from gossamer.bench.workload import Workload
 from gossamer.errors import GossamerError
@@ -111,11 +113,13 @@ def in_turn(
     runs: dict[str, list[list[Peak]]] = {}
     for method in [*dict.fromkeys([BASELINE, *methods])] * repeats:
         try:
-            found = train(["-m", "gossamer.bench.memory", "--workload", workload, "--method", method])
+            found = train(["-m", "benchmarks.studies.memory", AS_RANK, "--workload", workload, "--method", method])
         except GossamerError as error:
             sys.stderr.write(f"the memory of {method} is not known: {str(error).strip().splitlines()[-1]}\n")
             continue
-        runs.setdefault(method, []).append([Peak(**each) for each in found])
+        runs.setdefault(method, []).append(
+            [Peak(each["nbytes"], each["gradients"]) for each in sorted(found, key=lambda each: each["rank"])]
+        )
     whole = {method: own for method, own in runs.items() if len(own) == repeats}
     ranks = range(min((len(peaks) for own in whole.values() for peaks in own), default=0))
     return [{method: [peaks[rank] for peaks in own] for method, own in whole.items()} for rank in ranks]
@@ -139,19 +143,46 @@ def _beyond(pairs: Sequence[tuple[list[Peak], list[Peak]]]) -> dict[str, float]:
     return dict(zip(FIGURES, (max(more) / gradients, max(spreads) / gradients), strict=True))
 
 
-def main() -> None:
-    """Measure, and print from every rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", required=True, help="a Python file, or an emulated model such as 'AlexNet(2.0)'")
-    parser.add_argument("--method", required=True)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    options = parser.parse_args()
-    dist.init_process_group("gloo")
-    peak = measure(find_workload(options.workload), options.method, options.steps)
-    sys.stdout.write(json.dumps(asdict(peak)) + "\n")
-    sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+def weigh(case: Case, methods: Iterable[str]) -> dict[str, dict[str, float]]:
+    """The figures of every method in a case. On an unshaped network: memory does not depend on the rate."""
+    spec = replace(replace(case, network="unshaped").spec(), timeout=LIMIT)
+    return beyond(in_turn(methods, partial(lab_json, spec), case.workload))
+
+
+def add_to(results: Results, run: Run) -> None:
+    """Weigh what has been timed of a run and has no figures yet."""
+    for case in cases(run.workloads, run.networks, run.hosts):
+        there = {method: row for method, row in results.there(case, run.turns).items() if FIGURES[0] not in row}
+        if there:
+            console.log(f"{case}: memory of {len(there)} methods")
+            found = weigh(case, there)
+            results.add([row | found[method] for method, row in there.items() if method in found and is_measured(row)])
+
+
+def on_rank(workload: str, method: str) -> Iterator[Record]:
+    """The peaks of all ranks."""
+    own = asdict(measure(find_workload(workload), method, STEPS))
+    yield from ({"rank": rank} | each for rank, each in enumerate(of_all(own)))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Add figures to the rows of every suite that asks for them; as a rank of the lab, print the peaks."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--workload", help=argparse.SUPPRESS)
+    parser.add_argument("--method", help=argparse.SUPPRESS)
+    if AS_RANK in sys.argv:
+        parser.add_argument(AS_RANK, action="store_true")
+        options = parser.parse_args()
+        as_rank(partial(on_rank, options.workload, options.method))
+        return
+    parser.parse_args(arguments)
+    try:
+        for name, suite in suites().items():
+            for run in suite.runs:
+                if run.memory:
+                    add_to(Results(RESULTS / name / "results.jsonl"), run)
+    except GossamerError as error:
+        raise SystemExit(f"memory: {error}") from None
 
 
 if __name__ == "__main__":
