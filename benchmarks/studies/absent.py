@@ -48,14 +48,14 @@ class _Silence:
         return getattr(self._group, name)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
-        """Zeros, at once."""
+        """Zeros, without waiting."""
         for tensor in tensors:
             tensor.zero_()
         return self._group.recv(tensors, source, tag)
 
 
 class AbsentRunner(InlineRunner):
-    """Lanes as :class:`~gossamer.comm.torch.runner.TorchRunner` has them, over torch's fake process group; agreements at once.
+    """Lanes as :class:`~gossamer.comm.torch.runner.TorchRunner` has them, over torch's fake process group; no waiting.
 
     On the host two threads, or the main one, where the algorithm is prompt; on a device its streams, as with NCCL.
     """

@@ -31,7 +31,7 @@ def slowest(runner: TorchRunner, seconds: float) -> float:
 
 
 def pair_exchange(message: Tensor, world: int) -> Flow[Tensor]:
-    """Both directions of a link at once, between two hosts."""
+    """Both directions of a link concurrently, between two hosts."""
     return (yield from permute(message, pairs(world)))
 
 

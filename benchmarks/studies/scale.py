@@ -55,7 +55,7 @@ def predict(row: Record, compute_seconds: float) -> StepTime | None:
         world=row["hosts"],
         link=link,
         compute=Compute.layered(model, layers, optimizer=rest),
-        ranks_per_node=1,  # whatever the algorithm says: every emulated host has a line of its own
+        ranks_per_node=1,  # whatever the algorithm says: every emulated host has a link of its own
         overlap_forward=overlaps_forward(method),
         history=1,  # emulated models are trained by SGD with momentum
     )

@@ -1,7 +1,7 @@
-"""Bound: the least time that a step can take, from measured compute and a measured line. No simulator is involved.
+"""Bound: the least time that a step can take, from measured compute and a measured link. No simulator is involved.
 
 *Compute* is that of the slowest host: methods are timed from barrier to barrier, and so is the method that does not
-communicate. *Wire* is that of the rank which takes longest to send its own payload over its own line, both as measured:
+communicate. *Wire* is that of the rank which takes longest to send its own payload over its own link, both as measured:
 of a symmetric method the one behind a slow link. What a rank receives is not counted, and none sends more than it must.
 """
 
@@ -96,9 +96,9 @@ def measure_ready(workload: Workload, seed: int = 0, repeats: int = 5, *, forwar
     return Ready(came, shares, statistics.median(steps[1:]), used)
 
 
-def wire(payloads: Sequence[float], lines: Sequence[float]) -> float:
-    """Seconds until the last rank has sent its bytes per step over its line of so many bits per second."""
-    return max(8 * payload / line for payload, line in zip(payloads, lines, strict=True))
+def wire(payloads: Sequence[float], links: Sequence[float]) -> float:
+    """Seconds until the last rank has sent its bytes per step over its link of so many bits per second."""
+    return max(8 * payload / link for payload, link in zip(payloads, links, strict=True))
 
 
 def least(when: When, compute: float, wire: float, ready: Ready) -> float:

@@ -15,7 +15,7 @@ def canonical(text: str) -> str:
     try:
         return ast.unparse(ast.parse(text, mode="eval")) if "(" in text else text
     except SyntaxError:
-        return text  # whoever makes something of it says what is wrong
+        return text  # refused where it is made an object
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:

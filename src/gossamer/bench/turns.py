@@ -63,7 +63,7 @@ def warm_up(method: Trained, steps: int) -> None:
 
 
 def _end_turn(method: Trained) -> None:
-    """Leave nothing on the line, where it would be in another method's way, nor in memory that others need."""
+    """Leave nothing on the link, where it would delay another method, nor in memory that others need."""
     if method.joined.replica is not None:
         method.joined.replica.wait_for_exchanges()
     method.joined.model.zero_grad()

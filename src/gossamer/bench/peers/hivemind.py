@@ -17,7 +17,7 @@ _PATIENCE = 120.0
 def _hivemind(model: nn.Module, optimizer: Optimizer) -> Joined:
     """``DecentralizedAverager`` averages the weights after every ``LOCAL_STEPS`` steps, in fp16 as its guide advises.
 
-    A group is complete, and begins at once, when all ranks are in it. ``hivemind.Optimizer`` counts samples instead of
+    A group is complete, and begins, when all ranks are in it. ``hivemind.Optimizer`` counts samples instead of
     steps and looks at the count twice a second, so an average every 8 steps cannot be asked of it.
     The averager and the peer-to-peer daemon are processes of their own: their processor time is not in the row.
     """

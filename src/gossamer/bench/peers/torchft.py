@@ -94,7 +94,7 @@ def _ddp(model: nn.Module, optimizer: Optimizer) -> Joined:
 
 
 def _local_sgd(model: nn.Module, optimizer: Optimizer) -> Joined:
-    """Weights averaged after every ``LOCAL_STEPS`` steps, tensor by tensor, all at once."""
+    """Weights averaged after every ``LOCAL_STEPS`` steps, tensor by tensor, concurrently."""
     from torchft.local_sgd import LocalSGD
 
     quorum = _meet()
