@@ -81,6 +81,12 @@ def test_the_command_measures_every_run_of_a_suite(tmp_path, monkeypatch):
     assert "a suite says itself what it measures" in mixed.output
 
 
+def test_nothing_to_measure_is_told(tmp_path):
+    result = CliRunner().invoke(app, ["bench", "--save-to", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "name a workload" in result.output
+
+
 class _Seen:
     def __init__(self, seen, run):
         self._seen, self._run = seen, run
