@@ -25,6 +25,7 @@ STUDIES = {
     "kernels": ("kernels.md",),
     "overhead": ("overhead.md",),
     "threads": ("threads.md",),
+    "faults": ("faults.md",),
 }  # fmt: skip
 """Studies, and the tables that they write, below ``benchmarks/results``."""
 
@@ -53,10 +54,11 @@ def section(suite: Suite, root: Path) -> str:
     return "\n".join([f"### {suite.name}\n", about.strip(), "", *overview(rows, shown), "", *pictures])
 
 
-def studies_table() -> list[str]:
-    """Studies with their first sentence, their command and their results."""
+def studies_table(results: Path) -> list[str]:
+    """Studies with their first sentence, their command and what there is of their results."""
     lines = []
-    for name, files in STUDIES.items():
+    for name, all_files in STUDIES.items():
+        files = [file for file in all_files if (results / file).exists()]
         told = (import_module(f"benchmarks.studies.{name}").__doc__ or "").split("\n")[0].partition(": ")[2]
         links = ", ".join(f"[{Path(file).stem if len(files) == 1 else file[:-3]}](results/{file})" for file in files)
         lines.append([f"`make study NAME={name}`", told.rstrip("."), links])
@@ -67,7 +69,7 @@ def benchmarks_page(text: str, root: Path) -> str:
     """``benchmarks/README.md`` with the sections of all suites, and the table of studies."""
     known = suites(root / "benchmarks" / "suites.toml")
     text = insert(text, "suites", "\n".join(section(suite, root) for suite in known.values()))
-    return insert(text, "studies", "\n".join(studies_table()))
+    return insert(text, "studies", "\n".join(studies_table(root / "benchmarks" / "results")))
 
 
 def front_page(text: str, root: Path) -> str:
