@@ -147,22 +147,22 @@ class Replica:
             sync.arrive()
 
     def metrics(self) -> dict[str, float]:
-        """Counters of this rank since the start: ``bytes_sent``, ``messages_sent`` (payload handed to the transport),
-        ``compression_ratio`` (bytes of an exact all-reduce of the same tensors, divided by ``bytes_sent``),
-        ``exposed_seconds`` (the loop stood still for communication), ``wire_seconds`` and ``local_seconds`` (lanes
-        waiting for the network, and encoding, decoding and computing), ``elapsed_seconds``, ``step``.
-        And as of now: ``residual_norm``, the L2 norm of what is not sent yet, relative to that of the last exchange. (With
-        ``overlap_forward``: of the last step that was complete after it was asked for before.)"""
-        exchanges = [sync.exchange for sync in self._weights] + [link.exchange for link in self._parts.links]
+        """What this rank has counted: totals since the start, and the same of the last step under the name with
+        ``_last_step`` behind it (from the end of one step of the first optimizer to the end of its next one).
+
+        ``bytes_sent``, ``messages_sent``: payload handed to the transport. ``exposed_seconds``: the loop stood still for
+        communication. ``wire_seconds``, ``local_seconds``: lanes waited for the network; encoded, decoded and computed.
+        ``elapsed_seconds``.
+
+        Besides these: ``step``, as the attribute; ``compression_ratio``, the bytes that an exact all-reduce of the gradients
+        in every optimizer step would have sent, divided by ``bytes_sent``; and, as of now, ``residual_norm``, the L2 norm of
+        what is not sent yet, relative to that of the last exchange. (With ``overlap_forward``: of the last step that was
+        complete after it was asked for before.)"""
         shares = [sync.exchange.residual_share() for sync in self._weights]
         shares += [link.residual_share() for link in self._parts.links]
-        exchanged = sum(exchange.exchanged_bytes for exchange in exchanges) + sum(
-            link.exact_bytes for link in self._parts.links
-        )
         if self._gradients is not None:
             shares.append(self._gradients.residual_share())
-            exchanged += self._gradients.exchange.exchanged_bytes
-        return self._parts.statistics.read(self.step, exchanged, shares)
+        return self._parts.statistics.read(self.step, shares)
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, counters and the algorithm's state of this rank, under a key with its rank.

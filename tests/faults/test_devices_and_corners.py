@@ -293,7 +293,7 @@ def test_a_profiler_shows_flows_and_waits_by_bucket_and_first_parameter(algorith
 # -- metrics --------------------------------------------------------------------------------------------------------------
 
 
-def metrics_after(algorithm: Algorithm, steps: int, rank: int, width: int = 256) -> list[dict[str, float]]:
+def metrics_after(algorithm: Algorithm, steps: int, rank: int, width: int) -> list[dict[str, float]]:
     """After each step."""
     torch.manual_seed(0)
     model = nn.Linear(width, width)
@@ -318,22 +318,18 @@ RATIOS = {
     "Gossip every 5": (Gossip(wire="fp32", every=5), 7.5),
 }
 """Bytes of an exact all-reduce in every step, by bytes sent, among 4 ranks: the former are 2·3/4 of the gradients' bytes."""
-OF_EXCHANGES = "related to an exact all-reduce in the steps that have an exchange"
 
 
-@pytest.mark.parametrize(
-    "name", with_known_faults(list(RATIOS), dict.fromkeys((name for name in RATIOS if "every" in name), OF_EXCHANGES))
-)
+@pytest.mark.parametrize("name", list(RATIOS))
 def test_the_compression_ratio_is_related_to_an_exact_all_reduce_of_every_step(name: str) -> None:
     algorithm, ratio = RATIOS[name]
-    for metrics in loopback(lambda rank: metrics_after(algorithm, 40, rank), 4):
+    for metrics in loopback(lambda rank: metrics_after(algorithm, 200, rank, width=160), 4):
         assert metrics[-1]["compression_ratio"] == pytest.approx(ratio, rel=0.1)
 
 
 TOTALS = ("bytes_sent", "messages_sent", "exposed_seconds", "wire_seconds", "local_seconds", "elapsed_seconds")
 
 
-@pytest.mark.xfail(strict=True, reason="there are totals only")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("algorithm", [AllReduce(), ScatterReduce(gather_below=0), Gossip(), LocalSGD(every=3)], ids=repr)
 def test_metrics_tell_what_the_last_step_took(algorithm: Algorithm, world: int) -> None:
@@ -347,7 +343,6 @@ def test_metrics_tell_what_the_last_step_took(algorithm: Algorithm, world: int) 
         assert 0 < now["elapsed_seconds_last_step"] < now["elapsed_seconds"]
 
 
-@pytest.mark.xfail(strict=True, reason="there are totals only")
 def test_asking_for_metrics_twice_changes_nothing() -> None:
     def train(rank: int) -> bool:
         model = mlp()

@@ -82,10 +82,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
     if module in ("scenarios_data", "scenarios_deaths", "scenarios_devices", "scenarios_runners"):  # DDP needs the real one
         stub.leave_out_the_compiler()
-    if module not in (
-        "scenarios_failures",
-        "scenarios_counts",
-    ):  # which are about that warning: elsewhere a machine that stands still is no fault
+    if module not in ("scenarios_failures", "scenarios_counts"):  # elsewhere a machine that stands still is no fault
         failure_board.WARN_AFTER = 60.0
     # Scenarios give AdamW to what averages weights, on purpose; whatever else stands on stderr is a failure.
     logging.getLogger("gossamer").addFilter(lambda record: "GossipAdamW learns faster" not in record.getMessage())

@@ -41,7 +41,7 @@ def test_a_lane_that_waits_takes_nothing_from_what_others_have_computed() -> Non
     """It has counted its wait already, and the time of its flow not yet."""
     runner = solo_runner()
     runner.meters = lambda: [Meter(wire_seconds=1.0, busy_seconds=3.0), Meter(wire_seconds=5.0)]  # type: ignore[method-assign]
-    found = Statistics(runner).read(0, 0, [])
+    found = Statistics(runner).read(0, [])
     assert (found["wire_seconds"], found["local_seconds"]) == (6.0, 2.0)
 
 

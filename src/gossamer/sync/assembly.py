@@ -61,7 +61,8 @@ def assemble(
     parameters = named_parameters(model)
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
     owned = [_owned(trainable, optimizer) for optimizer in optimizers]
-    statistics, loop = Statistics(runner), Loop(runner, optimizers)
+    sizes = [sum(p.numel() * p.element_size() for p in each.values()) for each in owned]
+    statistics, loop = Statistics(runner, sizes), Loop(runner, optimizers)
     weights = WeightSyncs(runner, algorithm, model, optimizers, owned, buffers == "average", statistics)
     links = _links(runner, optimizers, parameters, statistics)
     join = Join(
@@ -151,7 +152,7 @@ def _connect(parts: Parts) -> None:
         unstepped = UnsteppedWeights(runner, next(iter(parts.trainable.values())))
         subscribers.append(unstepped)
         parts.handles.append(unstepped.hook())
-    loop.connect(subscribers)
+    loop.connect([*subscribers, parts.statistics])  # last: it counts what the others do
     _hook(parts)
 
 

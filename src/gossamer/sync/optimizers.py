@@ -109,11 +109,6 @@ class OptimizerSync:
         """See ``Exchange.residual_share``: relative to the means, because a bucket's memory may be its residual's by now."""
         return self.exchange.residual_share(self._results)
 
-    @property
-    def exact_bytes(self) -> int:
-        """Size of everything that was averaged exactly so far."""
-        return self._exact.exchanged_bytes
-
     def state_by_name(self) -> Kept:
         """What the compressed means remember."""
         return self.exchange.state_by_name()
