@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,8 +84,9 @@ class Replica:
         """Inside, the model holds the average of all replicas (to evaluate or save it); afterwards its own weights.
 
         Collective: every rank enters. For gradient algorithms the replicas are equal and nothing is moved. Parameters that
-        were frozen when the replica was made are left as they are. It may be nested, and left by an exception; an optimizer's
-        step inside is refused, because it would be undone. The average of a whole run is left in the model by
+        were frozen when the replica was made are left as they are. The average is the one that ``close(average=True)``
+        would leave now, of the weights with what their last exchange brought. It may be nested, and left by an exception;
+        an optimizer's step inside is refused, because it would be undone. The average of a whole run is left in the model by
         ``close(average=True)``.
         """
         if not self._weights or self._runner.world == 1 or self._at_average:
@@ -111,7 +113,7 @@ class Replica:
             return 0.0
         self._refuse_in_join("consensus_distance()")
         self.wait_for_exchanges()
-        return distance(self._runner, once(floating(self._parts.trainable)), self._weights.weigh)
+        return distance(self._runner, once(floating(self._parts.trainable)), partial(self._weights.weigh, arrived=False))
 
     def catch_up(self) -> None:
         """Where exchanges may lag (``lag=``): wait until every rank is here and all have taken part in the same ones.

@@ -123,10 +123,10 @@ class WeightSyncs(Subscriber):
             sync.arrive()
             self.land(index)
 
-    def weigh(self, tensors: Mapping[str, Tensor]) -> None:
+    def weigh(self, tensors: Mapping[str, Tensor], arrived: bool = True) -> None:
         """Make of ``tensors`` what their mean over the ranks is made of: see :meth:`WeightSync.weigh`."""
         for sync in self._all:
-            sync.weigh(tensors)
+            sync.weigh(tensors, arrived)
 
     def answer(self) -> bool:
         """Take part in one more exchange if it could begin at once; whether it did."""

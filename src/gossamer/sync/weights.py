@@ -253,12 +253,14 @@ class WeightSync:
             keep_squares_valid(self._tensors)
 
     @torch.no_grad()
-    def weigh(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make of copies of the weights, by name, what their mean over the ranks is made of, where replicas do not count alike.
+    def weigh(self, tensors: Mapping[str, Tensor], arrived: bool = True) -> None:
+        """Make of copies of the weights, by name, what their mean over the ranks is made of, where that is not the copies.
 
-        Nothing may be under way: see :meth:`arrive`. What has arrived and is not added to the weights is added to the copies.
+        Nothing may be under way: see :meth:`arrive`. Where replicas do not count alike, or (``arrived``) exchanges move the
+        mean, what has arrived and is not added to the weights is added to the copies.
         """
-        if not self._algorithm.weighs:
+        adds = self._algorithm.weighs or (arrived and self._algorithm.moves_mean and bool(self._deltas))
+        if not adds:
             return
         places = {name: tensors.get(name, tensor) for name, tensor in self._tensors.items()}
         pieces = cut(places, self._algorithm.weight_parts, weight_of)
