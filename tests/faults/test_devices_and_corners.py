@@ -54,12 +54,7 @@ def on_meta(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch, steps: int = 
         raise runner.data.error
 
 
-WAITS = pytest.mark.xfail(strict=True, reason="the host waits at the end of every step")
-
-
-@pytest.mark.parametrize(
-    "algorithm", [pytest.param(a, id=repr(a), marks=[WAITS] if isinstance(a, ChunkSparse) else []) for a in algorithms()]
-)
+@pytest.mark.parametrize("algorithm", algorithms(), ids=repr)
 def test_under_every_algorithm_a_step_on_a_device_reads_no_value(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> None:
     on_meta(algorithm, monkeypatch)
 

@@ -179,7 +179,10 @@ class Exchange:
         return result if isinstance(result, Difference) else result.contiguous()  # parameters are views of it
 
     def finish(self, step: int) -> None:
-        """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`."""
+        """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`.
+
+        After :meth:`settle`, which on a device may write again what its flows are going to read.
+        """
         for label, mine in self._finishers.items():
             handler, state = self.handlers[mine[0]], self.step_states[label]
             if not handler.finishes_at(step):
@@ -233,7 +236,7 @@ class Exchange:
         unseen = [tensor for tensor in (*drafts, *results) if id(tensor) not in self._seen]
         if not any(state.changed for state in self.all_states()):
             self.commit()
-        elif not self._poisoned and not self._finishing and self._on_one_device([*drafts, *unseen]):
+        elif not self._poisoned and self._on_one_device([*drafts, *unseen]):
             self._settle_there([tensor for tensor in unseen if tensor.is_floating_point() and tensor.numel()])
         elif self._poisoned or any_non_finite(unseen).item() > 0:
             self.rollback()

@@ -267,8 +267,8 @@ class GradientSync(Subscriber):
         with self._statistics.exposed():
             results = self.exchange.collect()
             self._place(results, unused, asked)
-            self.exchange.finish(self.step)
         self.exchange.settle([bucket.flat for bucket in self.exchange.buckets])
+        self.exchange.finish(self.step)
 
     def _leave_open(self) -> None:
         """Send what is left; no parameter has a gradient until its bucket is placed."""
@@ -305,8 +305,8 @@ class GradientSync(Subscriber):
         self._open = None
         with self.exchange.transaction():
             self.exchange.forget()
-            self.exchange.finish(self.step - 1)
             self.exchange.settle([bucket.flat for bucket in self.exchange.buckets])
+            self.exchange.finish(self.step - 1)
         if self._share_asked:
             self._share, self._share_asked = self.exchange.residual_share(), False
 

@@ -78,9 +78,9 @@ class OptimizerSync:
             exchange.launch(step, f"of the optimizer's step {step}")
         with self._statistics.exposed():
             results = exchange.collect()
-        exchange.finish(step)
         self._take_back(exchange, results, write, step)
         exchange.settle(results)
+        exchange.finish(step)
         return results
 
     def _take_back(self, exchange: Exchange, results: Sequence[Tensor], write: Write, step: int) -> None:
