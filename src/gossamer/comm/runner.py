@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gossamer.comm.flow import Port, drive
 from gossamer.comm.ops import AllReduce, Broadcast, Decide, Flow, Group, Op, Push, result_like
+from gossamer.comm.profiling import shown
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class Ticket(Generic[T]):
         """Run the flow to its end, on a stream of a device if there is one, keeping its result or its error."""
         self.begun, self.doing = True, "the computation"
         try:
-            with _without_autocast():
+            with _without_autocast(), shown("flow", self.label):
                 if stream is None:
                     self.result = drive(make_flow(), port)
                 else:
@@ -222,7 +223,8 @@ class InlineRunner(Runner):
         return ticket
 
     def wait(self, ticket: Ticket[T], meanwhile: Callable[[], bool] | None = None) -> T:
-        return ticket.result  # type: ignore[return-value]
+        with shown("wait", ticket.label):
+            return ticket.result  # type: ignore[return-value]
 
     def meters(self) -> list[Meter]:
         return [self._meter]

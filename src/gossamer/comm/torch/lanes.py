@@ -36,6 +36,7 @@ import torch
 from gossamer.comm.device import Device
 from gossamer.comm.flow import Begun
 from gossamer.comm.ops import Flow
+from gossamer.comm.profiling import shown
 from gossamer.comm.runner import Meter, Ticket
 
 T = TypeVar("T")
@@ -115,7 +116,8 @@ class PromptTicket(Ticket[T]):
         """Carry the flow on; at its end, or at an error, it is done."""
         begin = time.perf_counter()
         try:
-            work()
+            with shown("flow", self.label):
+                work()
             if self._begun.ended:
                 self.result = self._begun.result
         except Exception as error:  # Ctrl-C is the main thread's own

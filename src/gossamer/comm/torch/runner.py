@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gossamer.comm.device import Device
 from gossamer.comm.ops import Flow, Group
+from gossamer.comm.profiling import shown
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
 from gossamer.comm.torch import opening, process_exit
@@ -170,7 +171,8 @@ class TorchRunner(Runner):
     def wait(self, ticket: Ticket[T], meanwhile: Callable[[], bool] | None = None) -> T:
         if not ticket.wait(0.0):
             self._check_usable()
-            self._wait_for(ticket, meanwhile)
+            with shown("wait", ticket.label):
+                self._wait_for(ticket, meanwhile)
         if ticket.error is not None:
             raise self._fail(self._failure or self._policy.explain(self._origin(ticket))) from ticket.error
         self._under_way.pop(ticket.sequence, None)
