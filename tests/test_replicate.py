@@ -67,7 +67,7 @@ def test_the_signature() -> None:
     parameters = inspect.signature(gossamer.replicate).parameters
     keyword = {name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     assert list(parameters)[:3] == ["model", "optimizer_or_optimizers", "algorithm"]
-    assert keyword == {"group", "mesh", "scaler", "buffers", "timeout", "overlap_forward"}
+    assert keyword == {"group", "mesh", "scaler", "buffers", "timeout", "overlap_forward", "ignore"}
     assert all(not parameters[name].default for name in keyword | {"algorithm"})
 
 
@@ -250,8 +250,8 @@ def test_refuses_unknown_fields_and_values(kind: type[gossamer.Algorithm]) -> No
 def test_refuses_parameters_that_cannot_be_replicated() -> None:
     lazy = nn.LazyLinear(3)
     refused("lazy", lazy, SGD(lazy.parameters(), lr=0.1))
-    model = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
-    refused("complex64", model, SGD(model.parameters(), lr=0.1))
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2).to_sparse())])
+    refused("sparse", model, SGD(model.parameters(), lr=0.1))
 
 
 def test_refuses_a_model_that_is_frozen() -> None:

@@ -1,24 +1,26 @@
 """Replica: the handle on a replicated model; it drives the flows from the hooks of the training loop."""
 
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from gossamer.errors import UsageError
+from gossamer.errors import CommunicationError, UsageError
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.gossip_adamw import stop_telling
 from gossamer.sync import checkpoint, mixing
 from gossamer.sync.agreement import same_from_rank
 from gossamer.sync.alarms import alarming
 from gossamer.sync.assembly import Parts, remove_hooks
-from gossamer.sync.consensus import at_average, become_average, distance
+from gossamer.sync.checks import held_by, named_buffers
+from gossamer.sync.consensus import at_average, become_average, check_equal, distance, equal
 from gossamer.sync.exact import changing
 from gossamer.sync.join import state_from_rank
 from gossamer.sync.loop import Subscriber
-from gossamer.sync.module_buffers import beside_parameters, floating, named_buffers
+from gossamer.sync.module_buffers import beside_parameters, floating, synchronise_buffers
 from gossamer.sync.optimizers import OptimizerSync
 from gossamer.sync.ties import once
 from gossamer.sync.weights import WeightSync
@@ -49,7 +51,11 @@ class Replica:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate gradients locally; the first one outside communicates the sum."""
+        """Backward passes inside accumulate gradients locally; the first one outside communicates the sum.
+
+        While ``model.require_backward_grad_sync`` is set to False, as scripts for DDP do it, a backward pass is one inside.
+        The model gets no ``no_sync`` of its own: it stays what it was.
+        """
         before, self._loop.synchronise = self._loop.synchronise, False
         try:
             yield
@@ -57,7 +63,7 @@ class Replica:
             self._loop.synchronise = before
 
     @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, *, divide_by_initial_world_size: bool = True, throw_on_early_termination: bool = False) -> Iterator[None]:
         """Train inside when ranks may have different numbers of batches; every rank enters.
 
         A rank that leaves the block early goes on answering the others (with zero gradients, which count in the mean
@@ -67,6 +73,10 @@ class Replica:
         goes on taking its steps there, without gradients. Where some have left early, the others' optimizers are sent to them
         (numbers, strings and tensors; one that keeps anything else is refused). Not with a ``scaler=``, nor where gradients and
         weights both move (``Hierarchical(Gossip())``, ``after``).
+
+        As for DDP: ``divide_by_initial_world_size=False`` makes gradients the mean over the ranks that still train, and
+        ``throw_on_early_termination=True`` raises a :class:`UsageError` on all ranks once one of them has left the block and
+        another begins a further step.
         """
         if self.algorithm.may_lag:
             raise UsageError("join() is not needed where exchanges may lag: a rank may have as many batches as it likes")
@@ -76,20 +86,34 @@ class Replica:
             raise UsageError(f"join() cannot be used with {self.algorithm!r}, which moves both gradients and weights")
         if self._overlap is not None:
             raise UsageError("join() cannot be used with overlap_forward: a rank without batches has no forward pass")
-        with alarming(self._runner), self._parts.join.active(self._conclude_join):
+        if self._gradients is None and not divide_by_initial_world_size:
+            raise UsageError("join(divide_by_initial_world_size=False) is for algorithms that average gradients")
+        own = set(map(id, self._parts.parameters.values()))
+        if self._gradients is not None and any(id(p) not in own for each in self._parts.optimizers for p in held_by(each)):
+            raise UsageError(
+                "join() cannot be used where an optimizer holds parameters that are ignored: what it remembers of them is this "
+                "rank's own, and would be replaced by another one's; give them an optimizer of their own"
+            )
+        active = self._parts.join.active(self._conclude_join, divide_by_initial_world_size, throw_on_early_termination)
+        with alarming(self._runner), active:
             yield
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
         """Inside, the model holds the average of all replicas (to evaluate or save it); afterwards its own weights.
 
-        Collective: every rank enters. For gradient algorithms the replicas are equal and nothing is moved. Parameters that
+        Collective: every rank enters. For gradient algorithms the replicas are equal, and only buffers are brought together
+        (those of rank 0, or their mean, as ``buffers`` says), and stay so. Parameters that
         were frozen when the replica was made are left as they are. The average is the one that ``close(average=True)``
         would leave now, of the weights with what their last exchange brought. It may be nested, and left by an exception;
         an optimizer's step inside is refused, because it would be undone. The average of a whole run is left in the model by
         ``close(average=True)``.
         """
-        if not self._weights or self._runner.world == 1 or self._at_average:
+        if self._runner.world == 1 or self._at_average:
+            yield self._parts.model
+            return
+        if not self._weights:
+            self._bring_buffers_together()
             yield self._parts.model
             return
         self._refuse_in_join("consensus()")
@@ -106,14 +130,18 @@ class Replica:
         """How far the replicas are apart now: the root mean square over workers of ‖w − w̄‖ / ‖w̄‖, w̄ the mean of the weights
         (without those that were frozen when the replica was made).
 
-        Zero for gradient algorithms, and inside :meth:`consensus`. Collective, and costs an all-reduce of the weights: for
-        now and then.
+        Zero for gradient algorithms, unless something has gone wrong, and inside :meth:`consensus`. Collective, and costs an
+        all-reduce of the weights (a checksum where they are equal, and gradients travel): for now and then.
         """
-        if not self._weights or self._runner.world == 1 or self._at_average:
+        if self._runner.world == 1 or self._at_average:
             return 0.0
         self._refuse_in_join("consensus_distance()")
         self.wait_for_exchanges()
-        return distance(self._runner, once(floating(self._parts.trainable)), partial(self._weights.weigh, arrived=False))
+        tensors = floating(self._parts.trainable)
+        if not self._weights and equal(self._runner, tensors):
+            return 0.0
+        weigh = partial(self._weights.weigh, arrived=False)
+        return distance(self._runner, once(tensors) if self._weights else tensors, weigh)
 
     def catch_up(self) -> None:
         """Where exchanges may lag (``lag=``): wait until every rank is here and all have taken part in the same ones.
@@ -179,6 +207,8 @@ class Replica:
             self._gradients.discarded.confirm(self._loop.waiting)
         weights = checkpoint.fingerprint(self._parts.parameters.values()) if self._weights else ""
         syncs = [*self._weights, *self._parts.links]
+        if not self._parts.join.on:
+            self._check_equal()
         state = checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, syncs, weights)
         return state | {"scale": self._parts.scale.saved()}
 
@@ -210,10 +240,13 @@ class Replica:
 
         ``average``: it then holds the average of all replicas, the model of the whole run. Every rank closes with it.
 
-        Collective where exchanges may lag (``lag=``): a rank that fails had better end without it, so that the others are told.
+        Collective: for gradient algorithms, all parameters are compared. Not where an exception is on its way out; but where
+        exchanges may lag (``lag=``) a rank that fails had better end without it, so that the others are told.
 
         Raises:
             UsageError: inside :meth:`consensus`, whose end would undo it.
+            DisagreementError: on every rank, if replicas that are to be equal have parted: the first parameter that differs,
+                and on which ranks. The replica is closed all the same.
         """
         if self._closed:
             return
@@ -243,8 +276,30 @@ class Replica:
                 become_average(
                     self._runner, self._parts.optimizers, floating(self._parts.trainable), beside, self._weights.weigh
                 )
+            elif average:
+                self._bring_buffers_together()
+            if sys.exc_info()[0] is None:
+                with suppress(CommunicationError):  # others may have ended without it
+                    self._check_equal()
         finally:
+            if self._parts.ignored is not None:
+                self._parts.ignored.release()
             self._runner.close()
+
+    def _bring_buffers_together(self) -> None:
+        """Where gradients travel: before the model is used outside of training, so that it is one model on all ranks."""
+        if self._parts.buffers != "local" and self._runner.world > 1 and named_buffers(self._parts.model):
+            self._refuse_in_join("consensus() of a model with buffers")
+            if self._overlap is not None:
+                self._overlap.complete()
+            synchronise_buffers(self._runner, self._parts.model, self._parts.buffers)
+
+    def _check_equal(self) -> None:
+        """Look whether replicas are equal in what they are to be equal in: where weights travel, in nothing; never in buffers,
+        which change in every forward pass."""
+        alike = {} if self._weights else {name: p for name, p in self._parts.parameters.items() if not p.is_meta}
+        if alike and self._runner.world > 1:
+            check_equal(self._runner, alike)
 
     def _conclude_join(self, last: int, uneven: bool) -> None:
         if self._gradients is not None:

@@ -1,7 +1,9 @@
 """Entry point: makes a model's training data-parallel, in place, with one line."""
 
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -14,19 +16,31 @@ from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.in_optimizer import InOptimizer
 from gossamer.checks import hint_at_class
+from gossamer.codecs import kernels
 from gossamer.codecs.kernels import compiler_for
 from gossamer.comm.connect import connect
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError
+from gossamer.memory import as_real
 from gossamer.optim.communicating import Communicating
 from gossamer.replica import Replica
 from gossamer.sync.agreement import agree, checksum, same_from_rank
 from gossamer.sync.alarms import give_up
 from gossamer.sync.apply import prepare
 from gossamer.sync.assembly import assemble
-from gossamer.sync.checks import check_held, check_model, check_optimizers, held_by, named_parameters, release
+from gossamer.sync.checks import (
+    Ignored,
+    check_held,
+    check_model,
+    check_optimizers,
+    check_sparse,
+    held_by,
+    named_buffers,
+    named_parameters,
+    release,
+)
 from gossamer.sync.exact import copies_from_rank
-from gossamer.sync.module_buffers import Buffers, averaged, check_buffers, named_buffers, resolve_buffers
+from gossamer.sync.module_buffers import Buffers, averaged, check_buffers, resolve_buffers
 
 logger = logging.getLogger("gossamer")
 
@@ -42,6 +56,7 @@ def replicate(
     buffers: Buffers | None = None,
     timeout: float | timedelta | None = None,
     overlap_forward: bool = False,
+    ignore: Sequence[str | nn.Module] = (),
 ) -> Replica:
     """Make the training of ``model`` data-parallel over the ranks of a process group.
 
@@ -71,49 +86,78 @@ def replicate(
             up to date, a copy or a pickle of the model does not. The optimizer must update each parameter by itself, as all
             of ``torch.optim`` do; its step, and hooks on it, run once per bucket. Take a step after every backward pass
             (accumulate inside ``no_sync()``), and call modules rather than use their parameters in another way.
+        ignore: what is left to each rank (experts, sharded embeddings): modules of the model, or names of its modules,
+            parameters or buffers. It is neither copied nor exchanged nor compared, and may have another shape on each rank; the
+            optimizers may hold it. Beside what the model names for DDP (``_ddp_params_and_buffers_to_ignore``), where it is
+            named until the replica is closed.
 
     Raises:
         ConfigurationError: arguments that cannot work, with the reason.
         DisagreementError: on every rank, if ranks differ in version, algorithm, model or options.
     """
     runner = connect(group, mesh, timeout, by_machine=getattr(algorithm, "asks_for_machines", False) is True)
+    ignored = None
     try:
+        ignored = Ignored(model, ignore)
         optimizers = _check(model, optimizer_or_optimizers, algorithm, scaler)
         algorithm = algorithm if algorithm is not None else _default(optimizers)
         mode = resolve_buffers(buffers, algorithm.subject)
         algorithm.check(runner.world)
         _check_lag(algorithm, optimizers, mode, scaler)
         check_buffers(algorithm, model, mode)
+        _load_kernels(algorithm, model)
         if overlap_forward:
             _check_overlap(algorithm, optimizers, scaler, model)
+        if algorithm.part("gradients") is not None:
+            check_sparse(model)
         travelling = named_parameters(model) | (averaged(model) if mode == "average" and algorithm.part("weights") else {})
-        prepare(algorithm, travelling)
+        prepare(algorithm, {name: as_real(tensor.detach()) for name, tensor in travelling.items()})
         runner.agree_on_opening(devices={tensor.device for tensor in travelling.values()})
         if runner.nodes is not None:
             algorithm.check_machines(runner.nodes)
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward))
         _start_equal(runner, model, optimizers)
-        replica = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward)
+        replica = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward, ignored)
     except BaseException as error:
+        if ignored is not None:
+            ignored.release()
         give_up(runner, error)
         raise
     if runner.rank == 0:
         logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, algorithm)
-        _advise(optimizers, algorithm, runner.world)
     return replica
 
 
-def _advise(optimizers: Sequence[Optimizer], algorithm: Algorithm, world: int) -> None:
-    """Tell of what works, but worse than something else."""
-    adams = [type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, _ADAMS)]
-    if adams and world > 1 and algorithm.part("weights") is not None and not algorithm.exchanges_history:
-        logger.warning(
-            "%s divides by the size of this worker's own gradient, most of which may be noise that averaging would have "
-            "removed: with %r, which averages weights, gossamer.optim.GossipAdamW learns faster", adams[0], algorithm
-        )  # fmt: skip
+_CASTS = ("gossamer.codecs.base", "gossamer.codecs.cast", "gossamer.codecs.wire")
+"""Of codecs, what computes in plain torch."""
 
 
-_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+def _load_kernels(algorithm: Algorithm, model: nn.Module) -> None:
+    """Load what the codecs of an algorithm compute with. That takes every rank another time, and in the first exchange others
+    would wait for it."""
+    if any(map(_encodes, _parts(algorithm))):
+        for kind in sorted({str(parameter.device) for parameter in named_parameters(model).values()} - {"meta"}):
+            kernels.load(kind)
+
+
+def _parts(algorithm: Algorithm) -> Iterator[Algorithm]:
+    """An algorithm, and those in its fields."""
+    yield algorithm
+    for each in (value for field in fields(algorithm) for value in _several(getattr(algorithm, field.name))):
+        if isinstance(each, Algorithm):
+            yield from _parts(each)
+
+
+def _several(value: object) -> Sequence[object]:
+    return value if isinstance(value, tuple | list) else [value]
+
+
+def _encodes(algorithm: Algorithm) -> bool:
+    """Whether it has a codec, or is written with parts of some, that have kernels."""
+    own = [type(getattr(algorithm, field.name)) for field in fields(algorithm)]
+    used = [*own, *(each for each in vars(sys.modules[type(algorithm).__module__]).values() if callable(each))]
+    modules = {str(getattr(each, "__module__", "")) for each in used}
+    return any(name.startswith("gossamer.codecs.") for name in modules - set(_CASTS))
 
 
 def _attached(
@@ -124,10 +168,13 @@ def _attached(
     buffers: Buffers,
     scaler: Any,
     overlap_forward: bool,
+    ignored: Ignored,
 ) -> Replica:
     """The replica. If it cannot be made, model and optimizers are as they were: another algorithm may be tried."""
     try:
-        return Replica(assemble(model, optimizers, algorithm.attach(optimizers), runner, buffers, scaler, overlap_forward))
+        parts = assemble(model, optimizers, algorithm.attach(optimizers), runner, buffers, scaler, overlap_forward)
+        parts.ignored = ignored
+        return Replica(parts)
     except BaseException:
         algorithm.detach(optimizers)
         release(named_parameters(model).values())
@@ -141,7 +188,7 @@ def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any
         )
     check_model(model)
     optimizers = check_optimizers(optimizer_or_optimizers)
-    check_held(named_parameters(model), optimizers)
+    check_held(model, optimizers)
     if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
         raise ConfigurationError(f"scaler must be a torch.amp.GradScaler; got {type(scaler).__name__}")
     communicating = [o for o in optimizers if isinstance(o, Communicating)]
@@ -149,6 +196,14 @@ def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any
         raise ConfigurationError(
             f"{type(communicating[0]).__name__} communicates by itself: replicate() takes no algorithm with it"
         )
+    own = set(map(id, named_parameters(model).values()))
+    if any(id(parameter) not in own for optimizer in communicating for parameter in held_by(optimizer)):
+        raise ConfigurationError(
+            f"{type(communicating[0]).__name__} communicates for all parameters that it holds: give those that are ignored to "
+            "another replica's optimizer, or to one that gossamer does not see"
+        )
+    if communicating and any(parameter.is_complex() for parameter in named_parameters(model).values()):
+        raise ConfigurationError(f"{type(communicating[0]).__name__} takes real parameters, and some of this model are complex")
     if communicating and len(communicating) < len(optimizers):
         raise ConfigurationError(f"{type(communicating[0]).__name__} communicates by itself: all optimizers must, or none")
     return optimizers
@@ -211,7 +266,7 @@ def _facts(
             for name, p in parameters.items()
         ),
         "model buffers": "\n".join(f"{name}: {b.dtype} {list(b.shape)}" for name, b in named_buffers(model).items()),
-        "optimizers": "\n".join(f"{_described(o)}: {names[id(p)]}" for o in optimizers for p in held_by(o)),
+        "optimizers": "\n".join(f"{_described(o)}: {names[id(p)]}" for o in optimizers for p in held_by(o) if id(p) in names),
     }
 
 
@@ -222,9 +277,10 @@ def _described(optimizer: Optimizer) -> str:
 
 def _start_equal(runner: Runner, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Copy rank 0's parameters and buffers, and optimizers' exact copies, to all ranks, and prove that they arrived."""
-    tensors = [*named_parameters(model).values(), *named_buffers(model).values()]
+    parameters = list(named_parameters(model).values())
+    tensors = [*parameters, *named_buffers(model).values()]
     same_from_rank(runner, tensors, 0)
     if runner.world > 1:
         for optimizer in optimizers:
-            tensors += copies_from_rank(runner, optimizer, 0)
+            tensors += copies_from_rank(runner, optimizer, parameters, 0)
         agree(runner, {"the initial values after the broadcast": checksum(tensors)})

@@ -57,7 +57,6 @@ def test_a_topology_may_serve_one_world_only(algorithm: Algorithm) -> None:
     "algorithm",
     ["ScatterReduce(codec=Quantize(bits=4))", "ScatterReduce(codec=Sign())", "QuantizedGossip()", "ChunkSparse()"],
 )  # fmt: skip
-@pending
 def test_kernels_are_loaded_before_the_first_exchange(algorithm: str) -> None:
     """What compiles kernels, and their modules, are there when ``replicate()`` returns."""
     script = f"""

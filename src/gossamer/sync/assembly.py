@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
 from gossamer.optim.communicating import Communicating
-from gossamer.sync.checks import Watch, held_by, named_parameters
+from gossamer.sync.checks import Ignored, Watch, held_by, named_parameters
 from gossamer.sync.gradients import GradientSync
 from gossamer.sync.join import Join
 from gossamer.sync.loop import Loop, Subscriber
@@ -19,6 +19,7 @@ from gossamer.sync.loss_scale import LossScale
 from gossamer.sync.module_buffers import Buffers, BufferSync, hook_forward, named_buffers
 from gossamer.sync.optimizers import OptimizerSync
 from gossamer.sync.overlap import ForwardOverlap
+from gossamer.sync.state_watch import StateWatch
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.unaveraged import UnaveragedGradients, ask_how_many
 from gossamer.sync.unstepped import UnsteppedWeights
@@ -46,6 +47,8 @@ class Parts:
     gradients: GradientSync | None = None
     overlap: ForwardOverlap | None = None
     handles: list[Any] = field(default_factory=list)
+    ignored: Ignored | None = None
+    """What is left to each rank."""
 
 
 def assemble(
@@ -62,7 +65,7 @@ def assemble(
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
     owned = [_owned(trainable, optimizer) for optimizer in optimizers]
     sizes = [sum(p.numel() * p.element_size() for p in each.values()) for each in owned]
-    statistics, loop = Statistics(runner, sizes), Loop(runner, optimizers)
+    statistics, loop = Statistics(runner, sizes), Loop(runner, optimizers, model)
     weights = WeightSyncs(runner, algorithm, model, optimizers, owned, buffers == "average", statistics)
     links = _links(runner, optimizers, parameters, statistics)
     join = Join(
@@ -96,7 +99,7 @@ def assemble(
             parts.overlap = ForwardOverlap(runner, loop, model, optimizers[0], parts.gradients)
         weights.clock = lambda index: parts.gradients.step  # type: ignore[union-attr]
     exchange = None if parts.gradients is None else parts.gradients.exchange
-    parts.scale = LossScale(runner, loop, scaler, [each.values() for each in owned], exchange, bool(weights))
+    parts.scale = LossScale(runner, loop, scaler, [held_by(each) for each in optimizers], exchange, bool(weights))
     try:
         _connect(parts)
     except BaseException:
@@ -147,6 +150,9 @@ def _connect(parts: Parts) -> None:
         clock: Callable[[int], int] = parts.weights.clock
         subscribers.append(UnaveragedGradients(runner, parts.algorithm, parts.optimizers, clock))
     if parts.weights:
+        if runner.world > 1:
+            owned = [_owned(parts.trainable, optimizer) for optimizer in parts.optimizers]
+            subscribers.append(StateWatch(runner, parts.algorithm, parts.optimizers, owned))
         subscribers.append(parts.weights)
     if parts.gradients is None and parts.weights:
         unstepped = UnsteppedWeights(runner, next(iter(parts.trainable.values())))

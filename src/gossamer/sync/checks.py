@@ -19,9 +19,61 @@ from gossamer.sync.loop import Subscriber
 _replicated: "weakref.WeakValueDictionary[int, Parameter]" = weakref.WeakValueDictionary()
 
 
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""The attribute of a model in which DDP looks for the names of what it is to leave alone."""
+
+
 def named_parameters(model: nn.Module) -> dict[str, Parameter]:
-    """All parameters by name, shared (tied) ones once; names as in the uncompiled model."""
-    return {uncompiled(name): parameter for name, parameter in model.named_parameters()}
+    """All parameters by name, but those that are ignored, shared (tied) ones once; names as in the uncompiled model."""
+    left = getattr(model, IGNORED, ())
+    return {name: p for key, p in model.named_parameters() if (name := uncompiled(key)) not in left}
+
+
+def named_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The same of buffers."""
+    left = getattr(model, IGNORED, ())
+    return {name: tensor for key, tensor in model.named_buffers() if (name := uncompiled(key)) not in left}
+
+
+class Ignored:
+    """What of a model is left to each rank, for as long as its replica is open: named where DDP looks for it."""
+
+    def __init__(self, model: Any, ignore: Sequence[str | nn.Module]) -> None:
+        """Name it. Raises ConfigurationError where the model has none of that."""
+        self._model, self._before = model, list(getattr(model, IGNORED, ()))
+        self._named = bool(ignore)
+        if self._named:
+            setattr(model, IGNORED, [*self._before, *names_of(model, ignore)])
+
+    def release(self) -> None:
+        """The model names what it did before."""
+        if self._named:
+            setattr(self._model, IGNORED, self._before)
+            if not self._before:
+                delattr(self._model, IGNORED)
+        self._named = False
+
+
+def names_of(model: nn.Module, chosen: Sequence[str | nn.Module]) -> list[str]:
+    """All names of the parameters and buffers that ``chosen`` names, or that belong to modules there."""
+    if not isinstance(model, nn.Module):
+        return []
+    if isinstance(chosen, str):
+        raise ConfigurationError(f"ignore takes a sequence of names and modules; got {chosen!r}: put it into a list")
+    tensors = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))
+    found: set[int] = set()
+    for each in chosen:
+        prefixes = [each] if isinstance(each, str) else [n for n, m in model.named_modules(remove_duplicate=False) if m is each]
+        here = [name for name in tensors for prefix in prefixes if _belongs(uncompiled(name), uncompiled(prefix))]
+        if not here and (isinstance(each, str) or not prefixes):
+            what = repr(each) if isinstance(each, str) else type(each).__name__
+            raise ConfigurationError(f"ignore={what}: the model has no parameter, buffer or module of that name")
+        found |= {id(tensors[name]) for name in here}
+    return [uncompiled(name) for name, tensor in tensors.items() if id(tensor) in found]
+
+
+def _belongs(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}." if prefix else "")
 
 
 def uncompiled(name: str) -> str:
@@ -41,7 +93,7 @@ def check_model(model: Any) -> None:
         _check_wrapper(module)
     for name, parameter in named_parameters(model).items():
         _check_parameter(name, parameter)
-    for name, buffer in model.named_buffers():
+    for name, buffer in named_buffers(model).items():
         if buffer.layout is not torch.strided:
             raise ConfigurationError(
                 f"buffer {name!r} is {buffer.layout}, and only dense ones can be copied from rank 0: make it dense, or an "
@@ -77,15 +129,26 @@ def _check_parameter(name: str, parameter: Parameter) -> None:
         raise ConfigurationError(f"parameter {name!r} is a DTensor; sharded parameters are not supported yet")
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ConfigurationError(f"parameter {name!r} is lazy and has no shape yet: run one forward pass before replicate()")
-    if parameter.is_complex() or parameter.layout is not torch.strided:
-        raise ConfigurationError(
-            f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; only dense real parameters work"
-        )
+    if parameter.layout is not torch.strided:
+        raise ConfigurationError(f"parameter {name!r} is {parameter.layout}; only dense parameters work")
     if id(parameter) in _replicated:
         raise ConfigurationError(
             f"parameter {name!r} is replicated already: replicate() was called twice on this model (or on another that "
             "shares this parameter); call close() on the first replica before making another"
         )
+
+
+def check_sparse(model: nn.Module) -> None:
+    """Refuse gradients that will be sparse, where that is seen before they come."""
+    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            name = names.get(id(module.weight))
+            if name is not None:
+                raise ConfigurationError(
+                    f"parameter {name!r} will have sparse gradients (sparse=True), which buckets have no place for: make it "
+                    "sparse=False, take an algorithm that moves weights, or leave it to each rank (ignore=)"
+                )
 
 
 def check_optimizers(optimizers: Any) -> tuple[Optimizer, ...]:
@@ -109,8 +172,9 @@ def check_optimizers(optimizers: Any) -> tuple[Optimizer, ...]:
     return tuple(listed)
 
 
-def check_held(parameters: Mapping[str, Parameter], optimizers: Sequence[Optimizer]) -> None:
-    """Every trainable parameter belongs to exactly one optimizer, and no optimizer holds others."""
+def check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Every trainable parameter belongs to exactly one optimizer, and no optimizer holds others than the model's."""
+    parameters = named_parameters(model)
     holders: dict[int, int] = {}
     for optimizer in optimizers:
         for parameter in held_by(optimizer):
@@ -124,7 +188,7 @@ def check_held(parameters: Mapping[str, Parameter], optimizers: Sequence[Optimiz
     twice = [name for name, p in parameters.items() if holders.get(id(p), 0) > 1]
     if twice:
         raise ConfigurationError(f"more than one optimizer holds {_some(twice)}")
-    foreign = set(holders) - {id(p) for p in parameters.values()}
+    foreign = set(holders) - set(map(id, model.parameters()))
     if foreign:
         raise ConfigurationError(
             f"the optimizer holds {len(foreign)} parameter(s) that the model does not have: they would not be replicated"

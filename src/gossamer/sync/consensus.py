@@ -1,5 +1,6 @@
 """Consensus: the average of all replicas, for a while in place of each, and how far they are from it."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -8,17 +9,25 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gossamer.comm.ops import all_gather
 from gossamer.comm.runner import Runner
+from gossamer.errors import DisagreementError
 from gossamer.memory import widened
+from gossamer.sync.agreement import agree, checksum, digest
 from gossamer.sync.checks import held_by
 from gossamer.sync.exact import changing, exact
-from gossamer.sync.module_buffers import average
+from gossamer.sync.module_buffers import average, floating
 from gossamer.sync.ties import once
+
+logger = logging.getLogger("gossamer")
 
 Weigh = Callable[[Mapping[str, Tensor]], None]
 """Makes of tensors, by name, what their mean over the ranks is made of: see ``WeightSync.weigh``."""
 
 WHAT = "the average of the replicas"
+
+ROUNDING = 1e-4
+"""A distance up to which replicas may differ because machines of several kinds round differently."""
 
 
 @contextmanager
@@ -74,3 +83,34 @@ def distance(runner: Runner, tensors: Mapping[str, Tensor], weigh: Weigh) -> flo
     average(runner, [squares], WHAT)
     whole = sum(float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2 for mean in means)
     return math.sqrt(float(squares) / whole) if whole else 0.0
+
+
+def equal(runner: Runner, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether all ranks hold the same bits. Collective."""
+    mine = torch.tensor([digest(contents(tensors))], dtype=torch.int64)
+    return len(set(runner.run(lambda: all_gather(mine), "the comparison of replicas").flatten().tolist())) == 1
+
+
+def check_equal(runner: Runner, tensors: Mapping[str, Tensor]) -> None:
+    """Look whether all ranks hold the same ``tensors``, as they should. Collective. Differences of rounding are warned of.
+
+    Raises:
+        DisagreementError: on every rank, with the first that differs, and on which ranks.
+    """
+    hint = (
+        "They are to be equal: what is changed after replicate(), by loading weights, by hand, or by a module in its forward "
+        "pass (max_norm=), must be changed alike on all ranks; leave to each rank what is its own (ignore=)"
+    )
+    try:
+        agree(runner, {"the values of parameters": contents(tensors)}, hint)
+    except DisagreementError as error:
+        some = floating(tensors)
+        apart = distance(runner, some, lambda copies: None) if some else math.inf
+        if not 0 < apart <= ROUNDING:
+            raise
+        logger.warning("%s (so far by %.1g of their size, which may be rounding)", error, apart)
+
+
+def contents(tensors: Mapping[str, Tensor]) -> str:
+    """A line for each tensor, equal where its bits are."""
+    return "\n".join(f"{name}: {checksum([tensor])[:16]}" for name, tensor in tensors.items())

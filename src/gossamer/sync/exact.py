@@ -6,6 +6,7 @@ any other) offers ``exact_weight(parameter)`` and ``exact_weights_change()``, a 
 whether it has loaded those of a model that may be loaded later.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -32,12 +33,14 @@ def changing(optimizer: Optimizer) -> AbstractContextManager[None]:
     return result
 
 
-def copies_from_rank(runner: Runner, optimizer: Optimizer, source: int) -> list[Tensor]:
-    """Overwrite an optimizer's copies of the model's weights with those of rank ``source``, and return them. Collective.
+def copies_from_rank(runner: Runner, optimizer: Optimizer, parameters: Iterable[Tensor], source: int) -> list[Tensor]:
+    """Overwrite an optimizer's copies of ``parameters`` with those of rank ``source``, and return them. Collective.
 
     None, and none is touched, where any rank has loaded its own: they go on with the model that is loaded after them.
     """
-    copies = [copy for parameter in held_by(optimizer) if (copy := exact(optimizer, parameter)) is not parameter]
+    own = set(map(id, parameters))
+    held = [parameter for parameter in held_by(optimizer) if id(parameter) in own]
+    copies = [copy for parameter in held if (copy := exact(optimizer, parameter)) is not parameter]
     if not copies:
         return []
     waits = torch.tensor([bool(getattr(optimizer, "exact_weights_wait", False))], dtype=torch.uint8)

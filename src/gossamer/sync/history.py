@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.buckets import is_buffer
+from gossamer.memory import as_real
 
 _OF = " of "
 
@@ -17,16 +18,20 @@ _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "e
 
 
 def history(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The floating-point tensors in the optimizer's state that have one value per weight: ``"exp_avg of 0.weight"`` ….
+    """The floating-point tensors in the optimizer's state that have one value per weight: ``"exp_avg of 0.weight"`` …; complex
+    ones as views of their real numbers.
 
     Empty before the first step. An optimizer that keeps its state elsewhere offers ``exact_state(parameter)``.
     """
     state = getattr(optimizer, "exact_state", None) or (lambda parameter: optimizer.state.get(parameter, {}))
     return {
-        f"{key}{_OF}{name}": value
+        f"{key}{_OF}{name}": as_real(value)
         for name, parameter in parameters.items()
         for key, value in sorted(state(parameter).items())
-        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape and key not in _COUNTERS
+        if isinstance(value, Tensor)
+        and as_real(value).is_floating_point()
+        and value.shape == parameter.shape
+        and key not in _COUNTERS
     }
 
 

@@ -42,6 +42,9 @@ class Join(Subscriber):
         optimizer that communicates by itself. None: there is no such exchange."""
         self.shadowing = False
         self.on = False
+        self.training = runner.world
+        """How many ranks take part in the last event that was announced, and have not ended."""
+        self._all_stop = False
         self._runner, self._loop, self._parameters = runner, loop, parameters
         self._mirror_after, self._mirror_in = after_step, in_step
 
@@ -67,10 +70,17 @@ class Join(Subscriber):
     def _agree(self, event: int) -> tuple[int, int]:
         """The event that the training ranks announce, and the last of these ranks (-1: none trains any more)."""
         training = event != Event.ENDED
-        mine = torch.tensor([event, -event if training else -_NO_EVENT, self._runner.rank if training else -1])
-        most, least, last = self._runner.run(
+        here = [int(training and rank == self._runner.rank) for rank in range(self._runner.world)]
+        mine = torch.tensor([event, -event if training else -_NO_EVENT, self._runner.rank if training else -1, *here])
+        most, least, last, *still = self._runner.run(
             lambda: maximum(mine, self._runner.world), "the announcement of what comes next"
         ).tolist()
+        self.training = sum(still)
+        if self._all_stop and 0 < self.training < self._runner.world:
+            raise UsageError(
+                f"rank {self._runner.rank}: rank {still.index(0)} has no more batches, and all stop there "
+                "(throw_on_early_termination)"
+            )
         if last >= 0 and most != -least:
             raise UsageError(
                 f"rank {self._runner.rank}: ranks do different things inside join(): {_name(-least)}, {_name(most)}"
@@ -78,12 +88,14 @@ class Join(Subscriber):
         return most, last
 
     @contextmanager
-    def active(self, conclude: Callable[[int, bool], None]) -> Iterator[None]:
+    def active(self, conclude: Callable[[int, bool], None], of_all: bool = True, all_stop: bool = False) -> Iterator[None]:
         """Train inside; then mirror the others to their end. ``conclude(rank, uneven)`` gets a rank that trained to the
-        end, and whether any did not."""
+        end, and whether any did not. ``of_all``: gradients are means over all ranks, and not only over those that still train.
+        ``all_stop``: raise on all ranks once one of them ends while others go on."""
         self.on = self._loop.uneven = True
+        self._all_stop = all_stop
         try:
-            with self._loop.including(self):
+            with self._loop.including(self, None if of_all else Regained(self._runner, self, self._parameters)):
                 yield
             mirrored = self._shadow()
             mine = torch.tensor([-1 if mirrored else self._runner.rank, bool(mirrored)], dtype=torch.int64)
@@ -122,6 +134,18 @@ class Join(Subscriber):
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+
+class Regained(Subscriber):
+    """Makes gradients, which are means over all ranks, those over the ranks that have not ended."""
+
+    def __init__(self, runner: Runner, join: Join, parameters: Sequence[Parameter]) -> None:
+        self._world, self._join, self._parameters = runner.world, join, parameters
+
+    def end_backward(self) -> None:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if self._join.training < self._world and gradients:
+            torch._foreach_mul_(gradients, self._world / self._join.training)
 
 
 def state_from_rank(runner: Runner, state: Mapping[str, Any], source: int, what: str) -> Mapping[str, Any]:

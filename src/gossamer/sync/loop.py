@@ -55,8 +55,10 @@ class Loop:
     ``passes`` counts the backward passes that reached a parameter, ``synchronised_passes`` those outside of ``no_sync()``.
     """
 
-    def __init__(self, runner: Runner, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, runner: Runner, optimizers: Sequence[Optimizer], model: nn.Module | None = None) -> None:
+        self._model = model
         self.synchronise = True
+        """Whether passes are synchronised: not inside of ``no_sync()``."""
         self.passes = self.synchronised_passes = 0
         self.task: int | None = None
         """The pass that is under way and will be ended: the number of the outermost one."""
@@ -99,14 +101,19 @@ class Loop:
     _after_step: list[Callable[[int], None]]
 
     @contextmanager
-    def including(self, subscriber: Subscriber) -> Iterator[None]:
-        """Inside, call one more subscriber, before all others."""
+    def including(self, subscriber: Subscriber, last: Subscriber | None = None) -> Iterator[None]:
+        """Inside, call one more subscriber, before all others, and perhaps one after them."""
         others = list(self._subscribers)
-        self.connect([subscriber, *others])
+        self.connect([subscriber, *others, *([last] if last is not None else [])])
         try:
             yield
         finally:
             self.connect(others)
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether the next pass is synchronised. Scripts for DDP say that by an attribute of the model."""
+        return self.synchronise and bool(getattr(self._model, "require_backward_grad_sync", True))
 
     @property
     def watches_passes(self) -> bool:
@@ -187,7 +194,7 @@ class Loop:
 
     def begin_forward(self) -> None:
         """The model begins a forward pass."""
-        if self.synchronise:
+        if self.synchronises:
             with alarming(self._runner):
                 for call in self._forward:
                     call()
@@ -199,7 +206,7 @@ class Loop:
         task = current_task()
         if self.task is not None and (task in self._inside or self._runs_inside(parameter, task)):
             return True
-        if not self.synchronise:
+        if not self.synchronises:
             if task != self._unsynchronised_task:
                 self._unsynchronised_task = task
                 self.passes += 1

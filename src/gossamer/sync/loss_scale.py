@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
+from gossamer.memory import as_real
 from gossamer.sync.exchange import Exchange
 from gossamer.sync.finite import any_non_finite
 from gossamer.sync.loop import Loop, Subscriber
@@ -32,8 +33,8 @@ def agree_on_overflow(runner: Runner, scaler: Any, owners: Sequence[Iterable[Par
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """What a gradient consists of; of a sparse one its values, which may be several for one place."""
-    return gradient.detach()._values() if gradient.is_sparse else gradient.detach()
+    """What a gradient consists of: real numbers; of a sparse one its values, which may be several for one place."""
+    return as_real(gradient.detach()._values() if gradient.is_sparse else gradient.detach())
 
 
 class LossScale(Subscriber):

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.buckets import buffer_name
+from gossamer.buckets import buffer_name, name_of_buffer
 from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner, lane_for
-from gossamer.errors import ConfigurationError
-from gossamer.memory import wide, widened
+from gossamer.errors import ConfigurationError, UsageError
+from gossamer.memory import as_real, wide, widened
 from gossamer.sync.agreement import PORTION, in_portions, same_from_rank
-from gossamer.sync.checks import uncompiled
+from gossamer.sync.checks import named_buffers as named_buffers
 from gossamer.sync.hooks import OwnHook
 from gossamer.sync.loop import Loop, Subscriber
 from gossamer.sync.statistics import Statistics
@@ -43,15 +43,10 @@ def check_buffers(algorithm: Algorithm, model: nn.Module, buffers: Buffers) -> N
         )
 
 
-def named_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """All buffers by name, shared ones once; names as in the uncompiled model."""
-    return {uncompiled(name): tensor for name, tensor in model.named_buffers()}
-
-
 def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that can be averaged. Torch does not compute with numbers of 8 bits."""
-    some = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel() > 0}
-    return {name: tensor for name, tensor in some.items() if tensor.element_size() > 1}
+    """Those that can be averaged, complex ones as views of their real numbers. Torch does not compute with 8-bit numbers."""
+    real = {name: as_real(tensor.detach()) if tensor.is_complex() else tensor for name, tensor in tensors.items()}
+    return {name: t for name, t in real.items() if t.is_floating_point() and t.numel() > 0 and t.element_size() > 1}
 
 
 def beside_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -70,6 +65,25 @@ def averaged(model: nn.Module) -> dict[str, Tensor]:
 
 IN_FORWARD = "the buffers, which a forward pass in training mode synchronises"
 """What a rank waits in that runs such a pass alone."""
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """The shape of each."""
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def check_shapes(runner: Runner, before: Mapping[str, list[int]], tensors: Mapping[str, Tensor]) -> None:
+    """Raise UsageError if buffers that ranks bring together are not those of ``before``, in shape and number: only this rank
+    knows, and what it sends would be taken for something else."""
+    now = shapes_of(tensors)
+    for name in dict.fromkeys((*before, *now)):
+        if before.get(name) != now.get(name):
+            was, is_now = before.get(name, "nothing"), now.get(name, "nothing")
+            raise UsageError(
+                f"rank {runner.rank}: buffer {name_of_buffer(name)!r} changed its shape after replicate(), from {was} to "
+                f"{is_now}, so that ranks cannot bring it together: let each rank keep its own (ignore=[its name], or "
+                "buffers='local'), or close the replica and call replicate() again"
+            )
 
 
 def synchronise_buffers(runner: Runner, model: nn.Module, mode: Buffers, source: int = 0) -> None:
@@ -100,11 +114,13 @@ class BufferSync(Subscriber):
 
     def __init__(self, runner: Runner, loop: Loop, model: nn.Module, mode: Buffers, statistics: Statistics) -> None:
         self._runner, self._loop, self._model, self._mode, self._statistics = runner, loop, model, mode, statistics
+        self._shapes = shapes_of(named_buffers(model))
         self._called = False
         """Whether the model itself was called, and so its buffers synchronised."""
 
     def forward(self) -> None:
         self._called = True
+        check_shapes(self._runner, self._shapes, named_buffers(self._model))
         with self._statistics.exposed():
             synchronise_buffers(self._runner, self._model, self._mode, self._loop.source)
 
@@ -118,7 +134,8 @@ class BufferSync(Subscriber):
 
 
 def hook_forward(model: nn.Module, synchronise: Callable[[], None]) -> Any:
-    """Call ``synchronise()`` before each forward pass of ``model`` that will be trained on."""
+    """Call ``synchronise()`` before each forward pass of ``model`` that will be trained on: where the model is in training, or
+    a module in it that keeps buffers."""
 
     def outside_of_the_graph() -> None:
         synchronise()
@@ -126,8 +143,10 @@ def hook_forward(model: nn.Module, synchronise: Callable[[], None]) -> Any:
     # What torch.compiler.disable sets, without the second that importing the compiler takes.
     outside_of_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
 
+    keep_buffers = [module for module in model.modules() if module._buffers]
+
     def before_forward(module: nn.Module, inputs: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (module.training or any(each.training for each in keep_buffers)):
             outside_of_the_graph()
 
     _forget_compiled(model)

@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
+from gossamer.memory import as_real
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.history import history, skips
 from gossamer.sync.lagging import catch_up
 from gossamer.sync.loop import Subscriber
-from gossamer.sync.module_buffers import averaged, beside_parameters
+from gossamer.sync.module_buffers import averaged, beside_parameters, check_shapes, shapes_of
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.ties import called, ties
 from gossamer.sync.weights import WeightSync
@@ -55,8 +56,9 @@ class WeightSyncs(Subscriber):
         if of_weights is None:
             return
         beside = averaged(model) if with_buffers else {}
-        self._buffers_travel = bool(beside)
-        exact_weights = [{n: exact(each, p) for n, p in held.items()} for each, held in zip(optimizers, owned, strict=True)]
+        self._buffers_travel, self._shapes = bool(beside), shapes_of(beside)
+        self._named = owned
+        exact_weights = [{n: self._real(number, p) for n, p in held.items()} for number, held in enumerate(owned)]
         self._tensors = dict(chain.from_iterable(map(dict.items, [*exact_weights, beside])))
         self._ties = ties(self._tensors)
         for optimizer, parameters, weights in zip(optimizers, owned, exact_weights, strict=True):
@@ -66,6 +68,11 @@ class WeightSyncs(Subscriber):
             own = {name: p for name, p in parameters.items() if name in wanted}
             remembered = partial(history, optimizer, own) if own else None
             self._all.append(WeightSync(runner, of_weights, tensors, statistics, remembered, partial(skips, optimizer)))
+
+    def _real(self, number: int, parameter: Parameter) -> Tensor:
+        """What an optimizer keeps of a parameter exactly; of a complex one a view of its real numbers."""
+        kept = exact(self._optimizers[number], parameter)
+        return as_real(kept.detach()) if kept.is_complex() else kept
 
     def __iter__(self) -> Iterator[WeightSync]:
         return iter(self._all)
@@ -158,8 +165,11 @@ class WeightSyncs(Subscriber):
     def _follow(self, index: int) -> None:
         if index == 0 and self._buffers_travel:
             beside = beside_parameters(self._model)
-            self._tensors |= {name: tensor for name, tensor in beside.items() if name in self._tensors}
+            travelling = {name: tensor for name, tensor in beside.items() if name in self._shapes}
+            check_shapes(self._runner, self._shapes, travelling)
+            self._tensors |= travelling
             self._all[0].follow(beside)
+        self._follow_views(index)
         for name, first in self._ties.items():
             if self._tensors[name].data_ptr() != self._tensors[first].data_ptr():
                 raise UsageError(
@@ -167,3 +177,13 @@ class WeightSyncs(Subscriber):
                     "called, and are not any more, so that the second one would not be averaged: close the replica before the "
                     "model is moved, and replicate it again"
                 )
+
+    def _follow_views(self, index: int) -> None:
+        """Views of complex parameters are of the memory that these had, which an assignment to ``.data`` changes."""
+        moved = {
+            name: self._real(index, parameter)
+            for name, parameter in self._named[index].items()
+            if parameter.is_complex() and parameter.data_ptr() != self._tensors[name].data_ptr()
+        }
+        self._tensors |= moved
+        self._all[index].follow(moved)
