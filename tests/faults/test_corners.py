@@ -12,8 +12,6 @@ from gossamer import Gossip, PushSum, QuantizedGossip, in_parts, loopback
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.topology import Permutation, Topology, exchange
 
-pending = pytest.mark.xfail(strict=True, reason="not mended yet")
-
 
 @dataclass(frozen=True)
 class OfFour(Topology):
@@ -29,9 +27,9 @@ class OfFour(Topology):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        pytest.param(Gossip(topology=OfFour()), marks=pending),
-        pytest.param(Gossip(topology=OfFour(), wire="fp32"), marks=pending),
-        pytest.param(in_parts(2, Gossip(topology=OfFour())), marks=pending),
+        Gossip(topology=OfFour()),
+        Gossip(topology=OfFour(), wire="fp32"),
+        in_parts(2, Gossip(topology=OfFour())),
         QuantizedGossip(topology=OfFour()),
         PushSum(topology=OfFour()),
     ],
