@@ -176,17 +176,17 @@ def error_of_another_kind_in_replicate(here: Here) -> dict[str, Any]:
     """Rank 1 has no room for the buckets, or the like: no error of gossamer's."""
     if here.rank != 1:
         return told(lambda: begin(here))
-    hook = gossamer.Replica._hook
-    gossamer.Replica._hook = out_of_memory  # type: ignore[method-assign, assignment]
+    register = torch.optim.Optimizer.register_step_post_hook
+    torch.optim.Optimizer.register_step_post_hook = out_of_memory  # type: ignore[method-assign, assignment]
     try:
         return told(lambda: begin(here))
     except MemoryError:
         return told(lambda: None)
     finally:
-        gossamer.Replica._hook = hook  # type: ignore[method-assign]
+        torch.optim.Optimizer.register_step_post_hook = register  # type: ignore[method-assign]
 
 
-def out_of_memory(replica: gossamer.Replica) -> None:
+def out_of_memory(optimizer: torch.optim.Optimizer, hook: Any) -> None:
     raise MemoryError("on purpose")
 
 

@@ -49,7 +49,7 @@ EXPECTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "group_added_to_the_optimizer": (U, E, ("AdamW", "after replicate()")),
     "model_converted": (U, E, ("'0.weight'", "torch.float16", "torch.float64")),
     "no_parameter_reached": (U, E, ("rank 1", "step 2", "no backward pass")),
-    "no_parameter_reached_with_gossip": (U, E, ("rank 1", "step 2", "no backward pass")),
+    "no_parameter_reached_with_gossip": (U, E, ("rank 1", "step 2", "no parameter of AdamW has a gradient")),
     "forgotten_no_sync": (U, E, ("rank 1", "outside of no_sync()")),
     "data_end_early": ("nothing", L, ("rank 1 ended", "replica.join()")),
     "error_in_backward": (U, E, ("rank 1", "backward pass has not ended")),
