@@ -20,7 +20,7 @@ from gossamer.buckets import Bucket, make_plan
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.comm.runner import solo_runner
 from gossamer.state import State
-from gossamer.sync.gradients import GradientSync
+from gossamer.sync.exchange import Exchange
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.weights import WeightSync
 
@@ -226,16 +226,16 @@ def test_an_aborted_step_leaves_all_state_as_it_was(cls: type[Algorithm], where:
 
 def test_state_survives_another_layout_of_the_buckets() -> None:
     parameters = {name: p for name, p in Oddities(other=torch.bfloat16).named_parameters() if p.requires_grad}
-    runner = solo_runner()
-    sync = GradientSync(runner, Remembering(bucket_bytes=200), parameters, Statistics(runner))
-    for index, state in enumerate(sync.exchange.states):
-        state["smooth"] = torch.randn(sync.exchange.buckets[index].flat.shape)
+    exchange = Exchange(solo_runner(), Remembering())
+    exchange.adopt(make_plan(parameters, 200))
+    for index, state in enumerate(exchange.states):
+        state["smooth"] = torch.randn(exchange.buckets[index].flat.shape)
         state.commit()
-    before = {name: tensor.clone() for name, tensor in sync.exchange.state_by_name()["smooth"].items()}
+    before = {name: tensor.clone() for name, tensor in exchange.state_by_name()["smooth"].items()}
     for order in (list(parameters), sorted(parameters)):
         for size in (1, 100, 10**6):
-            sync.adopt_plan(make_plan({name: parameters[name] for name in order}, size))
-            after = sync.exchange.state_by_name()["smooth"]
+            exchange.adopt(make_plan({name: parameters[name] for name in order}, size))
+            after = exchange.state_by_name()["smooth"]
             assert before.keys() == after.keys()
             assert all(same_bits(before[name], after[name]) for name in before)
             assert all(after[name].stride() == parameters[name].stride() for name in before if after[name].numel() > 1)

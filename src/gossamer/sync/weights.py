@@ -31,7 +31,6 @@ from gossamer.sync.statistics import Statistics
 PENDING = "(pending)"
 """The name under which the delta that is not yet added is saved, beside the algorithm's own names."""
 
-
 EXCHANGES = "(exchanges)"
 """The name under which their number is saved, where ranks may lag."""
 
@@ -213,25 +212,22 @@ class WeightSync:
     @torch.no_grad()
     def arrive(self) -> None:
         """Wait for the exchange that is under way; its result stays pending."""
-        if self.exchange.launched:
-            with self.exchange.transaction():
-                self._arrive()
-
-    def _arrive(self) -> None:
-        with self._statistics.exposed():
-            deltas = self.exchange.collect_due()
-        self.exchange.finish(self._step)
-        self.exchange.land()
-        self._deltas = deltas
-        self.exchange.commit()
+        if not self.exchange.launched:
+            return
+        with self.exchange.transaction():
+            with self._statistics.exposed():
+                deltas = self.exchange.collect_due()
+            self.exchange.finish(self._step)
+            self.exchange.land()
+            self._deltas = deltas
+            self.exchange.commit()
 
     @torch.no_grad()
     def land(self) -> None:
         """Add what the last exchange brought; one that may lag is left alone until it has ended, or must."""
         if self._late < self._lag and not self.exchange.arrived:
             return
-        if self.exchange.launched:
-            self.arrive()
+        self.arrive()
         if not self._deltas:
             return
         if self._extended and self._history is not None:
