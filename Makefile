@@ -5,7 +5,7 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test test-slow test-triton test-gpu check format readme bench study clean
+.PHONY: help setup peers demo test fuzz test-slow test-triton test-gpu check format readme bench study clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ demo: $(READY) ## train a GPT on 4 emulated hosts at 200 Mbit/s: DDP, then gossa
 test: $(READY) ## run the tests: those in memory on all processors, then those that start processes or measure time
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not slow and not alone' --numprocesses auto --quiet
 	$(RUN) -m pytest -m 'not slow and alone'
+
+fuzz: $(READY) ## draw models, loops and algorithms from seeds and check what must hold of all (10 minutes; ARGS="--seed 7 --cases 1")
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(RUN) -m fuzz $(ARGS)
 
 test-slow: $(READY) ## run the tests that take minutes
 	$(RUN) -m pytest -m slow
