@@ -1,3 +1,4 @@
+# ruff: noqa: F401  # combinations are written as text, which names what is imported here
 """Golden traces: the operations, bytes and messages of every step, for every algorithm and combination, in loopback.
 
 ``python -m contracts.traces`` (in ``tests``) records them anew; the test beside it compares with what is recorded.
@@ -17,13 +18,24 @@ from typing import Any
 import gossamer
 from gossamer import (
     AllReduce,
+    ByteGrad,
     ChunkSparse,
+    Gossip,
+    GossipGraD,
+    Hierarchical,
+    LocalSGD,
     PowerSGD,
+    PushSum,
+    QuantizedGossip,
     ScatterReduce,
+    after,
+    by_size,
+    in_parts,
     loopback,
 )
 from gossamer.algorithms import Algorithm
 from gossamer.codecs import Quantize, Sign
+from gossamer.comm.digraph import RandomPush
 from gossamer.comm.loopback import LoopbackPort
 
 from .cases import algorithms, batch, combined, make_training, mixed, train_step, with_fields
