@@ -144,6 +144,21 @@ def test_what_is_made_of_gradients_is_no_second_sequence(optimizer_of: Any) -> N
     loopback(lambda rank: train(rank, optimizer_of, Gossip()), 2)
 
 
+def test_a_counter_is_none_though_it_has_the_value_of_a_weight() -> None:
+    """Adam's number of steps is a tensor without dimensions, and so is a scale of 1."""
+
+    def body(rank: int) -> None:
+        model = nn.ParameterDict({"scale": nn.Parameter(torch.ones(())), "weight": nn.Parameter(torch.ones(3))})
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        replica = gossamer.replicate(model, optimizer, Gossip())
+        for _ in range(3):
+            (model["scale"] * model["weight"].sum()).backward()
+            optimizer.step()
+        replica.close()
+
+    loopback(body, 2)
+
+
 def test_a_momentum_that_looks_like_the_weights_is_none_either() -> None:
     """The gradient of ½‖w‖² is w."""
 

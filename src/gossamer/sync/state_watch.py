@@ -83,10 +83,14 @@ def second_sequences(optimizer: Optimizer, parameters: Mapping[str, Parameter]) 
     if hasattr(optimizer, "exact_weight"):
         return
     candidates: dict[str, dict[str, Tensor]] = {}
+    others = {"step", *OF_GRADIENTS}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and key not in OF_GRADIENTS and _is_like(value, parameter):
+            if isinstance(value, Tensor) and _is_like(value, parameter):
                 candidates.setdefault(str(key), {})[name] = value
+            else:  # a counter is like a parameter of one element, and like no other one
+                others.add(str(key))
+    candidates = {key: kept for key, kept in candidates.items() if key not in others}
     for key, value in vars(optimizer).items():
         lists = list(_tensors(value)) if isinstance(value, list | tuple) else []
         if len(lists) == len(parameters):
