@@ -100,6 +100,9 @@ class Groups:
         if way not in self._devices:
             self._devices[way] = _gloo_devices(self.address)
         options._timeout, options._devices = timedelta(seconds=limit), self._devices[way]
+        # What the flight recorder calls it; other groups of the process have names that torch counts.
+        options.group_name = f"gossamer/{self._name}/gloo/{name}"
+        options.global_ranks_in_group = [self._ranks[index] for index in members]
         group: Any = dist.ProcessGroupGloo(self._below(store, f"gloo/{name}"), members.index(self._rank), len(members), options)
         found = connections() - before
         # Another thread may have connected to something else meanwhile. Gloo gives its own limit to every socket it makes.
