@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import gossamer
 from benchmarks.studies.faults_rank import TIMEOUT
 from gossamer.lab import LabSpec, run_lab
 
@@ -97,12 +98,17 @@ def named(row: dict[str, Any], text: str) -> bool:
     return any(str(row["victim"]) in re.findall(r"\d+", found) for found in re.findall(r"ranks? [\d, ]*\d", text))
 
 
+def _class(told: dict[str, Any]) -> str:
+    """The class of an error, and whether it comes from a call of torch's own."""
+    return told["error"] if told["error"] in gossamer.__all__ else f"torch's {told['error']}"
+
+
 def summary(row: dict[str, Any]) -> list[str]:
     """One line of the table."""
     survivors = [each for each in row["ranks"] if each["rank"] != row["victim"]]
     told = [each for each in survivors if each["error"]]
     victim = next((each["error"] or "goes on" for each in row["ranks"] if each["rank"] == row["victim"]), "ended")
-    errors = ", ".join(dict.fromkeys(each["error"] for each in told)) or ("hung" if row["hung"] else "all go on")
+    errors = ", ".join(dict.fromkeys(map(_class, told))) or ("hung" if row["hung"] else "all go on")
     late = f"{max(each['seconds'] for each in told) - (row['limit'] or 0.0):.1f}" if told else ""
     names = f"{sum(named(row, each['text']) for each in told)} of {len(told)}" if told else ""
     where = f"{row['fault']}, {row['moment']}"
@@ -119,8 +125,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"{WORLD} emulated hosts at 100 Mbit/s, one rank each; rank 0 hosts the store. `timeout` is {TIMEOUT:g} s, also of the "
         "process group. The limit: nothing for a killed process, whose connections its kernel closes; "
         f"{SILENT_AFTER:g} s for a host that answers nothing; the timeout for a process that is stopped, and before there is a "
-        "process group (the error is then torch's own). Seconds are those of the slowest survivor, of one run per row; a "
-        "machine that has other work makes them longer. By `make study NAME=faults`."
+        "process group. There, and in the script's `dist.barrier()` at the end, the wait is torch's own, and so is "
+        "the error. Seconds are those of the slowest survivor, of one run per row; a machine that has other work makes them "
+        "longer. By `make study NAME=faults`."
     )
     return "# Failures of machines\n\n" + about + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 

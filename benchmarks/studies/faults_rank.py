@@ -68,12 +68,12 @@ def train(algorithm: type, is_victim: bool, at: object) -> None:
     call = at if callable(at) else lambda where: None
     call("before init_process_group")
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
-    call("before replicate")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
     head = nn.Linear(256, 64)
     whole = nn.Sequential(model, head)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.01)
+    call("before replicate")  # after the seconds that torch's optimizers take to be imported
     replica = gossamer.replicate(whole, optimizer, algorithm(bucket_bytes=2**18), timeout=TIMEOUT)
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -1,15 +1,20 @@
 """A process that ends in mid-training is an error on every other one within ten seconds, and no process is left."""
 
+import os
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from processes.harness import Launch, Process, launch
+from processes.harness import Launch, Process, free_port, launch
 
 SECONDS = 30.0
 """Two or three when the machine is not busy."""
@@ -108,6 +113,41 @@ def test_a_rank_that_is_killed_before_replicate() -> None:
     survivors(waited, name, 1, ["rank 1 will not come"], ["PeerLeftError", "CommunicationError"])
     told = processes[2].reports[name].value
     assert told["kind"] in ("PeerLeftError", "CommunicationError"), "perhaps only that the store has ended with rank 0"
+
+
+@pytest.mark.slow
+def test_torchrun_starts_again_what_has_failed_and_nothing_is_left_of_the_last_attempt(tmp_path: Path) -> None:
+    """Rank 1 ends with an error before replicate(), says so on the board, and succeeds in the next attempt."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+            import os, torch, torch.distributed as dist, gossamer
+            dist.init_process_group("gloo")
+            attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank()
+            if attempt == "0" and rank == 1:
+                raise ValueError("on purpose")
+            model = torch.nn.Linear(3, 3)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            replica = gossamer.replicate(model, optimizer, gossamer.AllReduce(), timeout=60)
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            replica.close()
+            print("trained in attempt", attempt, flush=True)
+        """)
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--max-restarts=1",
+        "--nproc-per-node=2",
+        "--master-addr=127.0.0.1",
+    ]
+    command += [f"--master-port={free_port()}", "--rdzv-backend=static", str(script)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("trained in attempt 1") == 2, ended.stdout
 
 
 def standing(pause: str, timeout: str, steps: str) -> Launch:

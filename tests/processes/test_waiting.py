@@ -206,6 +206,17 @@ def test_a_host_that_has_vanished_is_named_long_before_the_timeout() -> None:
         waiting.wait(ticket(), nothing)
 
 
+def test_process_groups_that_cannot_be_opened_name_the_setting_that_may_help() -> None:
+    waiting, _ = three(timeout=0.2)
+    waiting.opening_hint = "; rank 0 listens for the others at 10.0.0.1: name the network interface by GLOO_SOCKET_IFNAME"
+    with pytest.raises(CommunicationTimeout, match=r"listens for the others at 10\.0\.0\.1: .* by GLOO_SOCKET_IFNAME"):
+        waiting.wait(Opening(0, "gossamer.replicate()"), nothing)
+    refused: Opening[Any] = Opening(0, "gossamer.replicate()")
+    refused.error = RuntimeError("[gloo] Connection refused")
+    assert "GLOO_SOCKET_IFNAME" in str(waiting.explain(refused))
+    assert "GLOO_SOCKET_IFNAME" not in str(waiting.explain(failed_with(RuntimeError("[gloo] Connection closed"))))
+
+
 def test_a_slow_link_is_named_where_every_rank_waits(caplog: pytest.LogCaptureFixture) -> None:
     class Slow(Links):
         def backed_up(self) -> dict[int, float]:

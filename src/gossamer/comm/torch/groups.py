@@ -209,16 +209,17 @@ def address_among(own: str, others: Collection[str]) -> str:
 
     The host of the store may reach it by an address of its own alone (127.0.0.1, or what /etc/hosts has for its name).
     """
-    if own and not _is_loopback(own):
+    if _is_elsewhere(own):
         return own
-    elsewhere = next((other for other in sorted(others) if other and not _is_loopback(other)), None)
+    elsewhere = next(filter(_is_elsewhere, sorted(others)), None)
     return own if elsewhere is None else sockets.address_towards(elsewhere) or own
 
 
-def _is_loopback(address: str) -> bool:
+def _is_elsewhere(address: str) -> bool:
+    """Whether this is an address that other hosts may reach."""
     try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
+        return not ipaddress.ip_address(address).is_loopback
+    except ValueError:  # unknown
         return False
 
 
@@ -249,7 +250,8 @@ class Ended:
         if self._group is None or rank not in self._places:
             return False
         try:
-            _posted.append(self._group.recv([torch.zeros(1, dtype=torch.uint8)], self._places.index(rank), _NEVER_SENT))
+            # Not kept: the work would hold the user's group, which is to end when its owner destroys it.
+            self._group.recv([torch.zeros(1, dtype=torch.uint8)], self._places.index(rank), _NEVER_SENT)
         except RuntimeError:
             return True
         return False
@@ -257,6 +259,3 @@ class Ended:
 
 _NEVER_SENT = 0x60554D
 """A tag of messages that nobody sends."""
-
-_posted: list[Any] = []
-"""Receives that go on waiting, a handful at most."""

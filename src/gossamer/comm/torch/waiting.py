@@ -86,8 +86,8 @@ class WaitPolicy:
                 raise CommunicationTimeout(self._timeout_text(ticket))
             if waited >= wait.next_warning:
                 wait.next_warning *= 2
-                self._warn(ticket, waited)
                 self._require_same_flow(ticket)
+                self._warn(ticket, waited)
         self._absent = 0.0
         if wait.posted:
             self._go_on()
