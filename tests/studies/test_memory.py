@@ -48,6 +48,15 @@ def workload(tmp_path):
 
 
 @pytest.mark.alone
+def test_every_rank_tells_the_peak_of_a_training(workload):
+    found = in_turn([], partial(lab_json, LabSpec(hosts=2, shaping="none")), str(workload), repeats=1)
+    assert [each.keys() for each in found] == [{"compute"}] * 2
+    assert all(each["compute"][0].gradients == 4 * 2048 * 4096 < each["compute"][0].nbytes for each in found)
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_buckets_of_ddp_are_seen_and_its_absence_too(workload):
     here = partial(lab_json, LabSpec(hosts=2, shaping="none"))
     found = in_turn(["ddp", "Gossip()"], here, str(workload), repeats=1)

@@ -21,7 +21,7 @@ def test_a_curve_ends_at_exact_consensus() -> None:
 
 
 def test_the_table_on_the_page_is_up_to_date() -> None:
-    """Run `make topologies` after changing a topology."""
+    """Run `make study NAME=topologies` after changing a topology."""
     assert topologies.table((16, 12)) in PAGE.read_text()
 
 
