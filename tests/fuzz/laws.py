@@ -46,6 +46,8 @@ def nothing_is_lost(case: Case, results: Results) -> str:
     algorithm = case.make_algorithm()
     if not case.linear or algorithm.takes_momentum or "DiLoCo" in case.algorithm or _loses(case):
         return ""
+    if _nodes_differ(case) and algorithm.part("weights") is not None:
+        return ""  # nodes count alike there, however many ranks they have, and so do not all gradients
     if case.overflow is not None and (algorithm.part("weights") is not None or case.optimizers > 1):
         return ""  # some of the parameters take the step
     had, precision = expected_sum(case), 1e-9 if _exact(case) else 2e-5
@@ -93,6 +95,13 @@ def _loses(case: Case) -> bool:
     rounded = re.search(r"(ScatterReduce|ChunkSparse|PowerSGD)\((?![^()]*residual='fp32')", case.algorithm.replace("()", ""))
     wires = re.search(r"AllReduce\([^)]*wire='(bf16|fp16)'", case.algorithm)
     return bool(lossy or wires or (feedback and (rounded or "Hierarchical" in case.algorithm or case.join)))
+
+
+def _nodes_differ(case: Case) -> bool:
+    """Whether some node has more ranks than another."""
+    return any(
+        case.world > int(size) and case.world % int(size) for size in re.findall(r"ranks_per_node=(\d+)", case.algorithm)
+    )
 
 
 def _kinds(case: Case) -> list[tuple[int, str]]:
