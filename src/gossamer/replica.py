@@ -117,6 +117,7 @@ class Replica:
             yield self._parts.model
             return
         self._refuse_in_join("consensus()")
+        self._even_out()
         self.wait_for_exchanges()
         tensors = once({**floating(self._parts.trainable), **beside_parameters(self._parts.model)})
         self._at_average = True
@@ -136,6 +137,7 @@ class Replica:
         if self._runner.world == 1 or self._at_average:
             return 0.0
         self._refuse_in_join("consensus_distance()")
+        self._even_out()
         self.wait_for_exchanges()
         tensors = floating(self._parts.trainable)
         if not self._weights and equal(self._runner, tensors):
@@ -152,6 +154,12 @@ class Replica:
         if self._weights.may_be_apart:
             with alarming(self._runner):
                 self._weights.catch_up(self._at_average)
+
+    def _even_out(self) -> None:
+        """Where only weights are exchanged, ranks may have taken different numbers of steps; where all meet they are told."""
+        if self._weights and self._gradients is None and self._runner.world > 1 and not self._weights.may_be_apart:
+            with alarming(self._runner):
+                self._weights.even_out(self._loop.steps)
 
     def answer(self) -> bool:
         """Where exchanges may lag: take part in one more, if it could begin at once; whether it did. Between steps.
@@ -203,6 +211,7 @@ class Replica:
         if self._overlap is not None:
             self._overlap.conclude()
         self.catch_up()
+        self._even_out()
         if self._gradients is not None:
             self._gradients.discarded.confirm(self._loop.waiting)
         weights = checkpoint.fingerprint(self._parts.parameters.values()) if self._weights else ""
@@ -270,6 +279,8 @@ class Replica:
         self._parts.watch.release()
         try:
             self.catch_up()
+            if average and sys.exc_info()[0] is None:
+                self._even_out()
             self._weights.conclude()
             if average and self._weights and self._runner.world > 1:
                 beside = beside_parameters(self._parts.model)

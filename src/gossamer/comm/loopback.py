@@ -52,10 +52,14 @@ class World:
         self._turns = [threading.Condition(self._lock) for _ in range(size)]
         self._running = 0
         self._waits: dict[int, Meeting] = {}
+        self._here: dict[int, bool] = {}
+        """The ranks that wait until all are here, and whether each is asked to answer another one."""
         self._finished: set[int] = set()
         self._meetings: dict[Place, Meeting] = {}
         self._channels = [0] * size
         self._generators = Turns(size)
+        self._left = 0
+        """How many have left the place where all were."""
 
     def open_channel(self, rank: int) -> int:
         """A number for a new runner, equal on all ranks that open runners in the same order."""
@@ -89,6 +93,23 @@ class World:
             raise self._stopped(rank)
         return meeting.results[rank]
 
+    def meet(self, rank: int, answer: Callable[[], bool]) -> None:
+        """Wait until all ranks are here. One that others wait for in an exchange, so that nobody can go on, answers them."""
+        self._here[rank] = False
+        while len(self._here) < self.size:
+            self._generators.leave(rank)
+            self._pass_baton(rank)
+            if len(self._here) == self.size:
+                break
+            if not self._here[rank] or self.failure is not None:
+                raise self._stopped(rank)
+            del self._here[rank]
+            answer()
+            self._here[rank] = False
+        self._left += 1
+        if self._left == self.size:
+            self._here, self._left = {}, 0
+
     def enter(self, rank: int) -> None:
         """Wait for the first turn."""
         with self._lock:
@@ -113,6 +134,8 @@ class World:
     def _runnable(self, rank: int) -> bool:
         if rank in self._finished:
             return False
+        if rank in self._here:
+            return len(self._here) == self.size or self._here[rank]
         return rank not in self._waits or self._waits[rank].results is not None
 
     def _wake(self, ranks: Iterable[int]) -> None:
@@ -123,6 +146,9 @@ class World:
         with self._lock:
             after = [(rank + k) % self.size for k in range(1, self.size + 1)]
             following = next((r for r in after if self._runnable(r)), None)
+            if following is None and (missed := self._missed()):
+                following = next(r for r in after if r in missed)
+                self._here[following] = True
             if following is None and len(self._finished) < self.size and self.failure is None:
                 self.failure = DisagreementError(self._deadlock())
             self._running = self._running if following is None else following
@@ -132,11 +158,17 @@ class World:
         if wait:
             self._generators.enter(rank)
 
+    def _missed(self) -> set[int]:
+        """The ranks that wait until all are here, while others wait for them in an operation."""
+        return {r for meeting in self._waits.values() for r in meeting.group if r not in meeting.brought and r in self._here}
+
     def _deadlock(self) -> str:
         waiting = "; ".join(
             f"rank {rank} waits in {meeting.brought[rank]} ({meeting.labels[rank]})"
             for rank, meeting in sorted(self._waits.items())
         )
+        if self._here:
+            waiting += f"; until all ranks are here: {sorted(self._here)}"
         ended = f"; ended: {sorted(self._finished)}" if self._finished else ""
         return f"ranks wait for each other in vain: {waiting}{ended}"
 
@@ -174,8 +206,15 @@ class LoopbackRunner(InlineRunner):
 
     def __init__(self, world: World, rank: int) -> None:
         meter = Meter()
+        self._world = world
         self._loopback_port = LoopbackPort(world, rank, meter)
         super().__init__(self._loopback_port, meter, rank, world.size)
+
+    def meet(self, label: str, answer: Callable[[], bool]) -> None:
+        self._world.meet(self.rank, answer)
+
+    def awaited(self, label: str) -> bool:
+        return True
 
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
         self._loopback_port.label = label

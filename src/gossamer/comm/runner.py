@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.flow import Port, drive
-from gossamer.comm.ops import AllReduce, Broadcast, Decide, Flow, Group, Op, Push, result_like
+from gossamer.comm.ops import AllReduce, Broadcast, Decide, Flow, Group, Op, Push, maximum, result_like
 from gossamer.comm.profiling import shown
 
 T = TypeVar("T")
@@ -153,6 +153,18 @@ class Runner(ABC):
     def run(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = CONTROL) -> T:
         """Submit a flow and wait for it."""
         return self.wait(self.submit(make_flow, label, lane))
+
+    def meet(self, label: str, answer: Callable[[], bool]) -> None:
+        """Wait until every rank is here. Collective.
+
+        ``answer``: called while others are not here; it takes part in an exchange that they may wait for, and returns whether
+        it did.
+        """
+        self.wait(self.submit(lambda: maximum(torch.zeros(1), self.world), label, CONTROL), answer)
+
+    def awaited(self, label: str) -> bool:
+        """Inside :meth:`meet` of this label: whether another rank is known to wait in an exchange, so that it will not come."""
+        return False
 
     @abstractmethod
     def meters(self) -> list[Meter]:

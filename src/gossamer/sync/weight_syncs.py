@@ -15,7 +15,7 @@ from gossamer.errors import UsageError
 from gossamer.memory import as_real
 from gossamer.sync.exact import changing, exact
 from gossamer.sync.history import history, skips
-from gossamer.sync.lagging import catch_up
+from gossamer.sync.lagging import catch_up, even_out
 from gossamer.sync.loop import Subscriber
 from gossamer.sync.module_buffers import averaged, beside_parameters, check_shapes, shapes_of
 from gossamer.sync.statistics import Statistics
@@ -154,6 +154,10 @@ class WeightSyncs(Subscriber):
         ``at_average``: all are inside ``consensus()``, so that nobody waits for an answer.
         """
         catch_up(self._runner, self._all[0], (lambda: False) if at_average else self.answer, self.exchange_again)
+
+    def even_out(self, taken: Sequence[int]) -> None:
+        """Let ranks that took fewer steps take part in what they missed. Collective. ``taken``: the steps of each optimizer."""
+        even_out(self._runner, self._all, taken, self.exchange_without_step)
 
     def _changing_late(self, index: int) -> AbstractContextManager[None]:
         """What may lag may be there by now, and is added before the next exchange begins."""

@@ -169,7 +169,7 @@ class FailureBoard:
         """The ranks that keep flow ``sequence`` waiting: those that wait for nobody, or else in the earliest flow."""
         self.wait_in(sequence, label)
         time.sleep(0.3)
-        waits = self._waits()
+        waits = self.waits()
         return [r for r, at in waits.items() if at is None] or [r for r, at in waits.items() if at and at[0] < sequence]
 
     def note_backlog(self, waiting: Mapping[int, float]) -> None:
@@ -184,10 +184,10 @@ class FailureBoard:
 
     def elsewhere(self, sequence: int, label: str) -> dict[int, str]:
         """The ranks that wait in another flow of the same number, and what that is called, where they have said it."""
-        same_number = {rank: at[1] for rank, at in self._waits().items() if at and at[0] == sequence}
+        same_number = {rank: at[1] for rank, at in self.waits().items() if at and at[0] == sequence}
         return {rank: other for rank, other in same_number.items() if other and other != label}
 
-    def _waits(self) -> dict[int, tuple[int, str] | None]:
+    def waits(self) -> dict[int, tuple[int, str] | None]:
         """Where the others wait."""
         posted = {rank: text.partition(" ") for rank, text in self._read("waits", self._others()).items()}
         return {rank: (int(number), label) if number else None for rank, (number, _, label) in posted.items()}

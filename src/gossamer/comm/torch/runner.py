@@ -25,7 +25,7 @@ from gossamer.comm.torch.sockets import cut
 from gossamer.comm.torch.store import StoreLostError, board_store, default_store
 from gossamer.comm.torch.streams import StreamLanes
 from gossamer.comm.torch.transport import transport_for
-from gossamer.comm.torch.waiting import SLICE, Opening, WaitPolicy, seconds_of
+from gossamer.comm.torch.waiting import LOOK_EVERY, SLICE, Opening, WaitPolicy, seconds_of
 from gossamer.comm.torch.watchdog import Issued, Watchdog
 from gossamer.errors import CommunicationError, ConfigurationError, GossamerError
 
@@ -88,6 +88,8 @@ class TorchRunner(Runner):
             self.alarm(f"rank {self.rank}: {error}")
             raise
         # A host that is no member may end when it likes.
+        self._asked = 0.0
+        """When the board was asked last in what others wait."""
         self._policy = WaitPolicy(self._board, self.rank, seconds, self._store.host_rank in (None, *self._ranks))
 
     @property
@@ -205,6 +207,13 @@ class TorchRunner(Runner):
     def _origin(self, ticket: Ticket[Any]) -> Ticket[Any]:
         """The flow in which an error arose that also ended ``ticket``, which was queued behind it."""
         return next((t for t in self._under_way.values() if t.error is ticket.error and t.begun), ticket)
+
+    def awaited(self, label: str) -> bool:
+        now = time.monotonic()
+        if now - self._asked < LOOK_EVERY:
+            return False
+        self._asked = now
+        return self._policy.others_wait_elsewhere(label)
 
     def meters(self) -> list[Meter]:
         return self._meters

@@ -170,8 +170,16 @@ class WaitPolicy:
                 f"rank {self._rank} waits in {ticket.label}, but {others}: not all ranks have made the same calls. Every rank "
                 "enters consensus(), calls consensus_distance(), state_dict(), load_state_dict() and close(average=True), "
                 "and runs forward in training mode (which synchronises buffers) as often as the others: evaluate on one rank "
-                "after model.eval()"
+                "after model.eval(). Ranks with different numbers of batches train inside replica.join()"
             )
+
+    def others_wait_elsewhere(self, label: str) -> bool:
+        """Whether another rank has said that it waits in a flow of another name."""
+        try:
+            return any(at is not None and at[1] not in ("", label) for at in self._board.waits().values())
+        except Exception as error:
+            logger.debug("could not ask in what others wait: %s", error)
+            return False
 
     def _note_backlog(self, waited: float) -> None:
         """Measure how fast bytes go out to the other ranks; let all know it before anybody says who is slow."""
