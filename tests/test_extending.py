@@ -54,7 +54,7 @@ def codec() -> Codec:
 
 def test_the_page_shows_two_files_and_runs_its_snippets(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(FILES) == 2
-    assert len(SNIPPETS) == 2
+    assert len(SNIPPETS) == 4
     namespace: dict[str, object] = {}
     for snippet in SNIPPETS:
         exec(compile(snippet, str(PAGE), "exec"), namespace)

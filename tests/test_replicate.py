@@ -455,8 +455,10 @@ def two_passes_for_a_step(algorithm: gossamer.Algorithm, between: Callable[[SGD]
         assert replica._gradients is not None
         exchange = replica._gradients.exchange
         ((index, segment),) = [(b.index, s) for b in exchange.buckets for s in b.segments if s.name == "0"]
-        owed = exchange.handlers[index].owed(exchange.states[index], exchange.context(0))
-        return -weight.detach(), *given, torch.zeros(8, 8) if owed is None else segment.view(owed).clone()
+        owed = exchange.handlers[index].hand_over(
+            torch.zeros_like(exchange.buckets[index].flat), exchange.states[index], exchange.context(0)
+        )
+        return -weight.detach(), *given, segment.view(owed).clone()
 
     return loopback(body, 3)
 

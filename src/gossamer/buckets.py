@@ -1,8 +1,9 @@
 """Bucket: the flat tensor in which the gradients (or weights) of several parameters travel as one."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -52,15 +53,28 @@ class Layout:
     segments: tuple[Segment, ...]
     dtype: torch.dtype
     device: torch.device
-    label: str
-    """Who handles it: see ``Algorithm.route``."""
     message: torch.dtype
     """The type of the flat tensor: that of the tensors, or of what is sent of them (``Algorithm.message_dtype``)."""
+    handler: Any = None
+    """The algorithm that handles it: see ``Algorithm.route``."""
+    owner: int | None = None
+    """The number of the optimizer whose parameters alone it holds, where several share a replica."""
 
     @property
-    def kind(self) -> tuple[torch.dtype, torch.device, str]:
-        """What those who share a bucket have in common."""
-        return self.dtype, self.device, self.label
+    def kind(self) -> "Kind":
+        """What the parameters that share a bucket have in common."""
+        return self.dtype, self.device, self.handler, self.owner
+
+    @property
+    def handled(self) -> str:
+        """Who handles it, in short."""
+        by = "" if self.handler is None else f"by {type(self.handler).__name__}"
+        return by if self.owner is None else f"{by} of optimizer {self.owner}"
+
+    @property
+    def group(self) -> str:
+        """The name of what belongs to all buckets of one handler (and one optimizer)."""
+        return repr(self.handler) if self.owner is None else f"{self.handler!r} of optimizer {self.owner}"
 
     @property
     def numel(self) -> int:
@@ -113,7 +127,7 @@ class Plan:
         """A line for each parameter, in order, of all that ranks must have alike: equal plans, equal lines."""
         return "\n".join(
             f"{s.name}: {layout.dtype} {list(s.shape)} in the order of strides {list(in_order(s.shape, s.stride))}, bucket "
-            f"{index} {layout.label}".rstrip()
+            f"{index} {layout.handled}".rstrip()
             for index, layout in enumerate(self.layouts)
             for s in layout.segments
         )
@@ -129,7 +143,9 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
-def make_layout(tensors: Mapping[str, Tensor], label: str = "", message: torch.dtype | None = None) -> Layout:
+def make_layout(
+    tensors: Mapping[str, Tensor], handler: Any = None, owner: int | None = None, message: torch.dtype | None = None
+) -> Layout:
     """One bucket that holds ``tensors`` (all of one dtype, on one device) in the order given."""
     ends = list(accumulate(tensor.numel() for tensor in tensors.values()))
     segments = tuple(
@@ -137,32 +153,39 @@ def make_layout(tensors: Mapping[str, Tensor], label: str = "", message: torch.d
         for (name, tensor), end in zip(tensors.items(), ends, strict=True)
     )
     first = next(iter(tensors.values()))
-    return Layout(segments, first.dtype, first.device, label, message or first.dtype)
+    return Layout(segments, first.dtype, first.device, message or first.dtype, handler, owner)
+
+
+class Handler(Hashable, Protocol):
+    """What a plan must know of the algorithm that handles a parameter."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The threshold of its buckets."""
+
+    @property
+    def traits(self) -> Any:
+        """``traits.exact``: means come out exact."""
+
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which its buckets are packed."""
 
 
 class Routing(Protocol):
     """What a plan must know of an algorithm."""
 
-    def route(self, name: str, tensor: Tensor) -> str:
-        """The label of a parameter."""
-
-    def of(self, label: str) -> Any:
-        """Who handles it; its ``bucket_bytes`` is the threshold, ``exact`` says whether means come out exact, and
-        ``message_dtype()`` in which type the bucket is packed."""
+    def route(self, name: str, tensor: Tensor) -> Handler:
+        """Who handles a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneSize:
-    """The routing without labels: every bucket has the same threshold."""
+    """The routing of one handler: every bucket has the same threshold."""
 
     bucket_bytes: int
-    exact: ClassVar[bool] = False
+    traits: ClassVar[None] = None
 
-    def route(self, name: str, tensor: Tensor) -> str:
-        """No label."""
-        return ""
-
-    def of(self, label: str) -> "OneSize":
+    def route(self, name: str, tensor: Tensor) -> "OneSize":
         """Itself."""
         return self
 
@@ -171,55 +194,70 @@ class OneSize:
         return dtype
 
 
+Kind = tuple[torch.dtype, torch.device, Handler, int | None]
+"""What the parameters of one bucket have in common: type, device, who handles them, and whose they are alone."""
+
+NO_OWNERS: Mapping[str, int] = MappingProxyType({})
+"""One optimizer, whose parameters all are."""
+
 FIRST_BYTES = 2**20
 """Where gradients come one after the other, the first bucket closes at this size at the latest: the wire has work early."""
 
 
-def make_plan(tensors: Mapping[str, Tensor], routing: Routing | int, at_once: bool = False) -> Plan:
+def make_plan(
+    tensors: Mapping[str, Tensor], routing: Routing | int, at_once: bool = False, owners: Mapping[str, int] = NO_OWNERS
+) -> Plan:
     """Cut ``tensors``, in the order given, into buckets of at least ``bucket_bytes`` each (the last of a kind: less).
 
     ``routing``: an algorithm, or the threshold alone. ``at_once``: all buckets will be there at the same time, so that
-    what is left of a kind joins its bucket before, which has nothing to wait for.
+    what is left of a kind joins its bucket before, which has nothing to wait for. ``owners``: the optimizer of each parameter,
+    by name, where several take turns (a generator's and a discriminator's). A pass then brings gradients that one of them will
+    not use; what an algorithm loses of those, or keeps of them, must not reach the others', so that whatever is not averaged
+    exactly travels in buckets of one optimizer's parameters.
 
     A bucket is launched when it is complete, so buckets stand in the order in which their last tensor comes.
     """
     routing = OneSize(routing) if isinstance(routing, int) else routing
     layouts: list[Layout] = []
-    begun: set[tuple[torch.dtype, torch.device, str]] = set()
-    waiting: dict[tuple[torch.dtype, torch.device, str], dict[str, Tensor]] = {}
+    begun: set[Kind] = set()
+    waiting: dict[Kind, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        label = routing.route(name, tensor)
-        kind = (tensor.dtype, tensor.device, label)
+        kind = _kind(name, tensor, routing, owners)
         held = waiting.setdefault(kind, {})
         held[name] = tensor
-        enough = routing.of(label).bucket_bytes
+        enough = kind[2].bucket_bytes
         if not at_once and kind not in begun:
             enough = min(enough, FIRST_BYTES)
         if sum(t.numel() * t.element_size() for t in held.values()) >= enough:
             begun.add(kind)
-            layouts.append(_laid_out(waiting.pop(kind), label, routing))
+            layouts.append(_laid_out(waiting.pop(kind), kind))
     for kind, held in waiting.items():
         before = next((i for i in reversed(range(len(layouts))) if at_once and layouts[i].kind == kind), None)
         if before is None:
-            layouts.append(_laid_out(held, kind[2], routing))
+            layouts.append(_laid_out(held, kind))
         else:
             together = {name: tensors[name] for name in (*layouts[before].names, *held)}
-            layouts[before] = _laid_out(together, kind[2], routing)
+            layouts[before] = _laid_out(together, kind)
     return Plan(tuple(layouts))
 
 
-def _laid_out(tensors: Mapping[str, Tensor], label: str, routing: Routing) -> Layout:
-    first = next(iter(tensors.values()))
-    return make_layout(tensors, label, routing.of(label).message_dtype(first.dtype))
+def _kind(name: str, tensor: Tensor, routing: Routing, owners: Mapping[str, int]) -> Kind:
+    handler = routing.route(name, tensor)
+    alone = name in owners and not handler.traits.exact
+    return tensor.dtype, tensor.device, handler, owners[name] if alone else None
 
 
-def plan_from_names(names: Iterable[Sequence[str]], tensors: Mapping[str, Tensor], routing: Routing) -> Plan:
+def _laid_out(tensors: Mapping[str, Tensor], kind: Kind) -> Layout:
+    dtype, _, handler, owner = kind
+    return make_layout(tensors, handler, owner, handler.message_dtype(dtype))
+
+
+def plan_from_names(
+    names: Iterable[Sequence[str]], tensors: Mapping[str, Tensor], routing: Routing, owners: Mapping[str, int] = NO_OWNERS
+) -> Plan:
     """The plan with exactly these buckets, as saved by :meth:`Plan.to_dict`."""
-    return Plan(tuple(_saved(bucket, tensors, routing) for bucket in names))
-
-
-def _saved(names: Sequence[str], tensors: Mapping[str, Tensor], routing: Routing) -> Layout:
-    return _laid_out({name: tensors[name] for name in names}, routing.route(names[0], tensors[names[0]]), routing)
+    kinds = [(bucket, _kind(bucket[0], tensors[bucket[0]], routing, owners)) for bucket in names]
+    return Plan(tuple(_laid_out({name: tensors[name] for name in bucket}, kind) for bucket, kind in kinds))
 
 
 class Bucket:

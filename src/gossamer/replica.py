@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gossamer.errors import CommunicationError, UsageError
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.gossip_adamw import stop_telling
+from gossamer.optim.momentum import return_momentum
 from gossamer.sync import checkpoint, mixing
 from gossamer.sync.agreement import same_from_rank
 from gossamer.sync.alarms import alarming
@@ -78,7 +79,7 @@ class Replica:
         ``throw_on_early_termination=True`` raises a :class:`UsageError` on all ranks once one of them has left the block and
         another begins a further step.
         """
-        if self.algorithm.may_lag:
+        if self.algorithm.cadence.lag:
             raise UsageError("join() is not needed where exchanges may lag: a rank may have as many batches as it likes")
         if self._parts.scale.on:
             raise UsageError("join() cannot be used with scaler=: a rank without batches would not know by what others scale")
@@ -270,7 +271,8 @@ class Replica:
             self._release(average)
 
     def _release(self, average: bool) -> None:
-        self.algorithm.detach(self._parts.optimizers)
+        if self.algorithm.traits.takes_momentum:
+            return_momentum(self._parts.optimizers)
         for optimizer in self._parts.optimizers:
             stop_telling(optimizer)
             if isinstance(optimizer, Communicating):

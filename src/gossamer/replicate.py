@@ -23,6 +23,7 @@ from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError
 from gossamer.memory import as_real
 from gossamer.optim.communicating import Communicating
+from gossamer.optim.momentum import return_momentum
 from gossamer.replica import Replica
 from gossamer.sync.agreement import agree, checksum, same_from_rank
 from gossamer.sync.alarms import give_up
@@ -95,7 +96,7 @@ def replicate(
         ConfigurationError: arguments that cannot work, with the reason.
         DisagreementError: on every rank, if ranks differ in version, algorithm, model or options.
     """
-    runner = connect(group, mesh, timeout, by_machine=getattr(algorithm, "asks_for_machines", False) is True)
+    runner = connect(group, mesh, timeout, by_machine=isinstance(algorithm, Algorithm) and None in algorithm.traits.nodes)
     ignored = None
     try:
         ignored = Ignored(model, ignore)
@@ -114,7 +115,7 @@ def replicate(
         prepare(algorithm, {name: as_real(tensor.detach()) for name, tensor in travelling.items()})
         runner.agree_on_opening(devices={tensor.device for tensor in travelling.values()})
         if runner.nodes is not None:
-            algorithm.check_machines(runner.nodes)
+            algorithm.check(runner.world, runner.nodes)
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward))
         _start_equal(runner, model, optimizers)
         replica = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward, ignored)
@@ -143,13 +144,18 @@ def _load_kernels(algorithm: Algorithm, model: nn.Module) -> None:
 def _parts(algorithm: Algorithm) -> Iterator[Algorithm]:
     """An algorithm, and those in its fields."""
     yield algorithm
-    for each in (value for field in fields(algorithm) for value in _several(getattr(algorithm, field.name))):
+    for each in (value for field in fields(algorithm) for value in _within(getattr(algorithm, field.name))):
         if isinstance(each, Algorithm):
             yield from _parts(each)
 
 
-def _several(value: object) -> Sequence[object]:
-    return value if isinstance(value, tuple | list) else [value]
+def _within(value: object) -> Iterator[object]:
+    """A field's value, or what its tuples hold."""
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _within(each)
+    else:
+        yield value
 
 
 def _encodes(algorithm: Algorithm) -> bool:
@@ -176,7 +182,8 @@ def _attached(
         parts.ignored = ignored
         return Replica(parts)
     except BaseException:
-        algorithm.detach(optimizers)
+        if algorithm.traits.takes_momentum:
+            return_momentum(optimizers)
         release(named_parameters(model).values())
         raise
 
@@ -211,7 +218,7 @@ def _check(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any
 
 def _check_lag(algorithm: Algorithm, optimizers: Sequence[Optimizer], buffers: Buffers, scaler: Any) -> None:
     """Refuse what binds all ranks to the same step, or to one order of several exchanges, where they may lag."""
-    if not algorithm.may_lag:
+    if not algorithm.cadence.lag:
         return
     reasons = {
         "scaler= makes them agree in every step": scaler is not None,

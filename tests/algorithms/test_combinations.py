@@ -1,6 +1,7 @@
 """Algorithms made of others: every part at its own time, and what one of a kind cannot do is refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import gossamer
+from contracts.cases import bucket_of, tapped
+from contracts.laws import MetaPort
 from gossamer import (
     AllReduce,
     ChunkSparse,
@@ -21,11 +24,14 @@ from gossamer import (
     in_parts,
     loopback,
 )
+from gossamer.algorithms.base import Context
 from gossamer.buckets import make_plan
+from gossamer.comm.flow import drive
 from gossamer.comm.loopback import LoopbackRunner
 from gossamer.comm.topology import Exchange, Hypercube, Permutation, Topology
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, step_time
+from gossamer.state import State
 
 
 class OneWay(Topology):
@@ -217,15 +223,17 @@ def test_what_by_size_cannot_combine(make: Callable[[], object], message: str) -
     ids=repr,
 )
 def test_short_buckets_overtake_in_combinations_too(algorithm):
-    overtaking = algorithm.overtaking()
-    assert type(overtaking) is type(algorithm)
-    assert [leaf.gather_below for leaf in leaves(overtaking)] == [2**18] * len(leaves(algorithm))
-    assert [leaf.bucket_bytes for leaf in leaves(overtaking)] == [leaf.bucket_bytes for leaf in leaves(algorithm)]
+    """They are gathered from all at once, where a ring of messages would wait for what longer buckets have sent."""
+    bucket = bucket_of([(20_000,)], torch.float32, "meta")
 
+    def asked(ctx: Context) -> list[str]:
+        tape: list[str] = []
+        drive(tapped(algorithm.exchange(bucket, State(bucket.flat), ctx), tape), MetaPort(4))
+        return [op.partition("(")[0] for op in tape if op.startswith("start")]
 
-def leaves(algorithm):
-    parts = getattr(algorithm, "parts", None) or ([algorithm.inner] if hasattr(algorithm, "inner") else [])
-    return [leaf for part in parts for leaf in leaves(part)] if parts else [algorithm]
+    ctx = Context(1, 0, (0, 1, 2, 3))
+    assert "start all_gather" not in asked(ctx)
+    assert "start all_gather" in asked(replace(ctx, overtakes=True))
 
 
 @pytest.mark.parametrize(

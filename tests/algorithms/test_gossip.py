@@ -117,17 +117,17 @@ def test_a_step_is_the_mixing_matrix(topology: Topology) -> None:
 
 def test_local_steps_pass_between_two_exchanges() -> None:
     algorithm = Gossip(every=3)
-    assert [step for step in range(10) if algorithm.due(step)] == [0, 3, 6, 9]
+    assert [step for step in range(10) if algorithm.cadence.due(step)] == [0, 3, 6, 9]
     met = [algorithm.topology.at(step // 3, 8) for step in (0, 3, 6, 9)]
     assert met == [Dissemination().at(number, 8) for number in range(4)], "no partner of the cycle is left out"
 
 
 def test_what_travels_repeats_itself_with_the_period() -> None:
-    assert Gossip().traffic_period == 1
-    assert Gossip(every=3).traffic_period == 3
-    assert GossipPGA(every=2, period=5).traffic_period == 10
-    assert after(3, Gossip(every=4), before=Gossip(every=6)).traffic_period == 12
-    assert by_size(3, small=Gossip(every=2), large=Gossip(every=3)).traffic_period == 6
+    assert Gossip().cadence.period == 1
+    assert Gossip(every=3).cadence.period == 3
+    assert GossipPGA(every=2, period=5).cadence.period == 10
+    assert after(3, Gossip(every=4), before=Gossip(every=6)).cadence.period == 12
+    assert by_size(3, small=Gossip(every=2), large=Gossip(every=3)).cadence.period == 6
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])

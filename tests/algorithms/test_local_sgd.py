@@ -159,14 +159,14 @@ def test_what_a_codec_loses_of_an_outer_delta_comes_later() -> None:
 def test_what_its_averaging_leaves_exact_is_exact() -> None:
     algorithm = DiLoCo(averaging=FOUR_BITS)
     matrix, vector = torch.zeros(3, 3), torch.zeros(3)
-    assert algorithm.of(algorithm.route("a", matrix)).averaging == FOUR_BITS
-    assert isinstance(algorithm.of(algorithm.route("a", vector)).averaging, AllReduce)
+    assert algorithm.route("a", matrix).averaging == FOUR_BITS
+    assert isinstance(algorithm.route("a", vector).averaging, AllReduce)
 
 
 def test_a_matrix_that_is_cut_into_parts_is_one() -> None:
     algorithm = in_parts(4, DiLoCo(every=1, averaging=FOUR_BITS))
     pieces = cut({"matrix": torch.zeros(10, 10), "vector": torch.zeros(30)}, 4)
-    handlers = {name: algorithm.of(algorithm.route(name, piece)) for name, piece in pieces.items()}
+    handlers = {name: algorithm.route(name, piece) for name, piece in pieces.items()}
     assert len(handlers) > 4
     for name, handler in handlers.items():
         assert (handler.algorithm.averaging == FOUR_BITS) == name.startswith("matrix")
@@ -202,7 +202,7 @@ def test_weights_that_a_checkpoint_did_not_know_begin_where_all_are() -> None:
 
 def test_buffers_become_their_mean() -> None:
     """A running variance that an outer momentum carries on could be negative."""
-    handler = DiLoCo(every=5).of(DiLoCo().route(buffer_name("running_var"), torch.zeros(3)))
+    handler = DiLoCo(every=5).route(buffer_name("running_var"), torch.zeros(3))
     assert type(handler) is LocalSGD
 
 

@@ -86,7 +86,7 @@ def test_what_is_owed_on_stays_finite(kept: torch.dtype) -> None:
     state, place = State(torch.zeros(9)), layout.segments[1]
     state["residual"] = torch.full((9,), 49152.0, dtype=kept)
     mean = torch.tensor([[32768.0, 0.0], [0.0, 0.0], [-16384.0, 0.0]])
-    assert ScatterReduce().owe(mean, place, state, Context(0, 0, (0, 1), None))
+    assert ScatterReduce().put_back(mean, place, state, Context(0, 0, (0, 1), None))
     owed = place.view(state["residual"])
     assert owed[:, 0].tolist() == [min(81920.0, torch.finfo(kept).max), 49152.0, 32768.0]
     assert owed[:, 1].tolist() == state["residual"][:3].tolist() == [49152.0] * 3

@@ -32,7 +32,7 @@ from gossamer.algorithms import (
     in_parts,
     registry,
 )
-from gossamer.algorithms.base import Context, Subject
+from gossamer.algorithms.base import Context
 from gossamer.algorithms.difference import Difference, computed, narrow
 from gossamer.buckets import Bucket, make_layout
 from gossamer.codecs import Codec
@@ -121,8 +121,10 @@ def algorithms(subject: str | None = None, exact: bool = False, **fields: Any) -
     """Every registered algorithm in every variant, and combinations of them, with some fields replaced."""
     # A named form of another algorithm (QSGD) is tested as it is, and so is what all lossy ones have in common.
     forms = {cls for cls in registry().values() if any(base in registry().values() for base in cls.__mro__[1:])}
-    known = [v for cls in registry().values() for v in ([cls()] if cls in forms else variants(cls)) if v.exact or _stands(v)]
-    chosen = [a for a in (*known, *combined()) if subject in (None, a.subject) and a.exact >= exact]
+    known = [
+        v for cls in registry().values() for v in ([cls()] if cls in forms else variants(cls)) if v.traits.exact or _stands(v)
+    ]
+    chosen = [a for a in (*known, *combined()) if subject in (None, a.subject) and a.traits.exact >= exact]
     return [with_fields(variant, **fields) for variant in chosen]
 
 
@@ -295,15 +297,18 @@ def stacked(outcomes: Sequence[Outcome], step: int = -1) -> Tensor:
 # -- what a flow asked for ---------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Tapped(Algorithm, register=False):
     """Another algorithm, with everything that it yields and returns written down by step and bucket."""
 
     inner: Algorithm
-    tape: dict[tuple[int, int], list[str]] = dataclasses.field(repr=False)
+    tape: dict[tuple[int, int], list[str]] = dataclasses.field(repr=False, compare=False)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         return self._written_down(bucket, self.inner.exchange(bucket, state, ctx), ctx)
+
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.inner.message_dtype(dtype)
 
     def _written_down(self, bucket: Bucket, flow: Flow[Any], ctx: Context) -> Flow[Any]:
         tape = self.tape.setdefault((ctx.step, bucket.index), [])
@@ -315,27 +320,10 @@ class Tapped(Algorithm, register=False):
         flow = self.inner.finish(buckets, states, state, ctx)
         return None if flow is None else tapped(flow, self.tape.setdefault((ctx.step, -1), []))
 
-    def part(self, subject: Subject) -> Algorithm | None:
-        inner = self.inner.part(subject)
-        return None if inner is None else tap(inner, self.tape)
-
-    def of(self, label: str) -> Algorithm:
-        return tap(self.inner.of(label), self.tape)
-
-    def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
-        return tap(self.inner.attach(optimizers), self.tape)
-
-
-SAID = [name for name in vars(Algorithm) if not name.startswith("_") and name not in {*vars(Tapped), "bucket_bytes"}]
-"""Whatever else an algorithm says of itself: a tapped one says what the one inside says."""
-
 
 def tap(algorithm: Algorithm, tape: dict[tuple[int, int], list[str]]) -> Algorithm:
     """``algorithm`` with a tape."""
-    said = {name: property(lambda self, name=name: getattr(self.inner, name)) for name in SAID}
-    cls = type("Tapped", (Tapped,), {**said, "__module__": __name__}, register=False)
-    tapped_algorithm: Algorithm = cls(inner=algorithm, tape=tape, bucket_bytes=algorithm.bucket_bytes)
-    return tapped_algorithm
+    return Tapped(inner=algorithm, tape=tape)
 
 
 def tapped(flow: Flow[Any], tape: list[str]) -> Flow[Any]:
@@ -399,8 +387,7 @@ def make_training(
     model = Oddities(**options)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(trainable, lr=lr, eps=1e-3)
-    inner = algorithm.inner if isinstance(algorithm, Tapped) else algorithm
-    if isinstance(inner, ChunkSparse) and inner.momentum_correction:
+    if algorithm is not None and algorithm.traits.takes_momentum:
         optimizer = torch.optim.SGD(trainable, lr=lr, momentum=0.9)
     return model, optimizer, None if algorithm is None else gossamer.replicate(model, optimizer, algorithm)
 

@@ -136,13 +136,12 @@ def among_one_nothing_is_kept_back(algorithm: Algorithm, dtype: torch.dtype) -> 
     state = exchange(algorithm, [noise(4, 37, dtype, seed=step) for step in range(3)])[0].state
     bucket, ctx = bucket_of([(37,)], dtype), Context(3, 0, (0,))
     bucket.flat.copy_(gradients[0][0])
-    owed = algorithm.owed(state, ctx)
-    had = bucket.flat.double() + (0.0 if owed is None else owed.double())
+    had = algorithm.hand_over(bucket.flat, state, ctx).double()
     result = drive(algorithm.exchange(bucket, state, ctx), MetaPort(1))
     torch.testing.assert_close(result.double(), had, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
     state.commit()
-    left = algorithm.owed(state, ctx)
-    assert left is None or not left.any()
+    nothing = torch.zeros_like(bucket.flat)
+    assert not algorithm.hand_over(nothing, state, ctx).any()
 
 
 # -- of algorithms over weights -------------------------------------------------------------------------------------------

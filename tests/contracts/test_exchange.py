@@ -13,7 +13,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 everyone = pytest.mark.parametrize("algorithm", algorithms(), ids=repr)
 of_gradients = pytest.mark.parametrize("algorithm", algorithms("gradients"), ids=repr)
 of_weights = pytest.mark.parametrize("algorithm", algorithms("weights"), ids=repr)
-keep_the_mean = pytest.mark.parametrize("algorithm", [a for a in algorithms("weights") if not a.moves_mean], ids=repr)
+keep_the_mean = pytest.mark.parametrize("algorithm", [a for a in algorithms("weights") if not a.traits.moves_mean], ids=repr)
 worlds = pytest.mark.parametrize("world", WORLDS)
 
 

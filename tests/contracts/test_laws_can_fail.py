@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
 from gossamer.codecs import Cast, Quantize
 from gossamer.comm.ops import Flow, all_reduce, permute
@@ -22,14 +23,18 @@ from .cases import noise
 
 def wrong(subject: Literal["gradients", "weights"], exchange: Callable[..., Flow[Tensor]]) -> Algorithm:
     """An algorithm with this exchange."""
-    cls = type(exchange.__name__, (Wrong,), {"subject": subject, "exchange": exchange}, register=False)
-    algorithm: Algorithm = cls()
+    cls = type(exchange.__name__, (Wrong,), {"exchange": exchange}, register=False)
+    algorithm: Algorithm = cls(moves=subject)
     return algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wrong(Algorithm, register=False):
-    subject: ClassVar[Literal["gradients", "weights"]] = "gradients"
+    moves: Literal["gradients", "weights"] = "gradients"
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(subject=self.moves)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         raise NotImplementedError

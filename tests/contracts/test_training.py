@@ -19,11 +19,11 @@ SINGLE, DOUBLE, HALF = (torch.float32, None), (torch.float64, torch.float32), (t
 worlds_and_dtypes = pytest.mark.parametrize(
     ("world", "dtypes"), [(2, SINGLE), (3, SINGLE), (8, SINGLE), (3, DOUBLE), (2, HALF), (8, HALF)], ids=str
 )
-exact = [cls(bucket_bytes=200) for cls in registry().values() if cls.exact]
+exact = [cls(bucket_bytes=200) for cls in registry().values() if cls().traits.exact]
 of_weights = pytest.mark.parametrize("algorithm", algorithms("weights", bucket_bytes=200), ids=repr)
 
 keep_the_mean = pytest.mark.parametrize(
-    "algorithm", [a for a in algorithms("weights", bucket_bytes=200) if not a.moves_mean], ids=repr
+    "algorithm", [a for a in algorithms("weights", bucket_bytes=200) if not a.traits.moves_mean], ids=repr
 )
 
 
@@ -74,7 +74,7 @@ def test_exact_algorithms_equal_one_worker_with_the_whole_batch(algorithm: Algor
     assert (replicas[0] - weights(model)).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("algorithm", [a for a in (*algorithms(), *mixed()) if not a.takes_momentum], ids=repr)
+@pytest.mark.parametrize("algorithm", [a for a in (*algorithms(), *mixed()) if not a.traits.takes_momentum], ids=repr)
 def test_a_world_of_one_trains_as_alone(algorithm: Algorithm) -> None:
     """With and without a loopback world around it."""
     alone = train_alone(5, 0)

@@ -1,4 +1,3 @@
-# ruff: noqa: F401  # combinations are written as text, which names what is imported here
 """Golden traces: the operations, bytes and messages of every step, for every algorithm and combination, in loopback.
 
 ``python -m contracts.traces`` (in ``tests``) records them anew; the test beside it compares with what is recorded.
@@ -16,26 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import gossamer
-from gossamer import (
-    AllReduce,
-    ByteGrad,
-    ChunkSparse,
-    Gossip,
-    GossipGraD,
-    Hierarchical,
-    LocalSGD,
-    PowerSGD,
-    PushSum,
-    QuantizedGossip,
-    ScatterReduce,
-    after,
-    by_size,
-    in_parts,
-    loopback,
-)
+from gossamer import AllReduce, ChunkSparse, PowerSGD, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.codecs import Quantize, Sign
-from gossamer.comm.digraph import RandomPush
+from gossamer.comm import digraph
 from gossamer.comm.loopback import LoopbackPort
 
 from .cases import algorithms, batch, combined, make_training, mixed, train_step, with_fields
@@ -86,7 +69,7 @@ def subjects() -> dict[str, Algorithm]:
         **alone,
         **{f"combined, {number}": each for number, each in enumerate(made())},
         **{f"mixed, {number}": each for number, each in enumerate(mixed())},
-        **{text: eval(text) for text in COMBINATIONS},
+        **{text: eval(text, {**vars(digraph), **vars(gossamer), **globals()}) for text in COMBINATIONS},
     }
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from gossamer import (
 )  # fmt: skip
 from gossamer.algorithms import Algorithm, after, by_size, in_parts
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.cadence import Cadence, every
 from gossamer.buckets import Bucket, make_plan
 from gossamer.comm import ops
 from gossamer.comm.digraph import Digraph, OutNeighbours
@@ -225,10 +225,10 @@ def test_an_algorithm_that_says_who_shares_a_machine_need_not_be_told(wrap: Call
 
 def test_who_shares_a_machine_is_asked_of_the_part_whose_time_lasts() -> None:
     eight, two = Hierarchical(Gossip(), ranks_per_node=8), Hierarchical(ranks_per_node=2)
-    assert after(5, eight, before=two).workers_per_machine == 8
-    assert after(5, None, before=two).workers_per_machine == after(5, Gossip(), before=two).workers_per_machine == 2
-    assert by_size(100, small=two, large=AllReduce()).workers_per_machine == 2
-    assert by_size(100, small=two, large=Hierarchical(ranks_per_node=4)).workers_per_machine is None, "they disagree"
+    assert after(5, eight, before=two).traits.ranks_per_node == 8
+    assert after(5, None, before=two).traits.ranks_per_node == after(5, Gossip(), before=two).traits.ranks_per_node == 2
+    assert by_size(100, small=two, large=AllReduce()).traits.ranks_per_node == 2
+    assert by_size(100, small=two, large=Hierarchical(ranks_per_node=4)).traits.ranks_per_node is None, "they disagree"
 
 
 def test_byes_are_counted_over_whole_cycles() -> None:
@@ -444,8 +444,6 @@ def test_an_exchange_that_communicates_twice() -> None:
 class Finishing(AllReduce, register=False):
     """Sends as much again once the step's buckets are through."""
 
-    subject: ClassVar[Literal["gradients", "weights"]] = "gradients"
-
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None]:
         state["norms"] = state["norms"] + 1
         yield from all_reduce(torch.cat([bucket.flat for bucket in buckets]))
@@ -459,19 +457,17 @@ def test_what_belongs_to_the_step_comes_after_its_buckets_beside_the_next_forwar
 class Seldom(Finishing, register=False):
     """The same, in every second step."""
 
-    def due(self, step: int) -> bool:
-        return step % 2 == 0
+    @property
+    def cadence(self) -> Cadence:
+        return every(2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(AllReduce, register=False):
     """The first parameter by one algorithm, the others by another."""
 
-    def route(self, name: str, tensor: torch.Tensor) -> str:
-        return "seldom" if name == "0" else "always"
-
-    def of(self, label: str) -> Algorithm:
-        return Seldom() if label == "seldom" else AllReduce()
+    def route(self, name: str, tensor: torch.Tensor) -> Algorithm:
+        return Seldom() if name == "0" else AllReduce()
 
 
 def test_what_belongs_to_a_step_is_left_out_where_nothing_is_exchanged() -> None:

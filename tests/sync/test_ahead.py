@@ -21,6 +21,7 @@ from gossamer import (
     loopback,
 )
 from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.cadence import Beat, Cadence
 from gossamer.buckets import Bucket, buffer_name, make_layout
 from gossamer.comm.ops import Flow
 from gossamer.comm.topology import Dissemination, Ring, mixing_matrix
@@ -260,8 +261,9 @@ def test_buffers_are_sent_as_they_are() -> None:
 
 def test_how_far_ahead_may_depend_on_the_step() -> None:
     class Later(Gossip, register=False):
-        def ahead_at(self, step: int) -> float:
-            return 1.0 if step >= 4 else 0.0
+        @property
+        def cadence(self) -> Cadence:
+            return Cadence((Beat(until=4), Beat(first=4, ahead=1.0)))
 
     plain, late = trained(Gossip(wire="fp32")), trained(Later(wire="fp32"))
     assert torch.equal(late[:4], plain[:4])

@@ -74,8 +74,10 @@ def owed(replica: gossamer.Replica, name: str) -> Tensor:
     assert replica._gradients is not None
     exchange = replica._gradients.exchange
     ((index, segment),) = [(b.index, s) for b in exchange.buckets for s in b.segments if s.name == name]
-    debt = exchange.handlers[index].owed(exchange.states[index], exchange.context(0))
-    return torch.zeros(segment.shape) if debt is None else segment.view(debt).clone()
+    debt = exchange.handlers[index].hand_over(
+        torch.zeros_like(exchange.buckets[index].flat), exchange.states[index], exchange.context(0)
+    )
+    return segment.view(debt).clone()
 
 
 @pytest.mark.parametrize("algorithm", DEBTORS, ids=repr)

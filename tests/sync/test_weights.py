@@ -12,6 +12,7 @@ import gossamer
 from gossamer import Gossip, GossipGraD, UsageError, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.optim import MasterWeights
@@ -407,8 +408,11 @@ def test_the_root_of_a_centred_variance_can_be_taken() -> None:
 class Strided(Algorithm, register=False):
     """Returns, and remembers, tensors between whose elements others lie."""
 
-    subject = "weights"
     whole: bool = False
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(subject="weights")
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         own, beside = bucket.flat, torch.full_like(bucket.flat, 99)

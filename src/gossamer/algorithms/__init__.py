@@ -8,7 +8,9 @@ from gossamer.algorithms.base import Algorithm, registry
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-from gossamer.algorithms.all_reduce import AllReduce  # noqa: E402  (after the registry is complete)
+from gossamer.algorithms.after import after  # noqa: E402  (after the registry is complete)
+from gossamer.algorithms.all_reduce import AllReduce  # noqa: E402
+from gossamer.algorithms.by_size import by_size  # noqa: E402
 from gossamer.algorithms.byte_grad import ByteGrad  # noqa: E402
 from gossamer.algorithms.chunk_sparse import ChunkSparse  # noqa: E402
 from gossamer.algorithms.decentralized_sgd import DecentralizedSGD  # noqa: E402
@@ -25,7 +27,6 @@ from gossamer.algorithms.push_sum import PushSum  # noqa: E402
 from gossamer.algorithms.qsgd import QSGD  # noqa: E402
 from gossamer.algorithms.quantized_gossip import QuantizedGossip  # noqa: E402
 from gossamer.algorithms.scatter_reduce import ScatterReduce  # noqa: E402
-from gossamer.algorithms.schedule import after, by_size  # noqa: E402
 
 __all__ = [
     "QSGD",

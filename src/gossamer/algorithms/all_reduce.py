@@ -1,11 +1,11 @@
 """AllReduce: the exact mean of the gradients, in fused buckets."""
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, check_gather_below
+from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
 from gossamer.codecs.cast import wire_codec
 from gossamer.codecs.wire import Wire
@@ -28,10 +28,6 @@ class AllReduce(Algorithm):
     Source: Sun et al. 2019 (arXiv 1902.06855), section on lazy all-reduce; C_FP_S of Gan et al. 2021 (arXiv 2107.01499).
     """
 
-    exact: ClassVar[bool] = True
-    takes_shares: ClassVar[bool] = True
-    prompt: ClassVar[bool] = True
-
     bucket_bytes: int = 2**22
     wire: Wire = "fp32"
     gather_below: int = SMALL
@@ -41,8 +37,9 @@ class AllReduce(Algorithm):
         wire_codec(self.wire)
         check_gather_below(self.gather_below)
 
-    def overtaking(self) -> "AllReduce":
-        return replace(self, gather_below=max(self.gather_below, _BESIDE_LONGER))
+    @property
+    def traits(self) -> Traits:
+        return Traits(exact=True, takes_shares=True, prompt=True, keeps_unsent=False)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:
@@ -50,7 +47,7 @@ class AllReduce(Algorithm):
         share = bucket.flat if bucket.holds_shares else bucket.flat.mul_(1 / ctx.world)
         # A narrow wire needs a copy; full precision does not.
         sent = share.to(wire_codec(self.wire).wire_dtype(share.dtype))
-        mean = yield from total(sent, ctx.world, self.gather_below)
+        mean = yield from total(sent, ctx.world, max(self.gather_below, _BESIDE_LONGER) if ctx.overtakes else self.gather_below)
         return share if mean is share else share.copy_(mean)
 
 

@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.chunks import Chosen, evenly, mask_of_largest, take_share
-from gossamer.algorithms.lossy import EXACT, Lossy, Memories, bounded, check_codec, leave_out, turn_over
+from gossamer.algorithms.lossy import Lossy, Memories, bounded, check_codec, leave_out, turn_over
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM, MomentumAllReduce, without_momentum
 from gossamer.algorithms.parts import scatter_reduce
+from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
 from gossamer.codecs.base import Codec
@@ -24,7 +25,7 @@ from gossamer.codecs.wire import Wire, check_wire
 from gossamer.comm.ops import AllReduce, Flow, decide, start, total, wait
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
-from gossamer.optim.momentum import lend_momentum, return_momentum
+from gossamer.optim.momentum import lend_momentum
 from gossamer.state import RESIDUAL, State
 
 CHOSEN, NORMS = "chosen chunks", "chunk norms"
@@ -90,8 +91,8 @@ class ChunkSparse(Lossy):
             raise ConfigurationError("momentum is the optimizer's, taken from it by momentum_correction=True; leave it out")
 
     @property
-    def takes_momentum(self) -> bool:
-        return self.momentum_correction
+    def traits(self) -> Traits:
+        return Traits(takes_momentum=self.momentum_correction)
 
     def density_at(self, step: int) -> float:
         """The share of chunks sent at ``step``."""
@@ -100,10 +101,11 @@ class ChunkSparse(Lossy):
         part = 1.0 if self.ramp == 0 else min(1.0, (step - self.warmup) / self.ramp)
         return float(self.density**part)
 
-    def of(self, label: str) -> Algorithm:
-        if label == EXACT and self.momentum:
+    @property
+    def exactly(self) -> Algorithm:
+        if self.momentum:
             return MomentumAllReduce(bucket_bytes=self.bucket_bytes, momentum=self.momentum)
-        return super().of(label)
+        return super().exactly
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
         if not self.momentum_correction:
@@ -111,10 +113,6 @@ class ChunkSparse(Lossy):
         attached = copy.copy(self)
         object.__setattr__(attached, "momentum", lend_momentum(optimizers))  # which __init__ refuses
         return attached
-
-    def detach(self, optimizers: Sequence[Optimizer]) -> None:
-        if self.momentum_correction:
-            return_momentum(optimizers)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:
@@ -145,8 +143,8 @@ class ChunkSparse(Lossy):
         chosen.unpack(mean, result)
         return result.to(bucket.flat.dtype)
 
-    def owe(self, mean: Tensor, place: Segment, state: State, ctx: Context) -> bool:
-        return super().owe(without_momentum(mean, place, state, self.momentum), place, state, ctx)
+    def put_back(self, mean: Tensor, place: Segment, state: State, ctx: Context) -> bool:
+        return super().put_back(without_momentum(mean, place, state, self.momentum), place, state, ctx)
 
     def _keep(
         self, state: State, flat: Tensor, memories: Memories, chosen: Chosen, came: Tensor, lost: Tensor, seed: int

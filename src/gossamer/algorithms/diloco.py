@@ -2,19 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.all_reduce import AllReduce
-from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.combination import Combination
+from gossamer.algorithms.base import Algorithm, Context, finishes, parts_of
 from gossamer.algorithms.local_sgd import LocalSGD, mean_of
+from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket, is_buffer
 from gossamer.checks import is_number
-from gossamer.comm.ops import Flow
+from gossamer.comm.ops import Flow, Group
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
 from gossamer.pieces import part_of
@@ -24,8 +23,6 @@ START, VELOCITY, AVERAGING = "start", "velocity", "averaging "
 
 _BEGUN = "begun"
 """The extra of each parameter whose x is known: one that a loaded state did not know has none."""
-
-_BUFFERS = "buffers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +51,6 @@ class DiLoCo(LocalSGD):
     Source: Douillard et al. 2023 (arXiv 2311.08105); Wang et al. 2019 (arXiv 1910.00643), SlowMo.
     """
 
-    moves_mean: ClassVar[bool] = True
-
     every: int = 32
     rate: float = 0.7
     momentum: float = 0.9
@@ -70,19 +65,23 @@ class DiLoCo(LocalSGD):
             raise ConfigurationError(f"momentum, of the outer optimizer, must be from 0 to below 1; got {self.momentum!r}")
         _check(self.averaging)
 
-    def check(self, world: int) -> None:
-        self.averaging.check(world)
+    def _fields(self) -> dict[str, Algorithm]:
+        return {}  # it averages by another, and is not made of it: that one moves gradients
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(subject="weights", moves_mean=True)
+
+    def check(self, world: int, nodes: Sequence[Group] | None = None) -> None:
+        self.averaging.check(world, nodes)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
         return replace(self, averaging=self.averaging.attach(optimizers))
 
-    def route(self, name: str, tensor: Tensor) -> str:
-        return _BUFFERS if is_buffer(part_of(name)[0]) else f":{self.averaging.route(name, tensor)}"
-
-    def of(self, label: str) -> Algorithm:
-        if label == _BUFFERS:
+    def route(self, name: str, tensor: Tensor) -> Algorithm:
+        if is_buffer(part_of(name)[0]):
             return LocalSGD(every=self.every, bucket_bytes=self.bucket_bytes)
-        return replace(self, averaging=self.averaging.of(label.removeprefix(":")))
+        return replace(self, averaging=self.averaging.route(name, tensor))
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:
@@ -121,7 +120,7 @@ def _check(averaging: object) -> None:
         raise ConfigurationError(f"averaging must be an instance of a gossamer algorithm; got {averaging!r}")
     if averaging.subject != "gradients":
         raise ConfigurationError(f"averaging takes an algorithm over gradients; {averaging!r} moves weights")
-    if isinstance(averaging, Combination) or averaging.finishes or averaging.takes_momentum:
+    if parts_of(averaging) or finishes(averaging) or averaging.traits.takes_momentum:
         raise ConfigurationError(
             f"averaging takes an algorithm that averages one bucket by itself, such as ScatterReduce(); {averaging!r} does not"
         )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.cadence import Cadence, every
 from gossamer.algorithms.difference import Difference, narrowed_message
 from gossamer.algorithms.meeting import Meeting, check_ahead
 from gossamer.buckets import Bucket
@@ -67,8 +68,9 @@ class Gossip(Meeting):
         check_wire("wire", self.wire)
         check_ahead(self.ahead, self.lag)
 
-    def ahead_at(self, step: int) -> float:
-        return self.ahead
+    @property
+    def cadence(self) -> Cadence:
+        return every(self.every, lag=self.lag, topology=self.topology, ahead=self.ahead)
 
     def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return wire_codec(self.wire).wire_dtype(dtype)

@@ -1,8 +1,10 @@
 """GossipGraD: gossip of the weights and of the optimizer's history, with partners that rotate."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from gossamer.algorithms.cadence import Cadence
 from gossamer.algorithms.gossip import Gossip
+from gossamer.algorithms.traits import Traits
 from gossamer.comm.topology import Dissemination, Topology, rotated
 from gossamer.errors import ConfigurationError
 
@@ -43,9 +45,9 @@ class GossipGraD(Gossip):
             raise ConfigurationError("ahead does not go with late=True, where an average is added after the update it foresees")
 
     @property
-    def exchanges_history(self) -> bool:
-        return self.history
+    def traits(self) -> Traits:
+        return Traits(subject="weights", history=self.history)
 
     @property
-    def lands_late(self) -> bool:
-        return self.late
+    def cadence(self) -> Cadence:
+        return replace(super().cadence, late=self.late)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.cadence import Cadence, every
 from gossamer.algorithms.gossip import Gossip
 from gossamer.algorithms.local_sgd import way_to_mean
 from gossamer.algorithms.meeting import check_steps
@@ -36,8 +37,8 @@ class GossipPGA(Gossip):
         check_steps("period", self.period)
 
     @property
-    def traffic_period(self) -> int:
-        return self.every * self.period
+    def cadence(self) -> Cadence:
+        return every(self.every, lag=self.lag, topology=self.topology, ahead=self.ahead, exchanges=self.period)
 
     def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype  # the average over all is made of the weights themselves

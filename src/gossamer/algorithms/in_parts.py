@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context, Subject
-from gossamer.algorithms.combination import Combination, refuse_lag
-from gossamer.algorithms.schedule import BySize, Switch
+from gossamer.algorithms.after import Phases
+from gossamer.algorithms.base import Algorithm, Context, finishes
+from gossamer.algorithms.by_size import BySize
+from gossamer.algorithms.cadence import Cadence
+from gossamer.algorithms.refusals import refuse_lag
 from gossamer.buckets import Bucket
 from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow
@@ -34,7 +35,7 @@ def in_parts(count: int, algorithm: Algorithm) -> Algorithm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InParts(Combination, register=False):
+class InParts(Algorithm, register=False):
     """See :func:`in_parts`. ``part_number``: the only part that is meant, for a bucket's own algorithm."""
 
     count: int
@@ -42,13 +43,12 @@ class InParts(Combination, register=False):
     part_number: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not isinstance(self.algorithm, Algorithm):
             raise ConfigurationError(f"in_parts() takes an instance of a gossamer algorithm; got {self.algorithm!r}")
-        self.fuse_as(self.algorithm)
+        super().__post_init__()
         if not is_whole(self.count, 1):
             raise ConfigurationError(f"in_parts() takes a number of parts, at least 1; got {self.count!r}")
-        if isinstance(self.algorithm, Switch | BySize):
+        if isinstance(self.algorithm, Phases | BySize):
             raise ConfigurationError(
                 "in_parts() goes inside after(), and does not go with by_size(), which would see pieces of tensors: write "
                 "after(steps, in_parts(…))"
@@ -58,54 +58,18 @@ class InParts(Combination, register=False):
                 f"in_parts(): {type(self.algorithm).__name__} moves gradients, and all of those are needed in every step; "
                 "give an algorithm that moves weights, such as Gossip()"
             )
-        if self.algorithm.finishes or self.algorithm.weight_parts > 1:
+        if finishes(self.algorithm) or self.algorithm.cadence.parts > 1:
             raise ConfigurationError(f"in_parts(): {self.algorithm!r} needs all weights at once")
         refuse_lag(self.algorithm, "in_parts()")
 
     @property
-    def parts(self) -> tuple[Algorithm, ...]:
-        return (self.algorithm,)
+    def cadence(self) -> Cadence:
+        return self.algorithm.cadence.in_parts(self.count, self.part_number)
 
-    @property
-    def subject(self) -> Subject:  # type: ignore[override]
-        """Weights."""
-        return self.algorithm.subject
-
-    @property
-    def weight_parts(self) -> int:
-        return self.count
-
-    @property
-    def traffic_period(self) -> int:
-        return self.count * self.algorithm.traffic_period
-
-    def traffic_cycle(self, world: int, machines: int) -> int:
-        return self.count * self.algorithm.traffic_cycle(world, machines)
-
-    def due(self, step: int) -> bool:
-        mine = self.part_number is None or step % self.count == self.part_number
-        return mine and self.algorithm.due(step // self.count)
-
-    def ahead_at(self, step: int) -> float:
-        return self.algorithm.ahead_at(step // self.count)
-
-    def route(self, name: str, tensor: Tensor) -> str:
+    def route(self, name: str, tensor: Tensor) -> Algorithm:
         whole, part = part_of(name)
-        return f"{'' if part is None else part}:{self.algorithm.route(whole, tensor)}"
-
-    def of(self, label: str) -> Algorithm:
-        part, _, inner = label.partition(":")
-        algorithm, number = self.algorithm.of(inner), int(part) if part else None
-        return replace(self, algorithm=algorithm, part_number=number)
+        return replace(self._with(lambda algorithm: algorithm.route(whole, tensor)), part_number=part)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
+        """For each part it is as if its exchanges were the only ones."""
         return (yield from self.algorithm.exchange(bucket, state, replace(ctx, step=ctx.step // self.count)))
-
-    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.algorithm.message_dtype(dtype)
-
-    def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:
-        return self.algorithm.counted(weights, state, replace(ctx, step=ctx.step // self.count))
-
-    def attach(self, optimizers: Any) -> Algorithm:
-        return replace(self, algorithm=self.algorithm.attach(optimizers))

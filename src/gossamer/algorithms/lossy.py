@@ -18,8 +18,6 @@ from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
 from gossamer.state import RESIDUAL, State
 
-EXACT = "exact"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lossy(Algorithm, register=False):
@@ -31,19 +29,21 @@ class Lossy(Algorithm, register=False):
 
     exact_vectors: bool = True
 
-    def route(self, name: str, tensor: Tensor) -> str:
-        return EXACT if self.exact_vectors and tensor.ndim < 2 else ""
+    def route(self, name: str, tensor: Tensor) -> Algorithm:
+        return self.exactly if self.exact_vectors and tensor.ndim < 2 else self
 
-    def of(self, label: str) -> Algorithm:
-        return AllReduce(bucket_bytes=self.bucket_bytes) if label == EXACT else self
+    @property
+    def exactly(self) -> Algorithm:
+        """What averages exactly in its place."""
+        return AllReduce(bucket_bytes=self.bucket_bytes)
 
     def among_one(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         """The exchange where there is nobody to talk to: the gradient and what is owed, of which nothing is kept back."""
-        gradient: Tensor = yield from self.of(EXACT).exchange(bucket, state, ctx)
+        gradient: Tensor = yield from self.exactly.exchange(bucket, state, ctx)
         owed = state.get(RESIDUAL)
         if owed is None:
             return gradient
-        state[RESIDUAL] = torch.zeros_like(owed)  # and not nothing: part of it may be owed on (``owe``)
+        state[RESIDUAL] = torch.zeros_like(owed)  # and not nothing: part of it may be put back
         return (wide(gradient) + owed).to(gradient.dtype)
 
 

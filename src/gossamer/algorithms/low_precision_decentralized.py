@@ -1,5 +1,6 @@
 """LowPrecisionDecentralized: gossip on a fixed graph, in compressed differences to what the neighbours know already."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +15,7 @@ from gossamer.checks import is_number
 from gossamer.codecs.base import Codec
 from gossamer.codecs.contraction import contraction
 from gossamer.codecs.quantize import Quantize
-from gossamer.comm.ops import Flow, Permute, start, wait
+from gossamer.comm.ops import Flow, Group, Permute, start, wait
 from gossamer.comm.topology import Ring, Topology
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
@@ -69,8 +70,8 @@ class LowPrecisionDecentralized(Meeting):
         closer = contraction(self.codec)
         return 1.0 if closer > _FINE else closer / 4
 
-    def check(self, world: int) -> None:
-        super().check(world)
+    def check(self, world: int, nodes: Sequence[Group] | None = None) -> None:
+        super().check(world, nodes)
         if self.topology.cycle(world) > 1:
             raise ConfigurationError(
                 f"{type(self).__name__} keeps replicas of its neighbours, who must be the same in every step; "

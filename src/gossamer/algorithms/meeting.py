@@ -1,11 +1,14 @@
 """Meeting: what algorithms over weights have in common, and those of them whose workers meet as a topology says."""
 
-import math
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.cadence import Cadence, every
+from gossamer.algorithms.traits import Traits
 from gossamer.checks import is_number, is_whole
 from gossamer.comm.mixing import check_connected
+from gossamer.comm.ops import Group
 from gossamer.comm.topology import Pattern, Topology
 from gossamer.errors import ConfigurationError
 
@@ -16,20 +19,19 @@ class Spaced(Algorithm, register=False):
     Not a dataclass: those below it declare the fields, each with its own defaults.
     """
 
-    subject: ClassVar[Literal["gradients", "weights"]] = "weights"
-
     every: int
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(subject="weights")
+
+    @property
+    def cadence(self) -> Cadence:
+        return every(self.every)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_steps("every", self.every)
-
-    def due(self, step: int) -> bool:
-        return step % self.every == 0
-
-    @property
-    def traffic_period(self) -> int:
-        return self.every
 
 
 class Meeting(Spaced, register=False):
@@ -50,22 +52,15 @@ class Meeting(Spaced, register=False):
             raise ConfigurationError(f"topology must be one of {where}, such as Ring(); got {self.topology!r}{hint}")
         check_steps("lag", self.lag, least=0)
 
-    def check(self, world: int) -> None:
+    @property
+    def cadence(self) -> Cadence:
+        return every(self.every, lag=self.lag, topology=self.topology)
+
+    def check(self, world: int, nodes: Sequence[Group] | None = None) -> None:
         try:
             check_connected(self.topology, world)
         except ValueError as error:
             raise ConfigurationError(f"{type(self).__name__}: {error}") from error
-
-    def traffic_cycle(self, world: int, machines: int) -> int:
-        cycle: int = self.topology.cycle(world)
-        return math.lcm(self.every * cycle, self.traffic_period)
-
-    @property
-    def may_lag(self) -> int:
-        return self.lag
-
-    def step_of(self, exchange: int) -> int:
-        return exchange * self.every
 
 
 def check_steps(name: str, value: object, least: int = 1) -> None:

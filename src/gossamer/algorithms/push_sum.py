@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.meeting import Meeting
+from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
 from gossamer.codecs.cast import wire_codec
 from gossamer.codecs.wire import Wire, check_wire
@@ -46,8 +47,6 @@ class PushSum(Meeting):
     """
 
     topologies: ClassVar[Any] = Pattern
-    averages_buffers: ClassVar[bool] = False
-    weighs: ClassVar[bool] = True
 
     wire: Wire = "fp32"
     topology: Pattern = field(default_factory=OnePeerExponential)
@@ -57,6 +56,10 @@ class PushSum(Meeting):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire("wire", self.wire)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(subject="weights", averages_buffers=False, weighted=True)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         graph = digraph(self.topology.at(ctx.step // self.every, ctx.world))
@@ -79,7 +82,8 @@ class PushSum(Meeting):
             torch.sub(part / weight, own, out=own)
         return bucket.flat.copy_(weights)  # nothing reads the weights' copy any more
 
-    def counted(self, weights: Tensor, state: State, ctx: Context) -> Tensor:
+    def hand_over(self, flat: Tensor, state: State, ctx: Context) -> Tensor:
+        weights = wide(flat)
         return self._with_the_update(weights, state, torch.empty_like(weights))[0]
 
     @staticmethod

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.cadence import Cadence, every
 from gossamer.algorithms.difference import add_difference
 from gossamer.algorithms.meeting import Meeting, check_ahead
 from gossamer.buckets import Bucket
@@ -57,8 +58,9 @@ class QuantizedGossip(Meeting):
         check_choice("bits", self.bits, Bits)
         check_ahead(self.ahead, self.lag)
 
-    def ahead_at(self, step: int) -> float:
-        return self.ahead
+    @property
+    def cadence(self) -> Cadence:
+        return every(self.every, lag=self.lag, topology=self.topology, ahead=self.ahead)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         weights, seen = wide(bucket.flat), state.extra(SEEN)

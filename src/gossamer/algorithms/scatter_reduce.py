@@ -8,6 +8,7 @@ from torch import Tensor
 from gossamer.algorithms.base import Context, check_gather_below
 from gossamer.algorithms.lossy import Lossy, check_codec, turn_over
 from gossamer.algorithms.parts import Feedback, scatter_reduce
+from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.quantize import Quantize
@@ -46,12 +47,12 @@ class ScatterReduce(Lossy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire("residual", self.residual)
-        check_codec(self.codec, remembers=self.keeps_back)
+        check_codec(self.codec, remembers=self.traits.keeps_unsent)
         check_gather_below(self.gather_below)
 
     @property
-    def keeps_back(self) -> bool:
-        return self.worker_feedback or self.server_feedback
+    def traits(self) -> Traits:
+        return Traits(keeps_unsent=self.worker_feedback or self.server_feedback)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:

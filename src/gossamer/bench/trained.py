@@ -106,7 +106,7 @@ def make_method(workload: Workload, method: str, rank: int) -> Trained:
         made.step(*workload.random_batch(generator), workload.loss)
 
     algorithm = algorithm_of(parsed)
-    changes = frozenset[int]() if algorithm is None else algorithm.changes
+    changes = frozenset[int]() if algorithm is None else algorithm.cadence.changes
     return Trained(step, made, exchanged(parsed), _payload(parsed, nbytes), _period(parsed), changes)
 
 
@@ -141,4 +141,4 @@ def _period(method: Method) -> int:
     if algorithm is None:
         return 1
     # One that may lag is waited for only so many steps later: over fewer, it would be waited for in others' turns.
-    return algorithm.traffic_period * (1 + algorithm.may_lag)
+    return algorithm.cadence.period * (1 + algorithm.cadence.lag)

@@ -40,12 +40,12 @@ def check_links(link: object, inside: object, ranks_per_node: int) -> None:
 
 def check_plan(plan: Plan, algorithm: Algorithm) -> None:
     """Refuse a plan that was made for another algorithm: its buckets would be handled as no replica does."""
-    uncut = algorithm.weight_parts > 1 and any(part_of(name)[1] is None for name in plan.names)
+    uncut = algorithm.cadence.parts > 1 and any(part_of(name)[1] is None for name in plan.names)
     for layout in plan.layouts:
         segments = [segment for segment in layout.segments if segment.name != USAGE]
         blanks = {s.name: torch.empty_strided(s.shape, s.stride, dtype=layout.dtype, device="meta") for s in segments}
-        other = uncut or any(algorithm.route(name, blank) != layout.label for name, blank in blanks.items())
-        if other or algorithm.of(layout.label).message_dtype(layout.dtype) != layout.message:
+        other = uncut or any(algorithm.route(name, blank) != layout.handler for name, blank in blanks.items())
+        if other or layout.handler.message_dtype(layout.dtype) != layout.message:
             raise ConfigurationError(
                 f"the plan was not made for {algorithm!r}, which would lay out {layout.names[0]!r} otherwise: give the model, "
                 "or make_plan(tensors, algorithm)" + (" of tensors that were cut() into its parts" if uncut else "")
@@ -63,7 +63,7 @@ def check_names(plans: Iterable[Plan], compute: Compute) -> None:
 def check_history(history: int | None, algorithm: Algorithm, model_or_plan: nn.Module | Plan) -> None:
     if history is not None and not is_whole(history, 0):
         raise ConfigurationError(f"history must be a number of tensors per weight; got {history!r}")
-    if history is None and algorithm.exchanges_history and not isinstance(model_or_plan, Plan):
+    if history is None and algorithm.traits.history and not isinstance(model_or_plan, Plan):
         raise ConfigurationError(
             f"{algorithm!r} exchanges what the optimizer remembers of each weight: say how many tensors that is, "
             "history=1 for SGD with momentum, 2 for Adam, 0 for plain SGD"

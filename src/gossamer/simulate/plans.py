@@ -53,9 +53,9 @@ def _plan(model: nn.Module, algorithm: Algorithm, compute: Compute, mode: Buffer
     if algorithm.subject == "weights":
         if mode == "average":
             tensors |= averaged(model)
-        told = [name for name, p in trainable.items() if algorithm.of(algorithm.route(name, p)).exchanges_history]
+        told = [name for name, p in trainable.items() if algorithm.route(name, p).traits.history]
         tensors |= {f"{kind} of {name}": trainable[name] for name in told for kind in range(history)}
-        return make_plan(cut(tensors, algorithm.weight_parts, weight_of), algorithm, at_once=True)
+        return make_plan(cut(tensors, algorithm.cadence.parts, weight_of), algorithm, at_once=True)
     in_order = list(reversed(tensors))
     in_order.sort(key=lambda name: compute.ready_at([name]))
     return make_plan(with_usage({name: tensors[name] for name in in_order}, algorithm), algorithm)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD
 
 from gossamer.algorithms.base import Algorithm, Subject
-from gossamer.algorithms.hierarchical import consecutive
+from gossamer.algorithms.node_groups import consecutive
 from gossamer.buckets import Plan
 from gossamer.errors import ConfigurationError
 from gossamer.simulate.checks import check_history, check_kind, check_links, check_names, check_whole
@@ -76,7 +76,7 @@ def step_time(
         lanes: flows that may be under way at the same time.
         buffers: as in :func:`gossamer.replicate`; for models that have buffers.
         steps: steps to average over, rounded up to whole cycles of the algorithm, after which what travels repeats itself
-            (``Algorithm.traffic_cycle``; where that is more than 512 steps, to whole ``Algorithm.traffic_period``). Where
+            (``Cadence.cycle``; where that is more than 512 steps, to whole ``Cadence.period``). Where
             exchanges may lag, from the beginning of one to that of another.
         warmup: steps before these; as many more as let everything be exchanged once: first exchanges may be longer.
         ranks_per_node: how many ranks share a machine, and its link: consecutive ones. By default as many as the algorithm
@@ -95,16 +95,16 @@ def step_time(
     """
     check_kind("algorithm", algorithm, Algorithm, "Gossip()")
     check_kind("compute", compute, Compute, "Compute(forward=0.03, backward=0.06)")
-    ranks_per_node = (algorithm.workers_per_machine or 1) if ranks_per_node is None else ranks_per_node
+    ranks_per_node = (algorithm.traits.ranks_per_node or 1) if ranks_per_node is None else ranks_per_node
     check_whole(1, world=world, lanes=lanes, steps=steps, ranks_per_node=ranks_per_node)
     check_whole(0, warmup=warmup)
     check_links(link, inside, ranks_per_node)
     check_history(history, algorithm, model_or_plan)
     nodes = consecutive(world, ranks_per_node)
     algorithm.check(world)
-    algorithm.check_machines(nodes)
+    algorithm.check(world, nodes)
     mode = resolve_buffers(buffers, algorithm.subject)
-    if algorithm.takes_momentum:  # which a replica would have: how vectors travel depends on it
+    if algorithm.traits.takes_momentum:  # which a replica would have: how vectors travel depends on it
         algorithm = algorithm.attach([SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)])
     parts = {subject: part for subject in _SUBJECTS if (part := algorithm.part(subject)) is not None}
     if overlap_forward and list(parts) != ["gradients"]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context, left_alone
+from gossamer.algorithms.base import NOTHING, Algorithm, Context, finishes
 from gossamer.buckets import Bucket, Plan
 from gossamer.comm.ops import Flow, Group, maximum
 from gossamer.simulate.clock import Clock, Event, Process
@@ -46,17 +46,17 @@ class Part:
         self.buckets = [Bucket(index, replace(layout, device=META)) for index, layout in enumerate(plan.layouts)]
         self.under_way: list[Event] = []
         self.finishing: list[Event] = []
-        handlers = [algorithm.of(bucket.layout.label) for bucket in self.buckets]
-        self._handlers = [handler.overtaking() for handler in handlers] if overtakes else handlers
+        self.cadence, self._overtakes = algorithm.cadence, overtakes
+        self._handlers: list[Algorithm] = [bucket.layout.handler for bucket in self.buckets]
         self._states = [State(bucket.flat) for bucket in self.buckets]
-        self._step_states = {bucket.layout.label: State(torch.zeros((), device=META)) for bucket in self.buckets}
+        self._step_states = {bucket.layout.group: State(torch.zeros((), device=META)) for bucket in self.buckets}
         self._members, self._nodes = members, nodes
         self._number = self.exchanges = self._behind = 0
 
     @property
     def may_stay(self) -> bool:
         """Whether what is under way has not ended, and need not yet."""
-        return self._behind < self.algorithm.may_lag and not all(event.happened for event in self.under_way)
+        return self._behind < self.cadence.lag and not all(event.happened for event in self.under_way)
 
     @property
     def has_just_begun(self) -> bool:
@@ -67,9 +67,9 @@ class Part:
         """Send the weights as they are before step ``number``, if they are due and the last exchange is over."""
         if self.under_way:
             self._behind += 1
-        elif self.algorithm.due(number):
-            if self.algorithm.may_lag:
-                number = self.algorithm.step_of(self.exchanges)
+        elif self.cadence.due(number):
+            if self.cadence.lag:
+                number = self.cadence.step_of(self.exchanges)
             self._behind, self.exchanges = 0, self.exchanges + 1
             for bucket in self.buckets:
                 self.launch(bucket, number, lanes)
@@ -78,19 +78,19 @@ class Part:
         """Start the flow of one bucket."""
         handler, state, ctx = self._handlers[bucket.index], self._states[bucket.index], self._context(number)
         lane, self._number = lanes[self._lanes[bucket.index]], number
-        due = handler.due(number)
+        due = handler.cadence.due(number)
         if self.algorithm.subject == "weights" and not due:
             return
-        exchange = handler.exchange if due else left_alone
+        exchange = handler.exchange if due else NOTHING.exchange
         self.under_way.append(lane.submit(lambda: exchange(bucket, state, ctx)))
 
     def finish(self) -> Iterator[Flow[None]]:
         """What the algorithm does once per step, for the exchange that was launched last."""
         number = self._number
-        for label, state in self._step_states.items():
-            mine = [bucket for bucket in self.buckets if bucket.layout.label == label]
+        for group, state in self._step_states.items():
+            mine = [bucket for bucket in self.buckets if bucket.layout.group == group]
             handler = self._handlers[mine[0].index]
-            if not handler.finishes_at(number):
+            if not finishes(handler) or not handler.cadence.due(number):
                 continue
             flow = handler.finish(mine, [self._states[bucket.index] for bucket in mine], state, self._context(number))
             if flow is not None:
@@ -103,7 +103,7 @@ class Part:
             state.commit()
 
     def _context(self, number: int) -> Context:
-        return Context(number, 0, self._members, self._nodes)
+        return Context(number, 0, self._members, self._nodes, self._overtakes)
 
 
 class Totals(NamedTuple):
@@ -154,7 +154,7 @@ class Training:
             begin = self.clock.now
         else:
             begin = self.clock.now + self._compute.forward
-        due = self._gradients is not None and self._gradients.algorithm.due(number)
+        due = self._gradients is not None and self._gradients.cadence.due(number)
         if self._gradients is not None and due:
             yield begin  # what finished the step before may take as long as this forward pass
             yield from self._wait(self._gradients.finishing)
@@ -168,11 +168,11 @@ class Training:
         if self._weights is None:
             yield self.clock.now + self._compute.optimizer
             return
-        late = self._weights.algorithm.lands_late
+        late = self._weights.cadence.late
         if not late:
             yield from self._land(self._weights)
         yield self.clock.now + self._compute.optimizer
-        if late or self._weights.algorithm.may_lag:
+        if late or self._weights.cadence.lag:
             yield from self._land(self._weights)
         self._weights.begin(number + 1, self._lanes)
 

@@ -25,13 +25,14 @@ class Window:
     @classmethod
     def of(cls, algorithm: Algorithm, world: int, machines: int, warmup: int, steps: int) -> "Window":
         """At least so many steps, once the last part's time has begun and everything was exchanged once."""
-        cycle, period = algorithm.traffic_cycle(world, machines), algorithm.traffic_period
+        cadence = algorithm.cadence
+        cycle, period = cadence.cycle(world, machines), cadence.period
         cycle = cycle if cycle <= _LONGEST_CYCLE else period
         return cls(
-            first=max(algorithm.changes, default=0),
-            warmup=warmup + period * (1 + algorithm.may_lag) - 1,
+            first=max(cadence.changes, default=0),
+            warmup=warmup + period * (1 + cadence.lag) - 1,
             steps=-(-steps // cycle) * cycle,
-            exchanges=cycle // algorithm.step_of(1) if algorithm.may_lag else None,
+            exchanges=cycle // cadence.step_of(1) if cadence.lag else None,
         )
 
 

@@ -148,7 +148,7 @@ def _connect(parts: Parts) -> None:
         subscribers.append(parts.scale)
     if ask_how_many(parts.optimizers):
         clock: Callable[[int], int] = parts.weights.clock
-        subscribers.append(UnaveragedGradients(runner, parts.algorithm, parts.optimizers, clock))
+        subscribers.append(UnaveragedGradients(runner, parts.weights, parts.optimizers, clock))
     if parts.weights:
         if runner.world > 1:
             owned = [_owned(parts.trainable, optimizer) for optimizer in parts.optimizers]

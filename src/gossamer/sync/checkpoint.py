@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.algorithms.hierarchical import OUTER, consecutive
+from gossamer.algorithms.hierarchical import OUTER
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM
+from gossamer.algorithms.node_groups import consecutive
 from gossamer.comm.ops import Group
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError
@@ -130,7 +131,7 @@ def restore(
         raise ConfigurationError(f"this is not a state of gossamer in format {FORMAT}: {found}")
     others = other_settings(algorithm, state["algorithm"])
     own, extras = _entries(state, runner, algorithm, gradients, weights, others)
-    step, plan = "any" if algorithm.may_lag else str(state["step"]), state["plan"]
+    step, plan = "any" if algorithm.cadence.lag else str(state["step"]), state["plan"]
     agree(
         runner,
         {
@@ -183,7 +184,7 @@ def _entries(
             f"rank {rank}: this state is of {there} exchanges and this replica has {exchanges} (one for the gradients, one for "
             "each optimizer whose weights travel): give replicate() as many optimizers as when it was saved, in the same order"
         )
-    regrouped = saved != now or (algorithm.by_machine and _machines_then(state) != _machines(runner, repr(algorithm)))
+    regrouped = saved != now or (algorithm.traits.nodes and _machines_then(state) != _machines(runner, repr(algorithm)))
     own, extras, _ = own_of(state, rank % saved)
     if not regrouped and not others:
         return own, extras
@@ -202,7 +203,7 @@ def _entries(
     if regrouped:
         own = _share_of_all(state, runner, algorithm)
     # Whoever speaks for a machine now may have spoken for none, and has not what the others would go on with.
-    anew = others or (regrouped and algorithm.by_machine)
+    anew = others or (regrouped and algorithm.traits.nodes)
     travels = [isinstance(sync, WeightSync) for sync in _syncs(gradients, weights)]
     if any(travels):
         own = {key: tensors for key, tensors in own.items() if not key.startswith(_prefix(gradients))}

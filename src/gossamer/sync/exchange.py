@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context, left_alone, wrong_shape
+from gossamer.algorithms.base import NOTHING, Algorithm, Context, finishes, wrong_shape
+from gossamer.algorithms.cadence import Cadence
 from gossamer.algorithms.difference import Difference
 from gossamer.algorithms.momentum_all_reduce import MOMENTUM
-from gossamer.buckets import Bucket, Plan, Routing, Segment
+from gossamer.buckets import Bucket, Plan, Segment
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.memory import wide
@@ -37,21 +38,21 @@ class Exchange:
         runner: Runner,
         algorithm: Algorithm,
         alone: bool = False,
-        routing: Routing | None = None,
         revocable: bool = False,
         settles: bool = True,
     ) -> None:
-        """``alone``: nothing else of this runner uses its data lanes. ``routing``: by which the plan is made, if not the
-        algorithm's own. ``revocable``: results may turn out not to be used (:meth:`undo`), until :meth:`confirm` is called.
-        ``settles``: what is not finite is not kept (:meth:`settle`), and so has to be searched for."""
+        """``alone``: nothing else of this runner uses its data lanes. ``revocable``: results may turn out not to be used
+        (:meth:`undo`), until :meth:`confirm` is called. ``settles``: what is not finite is not kept (:meth:`settle`), and so
+        has to be searched for."""
         self.runner, self.algorithm = runner, algorithm
-        self._routing: Routing = routing or algorithm
         self._revocable, self._settles = revocable, settles
         self._alone, self._prompt, self._overtakes = alone, False, False
         self.plan = Plan(())
         self.buckets: list[Bucket] = []
         self.handlers: list[Algorithm] = []
         """The algorithm for each bucket."""
+        self.cadences: list[Cadence] = []
+        """When each bucket is exchanged."""
         self.states: list[State] = []
         self.step_states: dict[str, State] = {}
         self.exchanged_bytes = 0
@@ -64,7 +65,7 @@ class Exchange:
         self._tickets: dict[int, Ticket[Any]] = {}
         """One for each bucket that was launched."""
         self._finishers: dict[str, list[int]] = {}
-        """By label, the buckets of an algorithm that does something once per step."""
+        """By group, the buckets of an algorithm that does something once per step."""
         self._finishing: list[tuple[Ticket[None], list[tuple[State, State]]]] = []
         """Flows that finish a step, and the states that take what they write, each with where it is written."""
         self._seen: set[int] = set()
@@ -76,21 +77,20 @@ class Exchange:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
         kept, extras = self.state_by_name(), of_any_plan(self.extras_by_name())
         self.plan, self.buckets = plan, [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
-        self.handlers = [self._routing.of(layout.label) for layout in plan.layouts]
-        if self._overtakes:
-            self.let_overtake()
+        self.handlers = [layout.handler for layout in plan.layouts]
+        self.cadences = [handler.cadence for handler in self.handlers]
         self.arrange(range(len(plan.layouts)))
         for layout in plan.layouts:
-            self.step_states.setdefault(layout.label, State(torch.zeros(())))
-        self._prompt = self._alone and all(handler.prompt for handler in self.handlers)
-        self._finishers = self._by_label(index for index, handler in enumerate(self.handlers) if handler.finishes)
+            self.step_states.setdefault(layout.group, State(torch.zeros(())))
+        self._prompt = self._alone and all(handler.traits.prompt for handler in self.handlers)
+        self._finishers = self._by_group(index for index, handler in enumerate(self.handlers) if finishes(handler))
         self.load_state_by_name(kept, extras)
 
-    def _by_label(self, indices: Iterable[int]) -> dict[str, list[int]]:
-        """Buckets of one label together."""
+    def _by_group(self, indices: Iterable[int]) -> dict[str, list[int]]:
+        """Buckets of one handler (and one optimizer) together."""
         found: dict[str, list[int]] = {}
         for index in indices:
-            found.setdefault(self.plan.layouts[index].label, []).append(index)
+            found.setdefault(self.plan.layouts[index].group, []).append(index)
         return found
 
     def arrange(self, order: Sequence[int]) -> None:
@@ -102,11 +102,10 @@ class Exchange:
     def let_overtake(self) -> None:
         """Some buckets are needed while longer ones are under way (``overlap_forward``): on all ranks, for good."""
         self._overtakes = True
-        self.handlers = [handler.overtaking() for handler in self.handlers]
 
     def context(self, step: int) -> Context:
         """What flows of this step may know."""
-        return Context(step, self.runner.rank, self.runner.members, self.runner.nodes)
+        return Context(step, self.runner.rank, self.runner.members, self.runner.nodes, self._overtakes)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -122,16 +121,16 @@ class Exchange:
 
     def due(self, index: int, step: int) -> bool:
         """Whether a bucket is exchanged at this step."""
-        return self.handlers[index].due(step)
+        return self.cadences[index].due(step)
 
     def due_at(self, step: int) -> list[int]:
         """The buckets that are exchanged at this step, in the plan's order."""
-        return [index for index, handler in enumerate(self.handlers) if handler.due(step)]
+        return [index for index, cadence in enumerate(self.cadences) if cadence.due(step)]
 
     def launch(self, step: int, when: str) -> None:
         """Start the flow of the bucket that is next; ``when`` describes the step. One that is not due stays as it is."""
         index = self.order[len(self._tickets)]
-        self._submit(index, self.handlers[index].exchange if self.due(index, step) else left_alone, step, when)
+        self._submit(index, self.handlers[index].exchange if self.due(index, step) else NOTHING.exchange, step, when)
 
     def launch_due(self, index: int, step: int, when: str) -> None:
         """Start the flow of one of :meth:`due_at`; the others have none."""
@@ -183,9 +182,9 @@ class Exchange:
 
         After :meth:`settle`, which on a device may write again what its flows are going to read.
         """
-        for label, mine in self._finishers.items():
-            handler, state = self.handlers[mine[0]], self.step_states[label]
-            if not handler.finishes_at(step):
+        for group, mine in self._finishers.items():
+            handler, state = self.handlers[mine[0]], self.step_states[group]
+            if not self.due(mine[0], step):
                 continue
             buckets, own = [self.buckets[i] for i in mine], [*(self.states[i] for i in mine), state]
             *states, whole = [each.later() for each in own]
@@ -225,7 +224,7 @@ class Exchange:
         """Nobody will use this part of a bucket's result: what had been kept back and was sent with it is owed again."""
         if self.due(index, self._step):
             mean = segment.view(self.buckets[index].flat)
-            self.handlers[index].owe(mean, segment, self.states[index], self.context(self._step))
+            self.handlers[index].put_back(mean, segment, self.states[index], self.context(self._step))
 
     def settle(self, results: Sequence[Tensor]) -> None:
         """Keep what the flows wrote, unless a result is not finite: a residual would not lose that any more.
@@ -293,7 +292,7 @@ class Exchange:
         """Of the buckets with these parameters, and of their steps. No bucket that remembers anything holds others, too."""
         for layout, state in zip(self.plan.layouts, self.states, strict=True):
             if any(segment.name in names for segment in layout.segments):
-                yield from (state, self.step_states[layout.label])
+                yield from (state, self.step_states[layout.group])
 
     def commit(self) -> None:
         """Keep what the flows wrote."""
@@ -340,8 +339,8 @@ class Exchange:
         for index, state in enumerate(self.states):
             for (key, owner), value in state.extras.items(confirmed):
                 kept.setdefault(f"{_BUCKET}{index}: {key}" if owner == WHOLE else key, {})[owner] = value
-        for label, state in self.step_states.items():
-            kept |= {f"{_STEP}{label}: {key}": {WHOLE: value} for key, value in state.flats.items(confirmed)}
+        for group, state in self.step_states.items():
+            kept |= {f"{_STEP}{group}: {key}": {WHOLE: value} for key, value in state.flats.items(confirmed)}
         return kept
 
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -354,8 +353,8 @@ class Exchange:
             state.extras.load({(k, n): t.clone() for k, owned in extras.items() for n, t in owned.items() if n in names})
             own = _of_place(extras, f"{_BUCKET}{bucket.index}: ")
             state.extras.kept |= {(key, WHOLE): value for key, value in own.items()}
-        for label, state in self.step_states.items():
-            state.load(_of_place(extras, f"{_STEP}{label}: "))
+        for group, state in self.step_states.items():
+            state.load(_of_place(extras, f"{_STEP}{group}: "))
 
 
 def _squared(tensors: list[Tensor]) -> float:

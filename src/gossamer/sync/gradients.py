@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.buckets import Bucket, Plan, Routing, make_plan, plan_from_names
+from gossamer.buckets import Bucket, Plan, make_plan, plan_from_names
 from gossamer.comm.ops import broadcast, maximum
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.errors import ConfigurationError, GossamerError, UsageError
@@ -23,7 +23,6 @@ from gossamer.sync.alarms import alarming
 from gossamer.sync.discarded import Discarded
 from gossamer.sync.exchange import Exchange, Kept, of_any_plan
 from gossamer.sync.loop import Loop, Subscriber
-from gossamer.sync.owners import ByOwner
 from gossamer.sync.slots import OpenStep, Slot, like_gradient
 from gossamer.sync.statistics import Statistics
 from gossamer.sync.usage import USAGE, with_usage
@@ -65,6 +64,7 @@ class GradientSync(Subscriber):
         """When each bucket was complete, in seconds, if anyone wants to know."""
         self.parameters = dict(parameters)
         self._runner, self._loop, self._algorithm, self._statistics = runner, loop, algorithm, statistics
+        self._cadence, self._takes_momentum = algorithm.cadence, algorithm.traits.takes_momentum
         self._versions: list[int] = []
         """Of the parameters, when the pass under way began."""
         self._late: dict[str, Slot] = {}
@@ -81,10 +81,9 @@ class GradientSync(Subscriber):
         self._usage: tuple[Bucket, int] | None = None
         """Where the numbers of use are, if they travel in a bucket: the place of their view."""
         self._owners = [list(names) for names in owners] or [list(parameters)]
-        self._routing: Routing = algorithm
-        if len(owners) > 1:
-            self._routing = ByOwner(algorithm, {name: number for number, names in enumerate(owners) for name in names})
-        self.exchange = Exchange(runner, algorithm, alone, self._routing, revocable=True)
+        several = len(owners) > 1
+        self._owner_of = {name: number for number, names in enumerate(owners) for name in names} if several else {}
+        self.exchange = Exchange(runner, algorithm, alone, revocable=True)
         self.discarded = Discarded(self.exchange, self._slots, owners or [self._slots.keys()])
         # Until the first step has shown the order, assume that gradients come in the reverse order of definition.
         self.adopt_plan(agree_on_plan(runner, self._make_plan(dict(reversed(list(parameters.items()))))))
@@ -110,7 +109,7 @@ class GradientSync(Subscriber):
 
     def _make_plan(self, parameters: Mapping[str, Parameter]) -> Plan:
         gradients = {name: like_gradient(parameter) for name, parameter in parameters.items()}
-        return make_plan(with_usage(gradients, self._routing), self._routing)
+        return make_plan(with_usage(gradients, self._algorithm), self._algorithm, owners=self._owner_of)
 
     def adopt_plan(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
@@ -121,19 +120,19 @@ class GradientSync(Subscriber):
         # As a tensor: torch takes longer to wrap a number than to scale a small gradient.
         share = torch.tensor(1 / self._runner.world, dtype=torch.float64)
         for bucket, handler in zip(self.exchange.buckets, self.exchange.handlers, strict=True):
-            bucket.holds_shares = handler.takes_shares
+            shares = bucket.holds_shares = handler.traits.takes_shares
             for number, segment in enumerate(bucket.segments):
                 if segment.name == USAGE:
                     self._usage = bucket, number
                 else:
                     slot = self._slots[segment.name]
                     slot.bucket, slot.view = bucket.index, bucket.views[number]
-                    slot.share = share if handler.takes_shares else None
+                    slot.share = share if shares else None
         self._reset()
 
     def begin_backward(self) -> None:
         waiting = self._loop.waiting
-        if self._algorithm.takes_momentum and not self._loop.accumulated:
+        if self._takes_momentum and not self._loop.accumulated:
             self.discarded.refuse_sums(waiting, self.step)
         if self.exchange.finishing:
             with self._statistics.exposed():
@@ -141,7 +140,7 @@ class GradientSync(Subscriber):
         self.discarded.confirm(waiting)
         self.discarded.undo(waiting, self._loop.first, self._loop.accumulated)
         self.adopt_learned()
-        self._idle = not self._algorithm.due(self.step)
+        self._idle = not self._cadence.due(self.step)
         self._put_away()
         self._reset()
         self._versions = self._now()
@@ -153,7 +152,7 @@ class GradientSync(Subscriber):
     @property
     def _over(self) -> bool:
         """Whether gradients are not exchanged any more."""
-        return not self._algorithm.due(self.step) and self.step > max(self._algorithm.changes, default=self.step)
+        return not self._cadence.due(self.step) and self.step > max(self._cadence.changes, default=self.step)
 
     def _put_away(self) -> None:
         """Keep no copy of the gradients where their time is over, and nothing is owed any more."""
@@ -444,12 +443,12 @@ class GradientSync(Subscriber):
             self.learned, self.arranged = learned, False
             return
         if USAGE in (name for bucket in buckets for name in bucket):
-            known = with_usage(known, self._routing)
+            known = with_usage(known, self._algorithm)
             # Of the type that it has there: the plan may be of another order of parameters, and so of another neighbour.
             beside = next((name for bucket in buckets if USAGE in bucket for name in bucket if name != USAGE), None)
             if beside in known:
                 known[USAGE] = torch.empty(len(self._slots), dtype=known[beside].dtype, device=known[beside].device)
-        self.adopt_plan(agree_on_plan(self._runner, plan_from_names(buckets, known, self._routing)))
+        self.adopt_plan(agree_on_plan(self._runner, plan_from_names(buckets, known, self._algorithm, self._owner_of)))
         self.learned, self.arranged = learned, order is not None
         if order is not None:
             self.exchange.arrange(order)

@@ -36,7 +36,7 @@ def resolve_buffers(buffers: Buffers | None, subject: str) -> Buffers:
 
 def check_buffers(algorithm: Algorithm, model: nn.Module, buffers: Buffers) -> None:
     """Raise ConfigurationError if this algorithm must not average the buffers that the model has."""
-    if buffers == "average" and not algorithm.averages_buffers and floating(named_buffers(model)):
+    if buffers == "average" and not algorithm.traits.averages_buffers and floating(named_buffers(model)):
         raise ConfigurationError(
             f"{type(algorithm).__name__} magnifies updates where little weight is, which would make running variances "
             "negative: take buffers='local' (or 'broadcast', unless exchanges may lag)"

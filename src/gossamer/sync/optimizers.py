@@ -90,12 +90,12 @@ class OptimizerSync:
         if all(used):
             return
         for bucket, handler, state, result in zip(exchange.buckets, exchange.handlers, exchange.states, results, strict=True):
-            for segment in bucket.segments if handler.keeps_back else ():
+            for segment in bucket.segments if handler.traits.keeps_unsent else ():
                 number = self._numbers[segment.name]
                 if not used[number]:
                     written = torch.empty_like(mean := segment.view(result))
                     write(number, written)
-                    handler.owe(mean - written, segment, state, exchange.context(step))
+                    handler.put_back(mean - written, segment, state, exchange.context(step))
 
     @staticmethod
     def _by_name(exchange: Exchange, results: Sequence[Tensor]) -> dict[str, Tensor]:

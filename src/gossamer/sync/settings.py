@@ -25,6 +25,10 @@ def other_settings(algorithm: Algorithm, saved: str) -> list[str]:
 def _differences(now: Any, saved: ast.expr, place: str, refusal: str) -> Iterator[str]:
     if ast.dump(_parsed(repr(now))) == ast.dump(saved):
         return
+    if isinstance(now, tuple) and isinstance(saved, ast.Tuple) and len(now) == len(saved.elts):
+        for number, (value, element) in enumerate(zip(now, saved.elts, strict=True)):
+            yield from _differences(value, element, f"{place}[{number}]", refusal)
+        return
     same_kind = isinstance(saved, ast.Call) and ast.unparse(saved.func) == type(now).__name__ and not saved.args
     if not same_kind and (isinstance(now, Algorithm) or (now is None and isinstance(saved, ast.Call))):
         raise ConfigurationError(f"{refusal}: give replicate() the algorithm of the saved run")

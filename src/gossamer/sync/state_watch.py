@@ -52,7 +52,7 @@ class StateWatch(Subscriber):
         keys = tuple(map(str, next(iter(optimizer.state.values()), ())))
         if keys == self._seen[index]:
             return
-        travel = keys if self._algorithm.exchanges_history and self._seen[index] is None else ()
+        travel = keys if self._algorithm.traits.history and self._seen[index] is None else ()
         self._seen[index] = keys
         for key, name in second_sequences(optimizer, self._owned[index]):
             if key not in travel:
@@ -67,7 +67,7 @@ class StateWatch(Subscriber):
     def _advise(self, optimizer: Optimizer, keys: Sequence[str]) -> None:
         """Tell of what works, but worse than something else."""
         asks = any(AVERAGED_OVER in group for group in optimizer.param_groups)
-        if self._told or asks or self._algorithm.exchanges_history or self._runner.rank != 0 or not set(keys) & set(SQUARES):
+        if self._told or asks or self._algorithm.traits.history or self._runner.rank != 0 or not set(keys) & set(SQUARES):
             return
         self._told = True
         logger.warning(

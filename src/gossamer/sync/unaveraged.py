@@ -4,25 +4,26 @@ from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
-from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.base import Context, unaveraged
 from gossamer.comm.runner import Runner
 from gossamer.optim.gossip_adamw import AVERAGED_OVER, tell_how_many
 from gossamer.sync.loop import Subscriber
+from gossamer.sync.weight_syncs import WeightSyncs
 
 
 class UnaveragedGradients(Subscriber):
     """Tells each optimizer before its step of how many gradients, not averaged with each other, the mean update is made."""
 
     def __init__(
-        self, runner: Runner, algorithm: Algorithm, optimizers: Sequence[Optimizer], clock: Callable[[int], int]
+        self, runner: Runner, weights: WeightSyncs, optimizers: Sequence[Optimizer], clock: Callable[[int], int]
     ) -> None:
         """``clock``: the number of the step (from 1) that the optimizer of an index takes."""
-        self._runner, self._algorithm, self._optimizers, self._clock = runner, algorithm, optimizers, clock
+        self._runner, self._weights, self._optimizers, self._clock = runner, weights, optimizers, clock
 
     def before_step(self, index: int, closure: bool) -> None:
         def workers() -> int:
-            step = self._clock(index) - 1
-            return self._algorithm.gradients_apart(Context(step, self._runner.rank, self._runner.members, self._runner.nodes))
+            ctx = Context(self._clock(index) - 1, self._runner.rank, self._runner.members, self._runner.nodes)
+            return unaveraged(self._weights[index].exchange.handlers if self._weights else [], ctx)
 
         tell_how_many(self._optimizers[index], workers)
 

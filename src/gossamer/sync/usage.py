@@ -30,5 +30,5 @@ def with_usage(tensors: Mapping[str, Tensor], routing: Routing) -> dict[str, Ten
 
 def _fits(tensor: Tensor, count: int, routing: Routing) -> bool:
     """Whether ``count`` numbers like this tensor go where it goes, which may depend on how many they are, and exactly."""
-    label = routing.route(USAGE, torch.empty(count, dtype=tensor.dtype, device="meta"))
-    return tensor.is_floating_point() and routing.route("", tensor) == label and routing.of(label).exact
+    handler = routing.route(USAGE, torch.empty(count, dtype=tensor.dtype, device="meta"))
+    return tensor.is_floating_point() and routing.route("", tensor) == handler and handler.traits.exact

@@ -40,10 +40,11 @@ class WeightSyncs(Subscriber):
         with_buffers: bool,
         statistics: Statistics,
     ) -> None:
-        self._runner, self._algorithm, self._model, self._optimizers = runner, algorithm, model, optimizers
+        self._runner, self._model, self._optimizers = runner, model, optimizers
         self.clock: Callable[[int], int] = lambda index: self._all[index].steps + 1
         """The number of the step (from 1) that an optimizer takes; of the pass, where gradients are exchanged as well."""
-        if algorithm.may_lag:
+        self._lag, self._late = algorithm.cadence.lag, algorithm.cadence.late
+        if self._lag:
             runner.let_ranks_part()
         self._owned = [list(parameters.values()) for parameters in owned]
         self._all: list[WeightSync] = []
@@ -64,7 +65,7 @@ class WeightSyncs(Subscriber):
         for optimizer, parameters, weights in zip(optimizers, owned, exact_weights, strict=True):
             travelling = weights if self._all else weights | beside
             tensors = {name: tensor for name, tensor in travelling.items() if name not in self._ties}
-            wanted = {name for name, t in weights.items() if of_weights.of(of_weights.route(name, t)).exchanges_history}
+            wanted = {name for name, t in weights.items() if of_weights.route(name, t).traits.history}
             own = {name: p for name, p in parameters.items() if name in wanted}
             remembered = partial(history, optimizer, own) if own else None
             self._all.append(WeightSync(runner, of_weights, tensors, statistics, remembered, partial(skips, optimizer)))
@@ -86,7 +87,7 @@ class WeightSyncs(Subscriber):
     @property
     def may_be_apart(self) -> bool:
         """Whether ranks may be at different steps, so that some wait for others' parts."""
-        return self._algorithm.may_lag > 0 and self._runner.world > 1
+        return self._lag > 0 and self._runner.world > 1
 
     def before_step(self, index: int, closure: bool) -> None:
         if not closure and self._runner.world > 1 and all(p.grad is None for p in self._owned[index]):
@@ -94,11 +95,11 @@ class WeightSyncs(Subscriber):
                 f"rank {self._runner.rank}: optimizer.step() at step {self._all[index].steps}, but no parameter of "
                 f"{type(self._optimizers[index]).__name__} has a gradient"
             )
-        if not self._algorithm.lands_late:
+        if not self._late:
             self.prepare(index, self.clock(index))
 
     def after_step(self, index: int) -> None:
-        if self._algorithm.lands_late:
+        if self._late:
             self.land(index)
         self.launch(index, self.clock(index))
 
@@ -161,7 +162,7 @@ class WeightSyncs(Subscriber):
 
     def _changing_late(self, index: int) -> AbstractContextManager[None]:
         """What may lag may be there by now, and is added before the next exchange begins."""
-        if not self._algorithm.may_lag:
+        if not self._lag:
             return nullcontext()
         self._follow(index)
         return changing(self._optimizers[index])

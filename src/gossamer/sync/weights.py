@@ -58,6 +58,7 @@ class WeightSync:
         skipped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._runner, self._algorithm, self._statistics = runner, algorithm, statistics
+        self._cadence = algorithm.cadence  # worked out through all parts, so not in every step
         self._history, self._skipped, self._extended = history, skipped, False
         self._tensors = dict(tensors)
         self.exchange = Exchange(runner, algorithm, settles=False)
@@ -68,8 +69,8 @@ class WeightSync:
         self._step = 0
         self._deltas: dict[int, Tensor | Difference] = {}
         """What is not added yet, by bucket."""
-        self._lag, self._late = algorithm.may_lag, 0
-        self._changes = algorithm.changes  # worked out through all parts, so not in every step
+        self._lag, self._late = self._cadence.lag, 0
+        self._changes = self._cadence.changes
         self.exchanges = 0
         """How many were begun; the same on all ranks, unless they may lag."""
         self.steps = 0
@@ -90,7 +91,7 @@ class WeightSync:
         self._gather_members()
 
     def _pieces(self) -> dict[str, Tensor]:
-        return cut(self._tensors, self._algorithm.weight_parts, weight_of)
+        return cut(self._tensors, self._cadence.parts, weight_of)
 
     def _gather_members(self) -> None:
         self._places = self._where()
@@ -102,7 +103,7 @@ class WeightSync:
     def _where(self) -> list[tuple[int, tuple[int, ...]]]:
         """Where the tensors lie, and in which order, if pieces are views of their memory; an assignment to ``.data`` moves
         them."""
-        return [] if self._algorithm.weight_parts == 1 else [(t.data_ptr(), t.stride()) for t in self._tensors.values()]
+        return [] if self._cadence.parts == 1 else [(t.data_ptr(), t.stride()) for t in self._tensors.values()]
 
     def _follow_moved(self) -> None:
         if self._where() != self._places:
@@ -111,7 +112,7 @@ class WeightSync:
     def _check_order(self) -> None:
         """Raise if a tensor that is cut into pieces lies in another order than where they were planned: the same piece would be
         other elements, for this rank and for what has not been added yet."""
-        for name, order in self._order().items() if self._algorithm.weight_parts > 1 else ():
+        for name, order in self._order().items() if self._cadence.parts > 1 else ():
             if order != self._orders.get(name, order):
                 raise UsageError(
                     f"rank {self._runner.rank}: parameter {name!r} has another order of strides ({order}, before "
@@ -162,7 +163,7 @@ class WeightSync:
         self.land()
         upcoming = self._following(step)
         for index in self.exchange.due_at(upcoming):
-            if self.exchange.handlers[index].ahead_at(upcoming):
+            if self.exchange.cadences[index].ahead(upcoming):
                 self._follow_moved()
                 self._ahead.remember(self.exchange.buckets[index], self._members[index])
 
@@ -176,8 +177,8 @@ class WeightSync:
         self.steps = self._following(step)
         if self.exchange.launched:
             self._late += 1
-        elif self._algorithm.due(self.steps):
-            self._begin(self._algorithm.step_of(self.exchanges) if self._lag else self.steps)
+        elif self._cadence.due(self.steps):
+            self._begin(self._cadence.step_of(self.exchanges) if self._lag else self.steps)
         self._ahead.drop()
 
     def _following(self, step: int) -> int:
@@ -191,7 +192,7 @@ class WeightSync:
         """Take part in one more exchange, because others do, whatever step this rank is at."""
         self._late = self._lag
         self.land()
-        self._begin(self._algorithm.step_of(self.exchanges))
+        self._begin(self._cadence.step_of(self.exchanges))
 
     @property
     def can_answer(self) -> bool:
@@ -205,7 +206,7 @@ class WeightSync:
         self._follow_moved()
         with self.exchange.transaction():
             for index in self.exchange.due_at(step):
-                ahead = self.exchange.handlers[index].ahead_at(step)
+                ahead = self.exchange.cadences[index].ahead(step)
                 self._ahead.pack(self.exchange.buckets[index], self._members[index], ahead)
                 self.exchange.launch_due(index, step, f"after step {step}")
 
@@ -255,11 +256,12 @@ class WeightSync:
         Nothing may be under way: see :meth:`arrive`. Where replicas do not count alike, or (``arrived``) exchanges move the
         mean, what has arrived and is not added to the weights is added to the copies.
         """
-        adds = self._algorithm.weighs or (arrived and self._algorithm.moves_mean and bool(self._deltas))
-        if not adds:
+        traits = self._algorithm.traits
+        moved = arrived and traits.moves_mean and bool(self._deltas)
+        if not (traits.weighted or traits.nodes or moved):
             return
         places = {name: tensors.get(name, tensor) for name, tensor in self._tensors.items()}
-        pieces = cut(places, self._algorithm.weight_parts, weight_of)
+        pieces = cut(places, self._cadence.parts, weight_of)
         for index, bucket in enumerate(self.exchange.buckets):
             copies = {name: pieces[name] for name in bucket.layout.names if part_of(name)[0] in tensors}
             flat = bucket.gather(copies)
@@ -267,7 +269,7 @@ class WeightSync:
                 continue
             if index in self._deltas:
                 flat += self._brought(index)
-            counted = self.exchange.handlers[index].counted(
+            counted = self.exchange.handlers[index].hand_over(
                 wide(flat), self.exchange.states[index], self.exchange.context(self.steps)
             )
             for segment in bucket.segments:

@@ -1,0 +1,132 @@
+"""Cadence: when an algorithm exchanges, as one object: how often, in which fragments, how far ahead, how late."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gossamer.comm.topology import Pattern
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """Exchanges at every step s from ``first`` to before ``until`` with s ≡ ``offset`` (mod ``every``)."""
+
+    every: int = 1
+    offset: int = 0
+    first: int = 0
+    until: float = math.inf
+    once: bool = False
+    """Only at ``first``, where what another phase has kept is handed over."""
+    ahead: float = 0.0
+    """By how many updates the weights that are sent are extrapolated (SpecTrain)."""
+    exchanges: int = 1
+    """After how many exchanges bytes and messages repeat."""
+    topology: Pattern | None = None
+    """Who meets whom, where that changes from exchange to exchange."""
+    ranks_per_node: int | None = 1
+    """For how many ranks one member of the topology speaks; None: for those of its node."""
+
+    def runs(self, step: int) -> bool:
+        """Whether ``step`` is within its time."""
+        return self.first <= step < self.until
+
+    def due(self, step: int) -> bool:
+        """Whether anything is exchanged at ``step``."""
+        return step == self.first if self.once else self.runs(step) and (step - self.offset) % self.every == 0
+
+    def cycle(self, world: int, nodes: int) -> int:
+        """After how many steps ``world`` ranks on so many nodes have the same partners again."""
+        members = nodes if self.ranks_per_node is None else -(-world // self.ranks_per_node)
+        partners = 1 if self.topology is None else self.topology.cycle(members)
+        return self.every * math.lcm(self.exchanges, partners)
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """When an algorithm exchanges: at the steps of any of its beats.
+
+    Several beats are those of several phases, of fragments that take turns, or of parameters of different kinds.
+    """
+
+    beats: tuple[Beat, ...] = (Beat(),)
+    lag: int = 0
+    """How many steps longer than one an exchange of weights may take before it is waited for; then ranks need not be at the
+    same step."""
+    late: bool = False
+    """The result of an exchange of weights is added after the next update, not before it."""
+    parts: int = 1
+    """Into how many even fragments the weights are cut."""
+
+    def due(self, step: int) -> bool:
+        """Whether anything is exchanged at ``step``; if not, gradients or weights stay this worker's own."""
+        return any(beat.due(step) for beat in self.beats)
+
+    def runs(self, step: int) -> bool:
+        """Whether ``step`` is within the time of any beat."""
+        return any(beat.runs(step) for beat in self.beats)
+
+    def ahead(self, step: int) -> float:
+        """By how many updates the weights sent after ``step`` are extrapolated."""
+        return max((beat.ahead for beat in self.beats if beat.runs(step)), default=0.0)
+
+    @property
+    def most_ahead(self) -> float:
+        """The largest of these numbers, of all steps."""
+        return max((beat.ahead for beat in self.beats), default=0.0)
+
+    @property
+    def changes(self) -> frozenset[int]:
+        """The steps at which the time of a beat begins or ends."""
+        ends = {int(beat.until) for beat in self.beats if beat.until < math.inf and not beat.once}
+        return frozenset({beat.first for beat in self.beats} | ends) - {0}
+
+    @property
+    def period(self) -> int:
+        """After how many steps bytes and messages repeat."""
+        return math.lcm(*(beat.every * beat.exchanges for beat in self.beats))
+
+    def cycle(self, world: int, nodes: int) -> int:
+        """After how many steps ``world`` ranks on so many nodes have the same partners again, so that as much leaves a node
+        as before. Of partners that are drawn at random: how many steps belong together."""
+        return math.lcm(*(beat.cycle(world, nodes) for beat in self.beats))
+
+    def step_of(self, exchange: int) -> int:
+        """The step of the exchange of this number (0, 1, …), where there is one beat, and none takes longer than it should."""
+        beat = self.beats[0]
+        return beat.first + beat.offset + exchange * beat.every
+
+    def during(self, first: int, until: float) -> "Cadence":
+        """The same, from ``first`` to before ``until`` only."""
+        clipped = [replace(beat, first=max(beat.first, first), until=min(beat.until, until)) for beat in self.beats]
+        return replace(self, beats=tuple(beat for beat in clipped if beat.first < beat.until))
+
+    def in_parts(self, count: int, part: int | None) -> "Cadence":
+        """The same for each of ``count`` fragments in turn, one step each; or for one of them."""
+        numbers = range(count) if part is None else (part,)
+        beats = [
+            replace(beat, every=beat.every * count, offset=beat.offset * count + number)
+            for beat in self.beats
+            for number in numbers
+        ]
+        return replace(self, beats=tuple(beats), parts=count)
+
+
+NEVER = Cadence(())
+"""That of an algorithm that exchanges nothing."""
+
+
+def every(steps: int, *, lag: int = 0, late: bool = False, **beat: Any) -> Cadence:
+    """An exchange after every so many ``steps``; ``beat``: more fields of its :class:`Beat`."""
+    return Cadence((Beat(every=steps, **beat),), lag, late)
+
+
+def joined(cadences: Iterable[Cadence]) -> Cadence:
+    """The cadence of an algorithm that is made of those with ``cadences``."""
+    each = list(cadences)
+    return Cadence(
+        tuple(dict.fromkeys(beat for one in each for beat in one.beats)),
+        max((one.lag for one in each), default=0),
+        any(one.late for one in each),
+        max((one.parts for one in each), default=1),
+    )
