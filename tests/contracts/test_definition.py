@@ -77,3 +77,9 @@ def test_the_page_on_extending_gives_methods_their_parameters() -> None:
     assert {"finish", "hand_over", "put_back"} <= named.keys()
     for name, taken in named.items():
         assert ["self", *taken.split(", ")] == list(inspect.signature(getattr(Algorithm, name)).parameters), name
+
+
+def test_an_algorithm_has_few_names() -> None:
+    """What somebody must know before writing, or wrapping, one."""
+    names = {name for name in dir(Algorithm) if not name.startswith("_")} | {f.name for f in dataclasses.fields(Algorithm)}
+    assert len(names) <= 14, sorted(names)
