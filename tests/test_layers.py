@@ -67,6 +67,10 @@ def test_what_an_algorithm_is_made_of_knows_nothing_above(folder: str) -> None:
     assert offenders(folder, *UPPER, *transports) == []
 
 
+def test_algorithms_know_no_optimizer() -> None:
+    assert offenders("algorithms/", "gossamer.optim") == []
+
+
 def test_codecs_know_no_algorithm() -> None:
     assert offenders("codecs/", "gossamer.algorithms", "gossamer.comm") == []
 

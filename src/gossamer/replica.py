@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from gossamer.errors import CommunicationError, UsageError
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.gossip_adamw import stop_telling
-from gossamer.optim.momentum import return_momentum
 from gossamer.sync import checkpoint, mixing
 from gossamer.sync.agreement import same_from_rank
 from gossamer.sync.alarms import alarming
 from gossamer.sync.assembly import Parts, remove_hooks
+from gossamer.sync.attach import detach
 from gossamer.sync.checks import held_by, named_buffers
 from gossamer.sync.consensus import at_average, become_average, check_equal, distance, equal
 from gossamer.sync.exact import changing
@@ -271,8 +271,7 @@ class Replica:
             self._release(average)
 
     def _release(self, average: bool) -> None:
-        if self.algorithm.traits.takes_momentum:
-            return_momentum(self._parts.optimizers)
+        detach(self.algorithm, self._parts.optimizers)
         for optimizer in self._parts.optimizers:
             stop_telling(optimizer)
             if isinstance(optimizer, Communicating):

@@ -23,12 +23,12 @@ from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError
 from gossamer.memory import as_real
 from gossamer.optim.communicating import Communicating
-from gossamer.optim.momentum import return_momentum
 from gossamer.replica import Replica
 from gossamer.sync.agreement import agree, checksum, same_from_rank
 from gossamer.sync.alarms import give_up
 from gossamer.sync.apply import prepare
 from gossamer.sync.assembly import assemble
+from gossamer.sync.attach import attach, detach
 from gossamer.sync.checks import (
     Ignored,
     check_held,
@@ -178,12 +178,11 @@ def _attached(
 ) -> Replica:
     """The replica. If it cannot be made, model and optimizers are as they were: another algorithm may be tried."""
     try:
-        parts = assemble(model, optimizers, algorithm.attach(optimizers), runner, buffers, scaler, overlap_forward)
+        parts = assemble(model, optimizers, attach(algorithm, optimizers), runner, buffers, scaler, overlap_forward)
         parts.ignored = ignored
         return Replica(parts)
     except BaseException:
-        if algorithm.traits.takes_momentum:
-            return_momentum(optimizers)
+        detach(algorithm, optimizers)
         release(named_parameters(model).values())
         raise
 

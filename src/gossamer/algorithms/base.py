@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gossamer.algorithms import cadence as cadences
 from gossamer.algorithms import traits as what
@@ -145,9 +144,10 @@ class Algorithm(ABC):
         """The algorithm that handles a parameter. Those that different ones handle never share a bucket."""
         return self._with(lambda part: part.route(name, tensor))
 
-    def attach(self, optimizers: Sequence[Optimizer]) -> "Algorithm":
-        """What to run with these optimizers. An algorithm that takes something over from them (their momentum) does so here."""
-        return self._with(lambda part: part.attach(optimizers))
+    def attach(self, parameters: Sequence[Tensor], momentum: float) -> "Algorithm":
+        """What to run with the optimizers of these parameters; ``momentum``: what was taken out of them for one that
+        ``takes_momentum``. Raise ConfigurationError where there is nothing for it to do."""
+        return self._with(lambda part: part.attach(parameters, momentum))
 
     def _fields(self) -> dict[str, "Algorithm"]:
         """The algorithms that it is made of, by the names of the fields that hold them."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.chunks import Chosen, evenly, mask_of_largest, take_share
@@ -25,7 +24,6 @@ from gossamer.codecs.wire import Wire, check_wire
 from gossamer.comm.ops import AllReduce, Flow, decide, start, total, wait
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
-from gossamer.optim.momentum import lend_momentum
 from gossamer.state import RESIDUAL, State
 
 CHOSEN, NORMS = "chosen chunks", "chunk norms"
@@ -107,11 +105,11 @@ class ChunkSparse(Lossy):
             return MomentumAllReduce(bucket_bytes=self.bucket_bytes, momentum=self.momentum)
         return super().exactly
 
-    def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
+    def attach(self, parameters: Sequence[Tensor], momentum: float) -> Algorithm:
         if not self.momentum_correction:
             return self
         attached = copy.copy(self)
-        object.__setattr__(attached, "momentum", lend_momentum(optimizers))  # which __init__ refuses
+        object.__setattr__(attached, "momentum", momentum)  # which __init__ refuses
         return attached
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context, finishes, parts_of
@@ -75,8 +74,8 @@ class DiLoCo(LocalSGD):
     def check(self, world: int, nodes: Sequence[Group] | None = None) -> None:
         self.averaging.check(world, nodes)
 
-    def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
-        return replace(self, averaging=self.averaging.attach(optimizers))
+    def attach(self, parameters: Sequence[Tensor], momentum: float) -> Algorithm:
+        return replace(self, averaging=self.averaging.attach(parameters, momentum))
 
     def route(self, name: str, tensor: Tensor) -> Algorithm:
         if is_buffer(part_of(name)[0]):

@@ -9,7 +9,6 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.lossy import Lossy, turn_over
@@ -54,8 +53,8 @@ class PowerSGD(Lossy):
         if not is_whole(self.rank, 1):
             raise ConfigurationError(f"rank must be a positive number of columns; got {self.rank!r}")
 
-    def attach(self, optimizers: Sequence[Optimizer]) -> Algorithm:
-        shapes = [p.shape for o in optimizers for group in o.param_groups for p in group["params"]]
+    def attach(self, parameters: Sequence[Tensor], momentum: float) -> Algorithm:
+        shapes = [parameter.shape for parameter in parameters]
         if not any(self.shrinks(shape) for shape in shapes):
             raise ConfigurationError(
                 f"PowerSGD(rank={self.rank}) compresses matrices, and this model has none that it would make smaller "

@@ -17,6 +17,7 @@ from gossamer.simulate.plans import arranged, plans_for
 from gossamer.simulate.profile import Compute, Link
 from gossamer.simulate.training import Part, Totals, Training
 from gossamer.simulate.window import Window, per_step
+from gossamer.sync.attach import attach
 from gossamer.sync.module_buffers import Buffers, resolve_buffers
 
 _SUBJECTS: tuple[Subject, ...] = ("gradients", "weights")
@@ -105,7 +106,7 @@ def step_time(
     algorithm.check(world, nodes)
     mode = resolve_buffers(buffers, algorithm.subject)
     if algorithm.traits.takes_momentum:  # which a replica would have: how vectors travel depends on it
-        algorithm = algorithm.attach([SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)])
+        algorithm = attach(algorithm, [SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)])
     parts = {subject: part for subject in _SUBJECTS if (part := algorithm.part(subject)) is not None}
     if overlap_forward and list(parts) != ["gradients"]:
         raise ConfigurationError(
