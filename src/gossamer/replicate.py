@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gossamer._version import __version__
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
-from gossamer.algorithms.in_optimizer import InOptimizer
+from gossamer.algorithms.blocks.in_optimizer import InOptimizer
 from gossamer.checks import hint_at_class
 from gossamer.codecs import kernels
 from gossamer.codecs.kernels import compiler_for

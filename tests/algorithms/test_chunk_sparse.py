@@ -13,8 +13,8 @@ from contracts.cases import exchange, noise, own_runner, same_bits, weights
 from gossamer import AllReduce, ChunkSparse, PowerSGD, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.blocks.chunks import Chosen, evenly, fitting, mask_of_largest
 from gossamer.algorithms.chunk_sparse import CHOSEN, NORMS
-from gossamer.algorithms.chunks import Chosen, evenly, fitting, mask_of_largest
 from gossamer.codecs import Cast, ErrorFeedback, Quantize
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.state import State

@@ -33,7 +33,7 @@ from gossamer.algorithms import (
     registry,
 )
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.difference import Difference, computed, narrow
+from gossamer.algorithms.blocks.difference import Difference, computed, narrow
 from gossamer.buckets import Bucket, make_layout
 from gossamer.codecs import Codec
 from gossamer.codecs.quantize import Quantize

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.difference import computed
+from gossamer.algorithms.blocks.difference import computed
 from gossamer.codecs import Codec, ErrorFeedback, Sparse
 from gossamer.codecs.contraction import contraction
 from gossamer.comm.flow import drive

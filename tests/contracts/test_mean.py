@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer import Gossip, GossipGraD, GossipPGA, LowPrecisionDecentralized, PushSum, QuantizedGossip
 from gossamer.algorithms import Algorithm, DecentralizedSGD, registry
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.difference import computed, narrow
+from gossamer.algorithms.blocks.difference import computed, narrow
 from gossamer.codecs import ErrorFeedback
 from gossamer.codecs.contraction import contraction
 from gossamer.comm.digraph import RandomPush

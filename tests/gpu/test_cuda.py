@@ -16,7 +16,7 @@ from contracts.cases import exchange, noise
 from echo import EchoRunner
 from gossamer import QSGD, AllReduce, ChunkSparse, Gossip, PowerSGD, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm
-from gossamer.algorithms.chunks import Chosen
+from gossamer.algorithms.blocks.chunks import Chosen
 from gossamer.algorithms.power_sgd import FACTOR
 from gossamer.bench.clock import clock_for
 from gossamer.buckets import make_layout

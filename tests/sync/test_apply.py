@@ -12,7 +12,7 @@ import gossamer
 from gossamer import loopback
 from gossamer.algorithms import Algorithm, Gossip, GossipGraD, in_parts
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.difference import Difference, computed
+from gossamer.algorithms.blocks.difference import Difference, computed
 from gossamer.buckets import Bucket, make_layout, make_plan
 from gossamer.codecs.wire import Wire
 from gossamer.comm.loopback import LoopbackRunner, current_runner

@@ -82,7 +82,7 @@ class Algorithm(ABC):
 
         ``bucket.flat`` may be written: it is filled anew before the next exchange. Returns the gradient
         to use instead, a tensor like ``bucket.flat``, or itself; where weights are exchanged, what to add to them before their
-        next update, a flat tensor of their type or a :class:`gossamer.algorithms.difference.Difference` of messages.
+        next update, a flat tensor of their type or a :class:`gossamer.algorithms.blocks.difference.Difference` of messages.
         The returned tensors are given away: keep no reference to them.
         Writes to ``state`` take effect only when the whole step has succeeded.
         """

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, parts_of
-from gossamer.algorithms.refusals import check_parts
+from gossamer.algorithms.blocks.refusals import check_parts
 from gossamer.buckets import Bucket
 from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.chunks import Chosen, evenly, mask_of_largest, take_share
-from gossamer.algorithms.lossy import Lossy, Memories, bounded, check_codec, leave_out, turn_over
-from gossamer.algorithms.momentum_all_reduce import MOMENTUM, MomentumAllReduce, without_momentum
-from gossamer.algorithms.parts import scatter_reduce
+from gossamer.algorithms.blocks.chunks import Chosen, evenly, mask_of_largest, take_share
+from gossamer.algorithms.blocks.lossy import Lossy, Memories, bounded, check_codec, leave_out, turn_over
+from gossamer.algorithms.blocks.momentum_all_reduce import MOMENTUM, MomentumAllReduce, without_momentum
+from gossamer.algorithms.blocks.parts import scatter_reduce
 from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.blocks.difference import Difference, narrowed_message
+from gossamer.algorithms.blocks.meeting import Meeting, check_ahead
 from gossamer.algorithms.cadence import Cadence, every
-from gossamer.algorithms.difference import Difference, narrowed_message
-from gossamer.algorithms.meeting import Meeting, check_ahead
 from gossamer.buckets import Bucket
 from gossamer.codecs.cast import wire_codec
 from gossamer.codecs.wire import Wire, check_wire

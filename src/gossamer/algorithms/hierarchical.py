@@ -9,10 +9,10 @@ from torch import Tensor
 from gossamer.algorithms import cadence as cadences
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import NOTHING, Algorithm, Context, Subject, finishes, in_turn
+from gossamer.algorithms.blocks.difference import computed
+from gossamer.algorithms.blocks.node_groups import consecutive, leaders_of, machine, machines_of
+from gossamer.algorithms.blocks.refusals import refuse_lag, refuse_momentum
 from gossamer.algorithms.cadence import Cadence
-from gossamer.algorithms.difference import computed
-from gossamer.algorithms.node_groups import consecutive, leaders_of, machine, machines_of
-from gossamer.algorithms.refusals import refuse_lag, refuse_momentum
 from gossamer.algorithms.traits import Traits, joined
 from gossamer.buckets import Bucket, Segment, is_buffer
 from gossamer.checks import is_whole

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from gossamer.algorithms.after import Phases
 from gossamer.algorithms.base import Algorithm, Context, finishes
+from gossamer.algorithms.blocks.refusals import refuse_lag
 from gossamer.algorithms.by_size import BySize
 from gossamer.algorithms.cadence import Cadence
-from gossamer.algorithms.refusals import refuse_lag
 from gossamer.buckets import Bucket
 from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.meeting import Spaced
+from gossamer.algorithms.blocks.meeting import Spaced
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce, maximum
 from gossamer.memory import portions, wide

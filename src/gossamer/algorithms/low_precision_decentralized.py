@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.difference import add_difference
-from gossamer.algorithms.lossy import check_codec, leave_out
-from gossamer.algorithms.meeting import Meeting
+from gossamer.algorithms.blocks.difference import add_difference
+from gossamer.algorithms.blocks.lossy import check_codec, leave_out
+from gossamer.algorithms.blocks.meeting import Meeting
 from gossamer.buckets import Bucket
 from gossamer.checks import is_number
 from gossamer.codecs.base import Codec

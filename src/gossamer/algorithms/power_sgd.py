@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.algorithms.lossy import Lossy, turn_over
+from gossamer.algorithms.blocks.lossy import Lossy, turn_over
 from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
 from gossamer.codecs.residual import keep

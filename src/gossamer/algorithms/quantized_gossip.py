@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.blocks.difference import add_difference
+from gossamer.algorithms.blocks.meeting import Meeting, check_ahead
 from gossamer.algorithms.cadence import Cadence, every
-from gossamer.algorithms.difference import add_difference
-from gossamer.algorithms.meeting import Meeting, check_ahead
 from gossamer.buckets import Bucket
 from gossamer.codecs.modulo import ModuloGrid, reach, scale_blocks
 from gossamer.codecs.wire import check_choice

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context, check_gather_below
-from gossamer.algorithms.lossy import Lossy, check_codec, turn_over
-from gossamer.algorithms.parts import Feedback, scatter_reduce
+from gossamer.algorithms.blocks.lossy import Lossy, check_codec, turn_over
+from gossamer.algorithms.blocks.parts import Feedback, scatter_reduce
 from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec

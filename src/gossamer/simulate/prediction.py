@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD
 
 from gossamer.algorithms.base import Algorithm, Subject
-from gossamer.algorithms.node_groups import consecutive
+from gossamer.algorithms.blocks.node_groups import consecutive
 from gossamer.buckets import Plan
 from gossamer.errors import ConfigurationError
 from gossamer.simulate.checks import check_history, check_kind, check_links, check_names, check_whole

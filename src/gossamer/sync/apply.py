@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.algorithms.difference import Difference, narrow
+from gossamer.algorithms.blocks.difference import Difference, narrow
 from gossamer.buckets import Bucket
 from gossamer.memory import momentary, widened
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.blocks.momentum_all_reduce import MOMENTUM
+from gossamer.algorithms.blocks.node_groups import consecutive
 from gossamer.algorithms.hierarchical import OUTER
-from gossamer.algorithms.momentum_all_reduce import MOMENTUM
-from gossamer.algorithms.node_groups import consecutive
 from gossamer.comm.ops import Group
 from gossamer.comm.runner import Runner
 from gossamer.errors import ConfigurationError

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import NOTHING, Algorithm, Context, finishes, wrong_shape
+from gossamer.algorithms.blocks.difference import Difference
+from gossamer.algorithms.blocks.momentum_all_reduce import MOMENTUM
 from gossamer.algorithms.cadence import Cadence
-from gossamer.algorithms.difference import Difference
-from gossamer.algorithms.momentum_all_reduce import MOMENTUM
 from gossamer.buckets import Bucket, Plan, Segment
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import CONTROL, Runner, Ticket

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.algorithms.difference import Difference, computed
+from gossamer.algorithms.blocks.difference import Difference, computed
 from gossamer.buckets import in_order, make_plan
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
