@@ -124,7 +124,7 @@ def test_an_optimizer_inside_backward_uses_mean_gradients_or_is_refused(
         return vector(model)
 
     right = single_process(2, STEPS, optimizer=lambda model: SGD(model.parameters(), lr=LR))
-    right_or_refused(train, right, names_of(mlp()), 1e-9 if algorithm.exact else 1e-2)
+    right_or_refused(train, right, names_of(mlp()), 1e-9 if algorithm.traits.exact else 1e-2)
 
 
 # -- gradients replaced between two passes that add up --------------------------------------------------------------------

@@ -221,7 +221,7 @@ def test_complex_parameters_under_every_kind_of_algorithm(algorithm: Algorithm) 
 
     found = loopback(body, 2)
     assert torch.allclose(found[0], found[1], atol=1e-6)
-    if algorithm.subject == "weights" and not algorithm.moves_mean:
+    if algorithm.subject == "weights" and not algorithm.traits.moves_mean:
         assert torch.allclose(found[0], Complex().matrix + complex(0.5, -0.5), atol=0.02)
 
 

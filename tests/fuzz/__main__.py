@@ -82,7 +82,7 @@ def _report(case: Case, broken: str, processes: bool, whole: bool) -> None:
 def _kinds(case: Case) -> list[str]:
     algorithm = case.make_algorithm()
     parts = [subject for subject in ("gradients", "weights") if algorithm.part(subject) is not None]
-    kinds = ["cases", "exact" if algorithm.exact and parts == ["gradients"] else " and ".join(parts)]
+    kinds = ["cases", "exact" if algorithm.traits.exact and parts == ["gradients"] else " and ".join(parts)]
     options = ("linear", "several", "scaler", "overflow", "evaluate", "resume", "join", "overlap_forward", "clip")
     return kinds + [f"with {name}" for name in options if getattr(case, name) not in (False, None, 0, 0.0)]
 

@@ -120,7 +120,7 @@ def _leaf(dice: random.Random, name: str) -> str:
 
 def _algorithm(dice: random.Random, kind: str) -> str:
     names = sorted(name for name in registry() if registry()[name].__module__.startswith("gossamer."))
-    exact = [name for name in names if registry()[name].exact]
+    exact = [name for name in names if registry()[name]().traits.exact]
     gradients = [name for name in names if registry()[name]().subject == "gradients"]
     weights = [name for name in names if registry()[name]().subject == "weights"]
 
@@ -219,9 +219,9 @@ def sensible(case: Case) -> bool:
         return False
     if case.linear and (case.clip or case.optimizer != "SGD(lr=0.1)"):
         return False
-    if algorithm.takes_momentum and (case.optimizers > 1 or "momentum=0.9" not in case.optimizer or case.several):
+    if algorithm.traits.takes_momentum and (case.optimizers > 1 or "momentum=0.9" not in case.optimizer or case.several):
         return False
-    if algorithm.exchanges_history and ("rarely" in case.layers or (case.join is not None and min(case.join) == 0)):
+    if algorithm.traits.history and ("rarely" in case.layers or (case.join is not None and min(case.join) == 0)):
         return False  # ranks that remember different things
     if case.resume and "rarely" in case.layers and not case.set_to_none:
         return False  # a gradient of zeros moves AdamW's weights; in a new process it is None

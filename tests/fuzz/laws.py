@@ -44,7 +44,7 @@ def values_are_finite(case: Case, results: Results) -> str:
 def nothing_is_lost(case: Case, results: Results) -> str:
     """The mean of the replicas has moved by all gradients but those that are kept to be sent later."""
     algorithm = case.make_algorithm()
-    if not case.linear or algorithm.takes_momentum or "DiLoCo" in case.algorithm or _loses(case):
+    if not case.linear or algorithm.traits.takes_momentum or "DiLoCo" in case.algorithm or _loses(case):
         return ""
     if _nodes_differ(case) and algorithm.part("weights") is not None:
         return ""  # nodes count alike there, however many ranks they have, and so do not all gradients
@@ -84,7 +84,7 @@ LAWS: list[Callable[[Case, Results], str]] = [
 def _exact(case: Case) -> bool:
     wires = set(re.findall(r"wire='(\w+)'", case.algorithm))
     algorithm = case.make_algorithm()
-    return algorithm.exact and algorithm.part("weights") is None and wires <= {"fp32"} and case.dtype == "float64"
+    return algorithm.traits.exact and algorithm.part("weights") is None and wires <= {"fp32"} and case.dtype == "float64"
 
 
 def _loses(case: Case) -> bool:

@@ -42,7 +42,7 @@ def train(here: Here, algorithm: Algorithm, steps: int, pause: float, momentum: 
     distance = replica.consensus_distance()
     with replica.consensus():
         after = mean_of(model)
-    assert replica._runner._policy.in_step == (algorithm.may_lag == 0)
+    assert replica._runner._policy.in_step == (algorithm.cadence.lag == 0)
     exchanges = replica._weights[0].exchanges
     replica.close()
     return {"seconds": seconds, "moved": before - after, "distance": distance, "exchanges": exchanges, "model": model}

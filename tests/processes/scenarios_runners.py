@@ -39,7 +39,7 @@ def algorithms() -> dict[str, Algorithm]:
 
 def is_exact(algorithm: Algorithm) -> bool:
     """Whether it computes the mean in full precision."""
-    return algorithm.exact and getattr(algorithm, "wire", "fp32") == "fp32"
+    return algorithm.traits.exact and getattr(algorithm, "wire", "fp32") == "fp32"
 
 
 class Exact(nn.Module):
