@@ -112,7 +112,7 @@ def test_the_lab_itself_needs_no_torch() -> None:
 
 
 def test_simulation_needs_no_network() -> None:
-    assert offenders("simulate/", "gossamer.comm.torch", "gossamer.replica") == []
+    assert offenders("simulate/", "gossamer.comm.torch") == []
 
 
 def unpickled(path: Path) -> list[str]:

@@ -6,7 +6,10 @@ nothing but the model, the layers' times, the rate of plain TCP in the same run,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from benchmarks.studies.harness import RESULTS, console, parser_of
 from benchmarks.studies.pictures import Measured, over_workers
@@ -57,7 +60,7 @@ def predict(row: Record, compute_seconds: float) -> StepTime | None:
         compute=Compute.layered(model, layers, optimizer=rest),
         ranks_per_node=1,  # whatever the algorithm says: every emulated host has a link of its own
         overlap_forward=overlaps_forward(method),
-        history=1,  # emulated models are trained by SGD with momentum
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),  # as emulated models are trained
     )
 
 

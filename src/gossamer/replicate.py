@@ -97,6 +97,33 @@ def replicate(
         DisagreementError: on every rank, if ranks differ in version, algorithm, model or options.
     """
     runner = connect(group, mesh, timeout, by_machine=isinstance(algorithm, Algorithm) and None in algorithm.traits.nodes)
+    replica = replicate_over(
+        runner,
+        model,
+        optimizer_or_optimizers,
+        algorithm,
+        scaler=scaler,
+        buffers=buffers,
+        overlap_forward=overlap_forward,
+        ignore=ignore,
+    )
+    if runner.rank == 0:
+        logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, replica.algorithm)
+    return replica
+
+
+def replicate_over(
+    runner: Runner,
+    model: nn.Module,
+    optimizer_or_optimizers: Optimizer | Sequence[Optimizer],
+    algorithm: Algorithm | None = None,
+    *,
+    scaler: Any = None,
+    buffers: Buffers | None = None,
+    overlap_forward: bool = False,
+    ignore: Sequence[str | nn.Module] = (),
+) -> Replica:
+    """:func:`replicate` over a runner that is there; it is closed if this fails."""
     ignored = None
     try:
         ignored = Ignored(model, ignore)
@@ -124,8 +151,6 @@ def replicate(
             ignored.release()
         give_up(runner, error)
         raise
-    if runner.rank == 0:
-        logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, algorithm)
     return replica
 
 

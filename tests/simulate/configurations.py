@@ -36,7 +36,7 @@ class Configuration:
     """What is predicted; ``optimizer`` makes the one that steps, on the model's parameters."""
 
     algorithm: Algorithm
-    optimizer: Callable[..., Optimizer] = partial(SGD, lr=0.1)
+    optimizer: Callable[..., Optimizer] = SGD
     overlap_forward: bool = False
 
 

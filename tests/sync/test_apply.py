@@ -13,12 +13,11 @@ from gossamer import loopback
 from gossamer.algorithms import Algorithm, Gossip, GossipGraD, in_parts
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.blocks.difference import Difference, computed
-from gossamer.buckets import Bucket, make_layout, make_plan
+from gossamer.buckets import Bucket, make_layout
 from gossamer.codecs.wire import Wire
 from gossamer.comm.loopback import LoopbackRunner, current_runner
 from gossamer.comm.ops import Flow
 from gossamer.comm.topology import Hypercube, Ring, Topology
-from gossamer.simulate import Compute, Link
 from gossamer.state import State
 from gossamer.sync import apply as applying
 from gossamer.sync.apply import apply
@@ -157,19 +156,6 @@ def test_a_bucket_of_weights_brings_what_a_bucket_packed_as_message_brings(
 def test_buckets_are_packed_in_the_type_of_the_message(algorithm: Algorithm, message: torch.dtype) -> None:
     assert algorithm.message_dtype(torch.float32) == message
     assert algorithm.message_dtype(torch.bfloat16) == torch.bfloat16
-
-
-def test_a_plan_for_other_messages_is_refused() -> None:
-    tensors = {"weight": torch.empty(1000)}
-    for made_for, algorithm in ((Gossip(), gossamer.QuantizedGossip()), (Gossip(), Gossip(wire="fp32"))):
-        with pytest.raises(gossamer.ConfigurationError, match="was not made for"):
-            gossamer.simulate.step_time(
-                make_plan(tensors, made_for, at_once=True),
-                algorithm,
-                world=4,
-                link=Link(bandwidth=1e9),
-                compute=Compute(forward=1, backward=1),
-            )
 
 
 def test_an_exchange_that_somebody_has_written_is_the_one_that_runs() -> None:

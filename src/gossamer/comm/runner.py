@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from gossamer.comm.device import on_host
 from gossamer.comm.flow import Port, drive
 from gossamer.comm.ops import AllReduce, Broadcast, Decide, Flow, Group, Op, Push, maximum, result_like
 from gossamer.comm.profiling import shown
@@ -69,7 +70,7 @@ class Ticket(Generic[T]):
         """Run the flow to its end, on a stream of a device if there is one, keeping its result or its error."""
         self.begun, self.doing = True, "the computation"
         try:
-            with _without_autocast(), shown("flow", self.label):
+            with without_autocast(), shown("flow", self.label):
                 if stream is None:
                     self.result = drive(make_flow(), port)
                 else:
@@ -99,8 +100,8 @@ class Ticket(Generic[T]):
         return f"{self.doing} of {self.label}" + (f", waiting for {peers}" if peers else "")
 
 
-def _without_autocast() -> AbstractContextManager[Any]:
-    """The types in which a flow computes are its own, also where the thread that submits it runs backward under autocast."""
+def without_autocast() -> AbstractContextManager[Any]:
+    """Flows, and updates in the forward pass, compute in their own types, also where the thread runs under autocast."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if not kinds:
         return nullcontext()
@@ -112,7 +113,7 @@ def _without_autocast() -> AbstractContextManager[Any]:
 
 def lane_for(tensor: Tensor) -> int:
     """The lane on which a tensor travels outside of the buckets: control for the host's, the first one for a device's."""
-    return CONTROL if tensor.device.type == "cpu" else 0
+    return CONTROL if on_host(tensor) else 0
 
 
 class Runner(ABC):
@@ -131,6 +132,10 @@ class Runner(ABC):
     def members(self) -> tuple[int, ...]:
         """Stable ids of the current members."""
         return tuple(range(self.world))
+
+    def now(self) -> float:
+        """The time in seconds, of the clock by which this runner carries out flows. Only differences mean anything."""
+        return time.perf_counter()
 
     @abstractmethod
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
@@ -227,9 +232,9 @@ class InlineRunner(Runner):
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
         ticket: Ticket[T] = Ticket(self._submitted, label)
         self._submitted += 1
-        begin = time.perf_counter()
+        begin = self.now()
         ticket.carry_out(make_flow, self._port)
-        self._meter.busy_seconds += time.perf_counter() - begin
+        self._meter.busy_seconds += self.now() - begin
         if ticket.error is not None:
             raise ticket.error
         return ticket

@@ -1,17 +1,11 @@
 """Checks: what ``step_time`` is given, before anything is computed."""
 
-from collections.abc import Iterable
-
-import torch
 from torch import nn
 
-from gossamer.algorithms.base import Algorithm
-from gossamer.buckets import Plan
 from gossamer.checks import hint_at_class, is_whole
 from gossamer.errors import ConfigurationError
-from gossamer.pieces import part_of
 from gossamer.simulate.profile import Compute, Link
-from gossamer.sync.usage import USAGE
+from gossamer.sync.checks import named_parameters
 
 
 def check_kind(name: str, value: object, kind: type, example: str) -> None:
@@ -38,33 +32,9 @@ def check_links(link: object, inside: object, ranks_per_node: int) -> None:
         )
 
 
-def check_plan(plan: Plan, algorithm: Algorithm) -> None:
-    """Refuse a plan that was made for another algorithm: its buckets would be handled as no replica does."""
-    uncut = algorithm.cadence.parts > 1 and any(part_of(name)[1] is None for name in plan.names)
-    for layout in plan.layouts:
-        segments = [segment for segment in layout.segments if segment.name != USAGE]
-        blanks = {s.name: torch.empty_strided(s.shape, s.stride, dtype=layout.dtype, device="meta") for s in segments}
-        other = uncut or any(algorithm.route(name, blank) != layout.handler for name, blank in blanks.items())
-        if other or layout.handler.message_dtype(layout.dtype) != layout.message:
-            raise ConfigurationError(
-                f"the plan was not made for {algorithm!r}, which would lay out {layout.names[0]!r} otherwise: give the model, "
-                "or make_plan(tensors, algorithm)" + (" of tensors that were cut() into its parts" if uncut else "")
-            )
-
-
-def check_names(plans: Iterable[Plan], compute: Compute) -> None:
-    communicated = {part_of(name)[0] for plan in plans for name in plan.names}
+def check_names(model: nn.Module, compute: Compute) -> None:
+    trainable = {name for name, parameter in named_parameters(model).items() if parameter.requires_grad}
     for what, moments in (("ready", compute.ready), ("needed", compute.needed)):
-        unknown = sorted(set(moments) - communicated)
+        unknown = sorted(set(moments) - trainable)
         if unknown:
             raise ConfigurationError(f"compute.{what} names parameters that are not communicated: {', '.join(unknown[:3])}")
-
-
-def check_history(history: int | None, algorithm: Algorithm, model_or_plan: nn.Module | Plan) -> None:
-    if history is not None and not is_whole(history, 0):
-        raise ConfigurationError(f"history must be a number of tensors per weight; got {history!r}")
-    if history is None and algorithm.traits.history and not isinstance(model_or_plan, Plan):
-        raise ConfigurationError(
-            f"{algorithm!r} exchanges what the optimizer remembers of each weight: say how many tensors that is, "
-            "history=1 for SGD with momentum, 2 for Adam, 0 for plain SGD"
-        )

@@ -1,7 +1,8 @@
-"""Clock: virtual time, and the processes that live in it.
+"""Clock: virtual time, the processes that live in it, and the program that lets it pass.
 
 A process is a generator. It yields a moment to sleep until, or an :class:`Event` to wait for; between two yields no
-time passes. What happens at the same moment happens in the order in which it was asked for.
+time passes. What happens at the same moment happens in the order in which it was asked for. The program itself is no
+process: it lets time pass (:meth:`Clock.advance`), or waits (:meth:`Clock.run_until`).
 """
 
 import heapq
@@ -35,7 +36,7 @@ Process = Generator[float | Event, None, None]
 
 
 class Clock:
-    """Runs processes in order of virtual time."""
+    """Runs processes in order of virtual time. ``now`` is in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -44,16 +45,32 @@ class Clock:
 
     def spawn(self, process: Process) -> None:
         """Start a process now."""
-        self._at(self.now, partial(self._resume, process))
+        self.at(self.now, partial(self._resume, process))
 
-    def run(self) -> None:
-        """Let time pass until nothing is left to happen."""
-        while self._agenda:
-            self.now, _, action = heapq.heappop(self._agenda)
-            action()
-
-    def _at(self, moment: float, action: Action) -> None:
+    def at(self, moment: float, action: Action) -> None:
+        """Call ``action`` at this moment, or now if that is past."""
         heapq.heappush(self._agenda, (max(moment, self.now), next(self._order), action))
+
+    def advance(self, moment: float) -> None:
+        """Let time pass until ``moment``, with all that happens until then and at it."""
+        while self._agenda and self._agenda[0][0] <= moment:
+            self._next()
+        self.now = max(self.now, moment)
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Let time pass until ``done()`` holds.
+
+        Raises:
+            RuntimeError: nothing is left to happen, and it does not hold.
+        """
+        while not done():
+            if not self._agenda:
+                raise RuntimeError("a simulated training loop waits for what never happens")
+            self._next()
+
+    def _next(self) -> None:
+        self.now, _, action = heapq.heappop(self._agenda)
+        action()
 
     def _resume(self, process: Process) -> None:
         resume = partial(self._resume, process)
@@ -61,7 +78,7 @@ class Clock:
             if isinstance(awaited, Event):
                 if awaited.happened:
                     continue
-                awaited.then(lambda: self._at(self.now, resume))
+                awaited.then(lambda: self.at(self.now, resume))
             else:
-                self._at(awaited, resume)
+                self.at(awaited, resume)
             return

@@ -1,26 +1,27 @@
 """Prediction: the time of a training step, from what is computed and a description of the network."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
-from gossamer.algorithms.base import Algorithm, Subject
+from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.blocks.node_groups import consecutive
-from gossamer.buckets import Plan
-from gossamer.errors import ConfigurationError
-from gossamer.simulate.checks import check_history, check_kind, check_links, check_names, check_whole
+from gossamer.buckets import buffer_name
+from gossamer.replicate import replicate_over
+from gossamer.simulate.checks import check_kind, check_links, check_names, check_whole
 from gossamer.simulate.clock import Clock
-from gossamer.simulate.clocked import Wire
-from gossamer.simulate.plans import arranged, plans_for
+from gossamer.simulate.clocked import ClockedRunner, Wire
 from gossamer.simulate.profile import Compute, Link
-from gossamer.simulate.training import Part, Totals, Training
+from gossamer.simulate.stand_in import stand_in, take_time
+from gossamer.simulate.valueless import Valueless
 from gossamer.simulate.window import Window, per_step
-from gossamer.sync.attach import attach
-from gossamer.sync.module_buffers import Buffers, resolve_buffers
+from gossamer.sync.module_buffers import Buffers, averaged, floating, named_buffers, resolve_buffers
 
-_SUBJECTS: tuple[Subject, ...] = ("gradients", "weights")
+MakeOptimizer = Callable[..., Optimizer]
+"""Called with the parameters: ``torch.optim.AdamW``, or ``partial(torch.optim.SGD, lr=0.1, momentum=0.9)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,13 @@ class StepTime:
 
 
 def step_time(
-    model_or_plan: nn.Module | Plan,
-    algorithm: Algorithm,
+    model: nn.Module,
+    algorithm: Algorithm | None,
     *,
     world: int,
     link: Link,
     compute: Compute,
+    optimizer: MakeOptimizer | None = None,
     lanes: int = 2,
     buffers: Buffers | None = None,
     steps: int = 8,
@@ -59,21 +61,25 @@ def step_time(
     ranks_per_node: int | None = None,
     inside: Link | None = None,
     overlap_forward: bool = False,
-    history: int | None = None,
 ) -> StepTime:
     """The time of one training step of ``algorithm`` among ``world`` ranks, each on a ``link`` of its own.
 
+    A replica of the model is trained in virtual time, by the code that trains real ones, on tensors without values: what
+    :func:`gossamer.replicate` accepts is priced, and what it refuses is refused.
+
     All ranks are equally fast. Exchanges that may lag (``lag=``) therefore lag only where the wire takes longer than a step.
-    Of algorithms that follow each other (``after``) the last one is priced, from the step on at which its time begins. What
-    one does differently at its own beginning (``ChunkSparse(warmup=)``) is priced as it is there: leave it out to price what
-    comes later.
+    Of algorithms that follow each other (``after``) the last one is priced, from the step on at which its time begins; the
+    steps before it are run, too. What one does differently at its own beginning (``ChunkSparse(warmup=)``) is priced as it is
+    there: leave it out to price what comes later.
 
     Args:
-        model_or_plan: the model (its tensors may be on the ``meta`` device), or a plan of buckets.
-        algorithm: any algorithm; its own ``exchange`` (or ``swap``) and ``finish`` are executed.
+        model: the model; its tensors may be on the ``meta`` device, and stay as they are.
+        algorithm: any algorithm; None for an optimizer that communicates by itself.
         world: number of ranks.
         link: bandwidth and latency of each rank, or of each machine where several ranks share one.
         compute: what one step computes, and when each gradient is there.
+        optimizer: makes the optimizer of the parameters that it is called with. It matters where what it remembers travels
+            (``GossipGraD``), or it communicates (``OneBitAdam``). By default SGD, with momentum if the algorithm takes that.
         lanes: flows that may be under way at the same time.
         buffers: as in :func:`gossamer.replicate`; for models that have buffers.
         steps: steps to average over, rounded up to whole cycles of the algorithm, after which what travels repeats itself
@@ -84,50 +90,35 @@ def step_time(
             says (``Hierarchical(ranks_per_node=)``), else 1.
         inside: how those reach each other, where there are several; at once by default.
         overlap_forward: as in :func:`gossamer.replicate`.
-        history: how many tensors the optimizer remembers of each weight: 0 for plain SGD, 1 with momentum, 2 for Adam. They
-            travel with the weights where the algorithm exchanges them (``GossipGraD``), and must be told there, unless a
-            plan holds them already.
 
     Raises:
         ConfigurationError: a number out of range or of another type, an algorithm that cannot run among so many ranks, a
-            moment of a parameter that is not communicated, a plan that was made for another algorithm, an
-            ``overlap_forward`` of what moves weights, an ``inside`` where no two ranks share a machine, or no ``history``
-            where it is exchanged.
+            moment of a parameter that is not communicated, an ``inside`` where no two ranks share a machine, or whatever
+            :func:`gossamer.replicate` refuses.
     """
-    check_kind("algorithm", algorithm, Algorithm, "Gossip()")
-    check_kind("compute", compute, Compute, "Compute(forward=0.03, backward=0.06)")
-    ranks_per_node = (algorithm.traits.ranks_per_node or 1) if ranks_per_node is None else ranks_per_node
+    make_optimizer = _check(model, algorithm, link, compute, optimizer)
+    if ranks_per_node is None:
+        ranks_per_node = (algorithm.traits.ranks_per_node if algorithm is not None else None) or 1
     check_whole(1, world=world, lanes=lanes, steps=steps, ranks_per_node=ranks_per_node)
     check_whole(0, warmup=warmup)
     check_links(link, inside, ranks_per_node)
-    check_history(history, algorithm, model_or_plan)
     nodes = consecutive(world, ranks_per_node)
-    algorithm.check(world)
-    algorithm.check(world, nodes)
-    mode = resolve_buffers(buffers, algorithm.subject)
-    if algorithm.traits.takes_momentum:  # which a replica would have: how vectors travel depends on it
-        algorithm = attach(algorithm, [SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)])
-    parts = {subject: part for subject in _SUBJECTS if (part := algorithm.part(subject)) is not None}
-    if overlap_forward and list(parts) != ["gradients"]:
-        raise ConfigurationError(
-            f"overlap_forward: {algorithm!r} moves weights, which travel beside forward and backward anyway"
-        )
-    plans, preludes = plans_for(model_or_plan, algorithm, parts, compute, mode, history or 0, world)
-    check_names(plans.values(), compute)
-    window = Window.of(algorithm, world, len(nodes), warmup, steps)
+    clock = Clock()
+    wire = Wire(clock, link, world, nodes if ranks_per_node > 1 else (), inside)
+    runner = ClockedRunner(clock, wire, lanes, nodes)
+    twin = stand_in(model, compute, runner.compute, _left_out(model, algorithm, buffers))
+    stepping = make_optimizer([parameter for parameter in twin.parameters() if parameter.requires_grad])
+    take_time(stepping, compute.optimizer, runner.compute)
+    replica = replicate_over(runner, twin, stepping, algorithm, buffers=buffers, overlap_forward=overlap_forward)
 
-    def run(overlap: bool) -> Totals:
-        clock, members = Clock(), tuple(range(world))
-        made = {subject: Part(plans[subject], part, lanes, members, nodes, overlap_forward) for subject, part in parts.items()}
-        wire = Wire(clock, link, world, nodes if ranks_per_node > 1 else (), inside)
-        of_gradients, of_weights = made.get("gradients"), made.get("weights")
-        return per_step(Training(clock, wire, compute, lanes, of_gradients, of_weights, preludes, overlap), window)
+    def step() -> None:
+        stepping.zero_grad()
+        twin().backward()
+        stepping.step()
 
-    if overlap_forward:
-        apart = run(False)
-        line = max(8 * apart.busiest / link.bandwidth, 8 * apart.inside / (inside or Link()).bandwidth)
-        plans["gradients"] = arranged(plans["gradients"], compute, line)
-    found = run(overlap_forward)
+    window = Window.of(replica.algorithm, world, len(nodes), warmup, steps, overlap_forward)
+    with Valueless():  # type: ignore[no-untyped-call]
+        found = per_step(step, runner, wire, window)
     return StepTime(
         step_seconds=found.seconds,
         compute_seconds=compute.seconds,
@@ -136,3 +127,27 @@ def step_time(
         bytes_per_step=found.sent,
         messages_per_step=found.messages,
     )
+
+
+def _check(
+    model: nn.Module, algorithm: Algorithm | None, link: Link, compute: Compute, optimizer: MakeOptimizer | None
+) -> MakeOptimizer:
+    """Refuse what is of another type. Returns what makes the optimizer."""
+    check_kind("model", model, nn.Module, "torch.nn.Linear(4, 4, device='meta')")
+    if algorithm is not None:
+        check_kind("algorithm", algorithm, Algorithm, "Gossip()")
+    check_kind("link", link, Link, "Link(bandwidth=200e6, latency=1e-3)")
+    check_kind("compute", compute, Compute, "Compute(forward=0.03, backward=0.06)")
+    check_names(model, compute)
+    if optimizer is not None:
+        return optimizer
+    takes_momentum = algorithm is not None and algorithm.traits.takes_momentum
+    return partial(SGD, lr=0.1, momentum=0.9 if takes_momentum else 0.0)
+
+
+def _left_out(model: nn.Module, algorithm: Algorithm | None, buffers: Buffers | None) -> set[str]:
+    """The buffers that do not travel with the weights because of their values, which a twin does not have."""
+    if algorithm is None or algorithm.part("weights") is None or resolve_buffers(buffers, algorithm.subject) != "average":
+        return set()
+    travelling = averaged(model)
+    return {name for name in floating(named_buffers(model)) if buffer_name(name) not in travelling}

@@ -1,36 +1,66 @@
 """Window: the steps of a simulated run that its figures are the mean of."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import NamedTuple
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.simulate.clock import Process
-from gossamer.simulate.training import Totals, Training
+from gossamer.simulate.clocked import ClockedRunner, Wire
+
+
+class Totals(NamedTuple):
+    """What a run took."""
+
+    seconds: float
+    exposed: float
+    """Seconds in which the loop stood still for communication."""
+    sent: float
+    """Bytes of this rank."""
+    messages: float
+    busiest: float
+    """Bytes of the busiest rank, or machine."""
+    inside: float
+    """Bytes that leave no machine."""
+
+    @classmethod
+    def of(cls, runner: ClockedRunner, wire: Wire) -> "Totals":
+        """So far."""
+        return cls(
+            runner.now(),
+            runner.exposed_seconds,
+            wire.meter.bytes,
+            wire.meter.messages,
+            wire.most_bytes,
+            wire.inside_bytes,
+        )
 
 
 @dataclass(frozen=True)
 class Window:
-    """``steps`` steps after ``warmup`` others, from ``first`` on: whole cycles of what travels.
+    """``steps`` steps after ``warmup`` others: whole cycles of what travels.
 
     ``exchanges``: where they may lag, after how many they repeat themselves. Then so many more steps that both ends are where
     one has just begun: two that lie in other places between two steps would not count alike.
     """
 
-    first: int
     warmup: int
     steps: int
     exchanges: int | None
 
     @classmethod
-    def of(cls, algorithm: Algorithm, world: int, machines: int, warmup: int, steps: int) -> "Window":
-        """At least so many steps, once the last part's time has begun and everything was exchanged once."""
+    def of(cls, algorithm: Algorithm, world: int, machines: int, warmup: int, steps: int, overlap: bool) -> "Window":
+        """At least so many steps, once the last part's time has begun and everything was exchanged once.
+
+        ``overlap``: with the forward pass, before which a replica learns in which order buckets are to leave.
+        """
+        # The order of gradients is learned in the first step, and that of the buckets in the next one.
+        learning = 0 if algorithm.part("gradients") is None else 3 if overlap else 2
         cadence = algorithm.cadence
         cycle, period = cadence.cycle(world, machines), cadence.period
         cycle = cycle if cycle <= _LONGEST_CYCLE else period
+        first = max(cadence.changes, default=0)
         return cls(
-            first=max(cadence.changes, default=0),
-            warmup=warmup + period * (1 + cadence.lag) - 1,
+            warmup=first + max(warmup + period * (1 + cadence.lag) - 1, learning),
             steps=-(-steps // cycle) * cycle,
             exchanges=cycle // cadence.step_of(1) if cadence.lag else None,
         )
@@ -40,29 +70,26 @@ _LONGEST_CYCLE = 512
 """Steps of a whole cycle of partners that are worth a run through all of them."""
 
 
-def per_step(training: Training, window: Window) -> Totals:
-    """What ``training.totals()`` grow by per step, in the mean over the window."""
+def per_step(step: Callable[[], object], runner: ClockedRunner, wire: Wire, window: Window) -> Totals:
+    """By how much the totals grow per ``step()``, in the mean over the window."""
     marks: list[tuple[int, int, Totals]] = []
+    number = exchanges = 0
+    just_begun = False
 
-    def is_a_mark(number: int) -> bool:
-        if number < (marks[0][0] + window.steps if marks else window.first + window.warmup):
+    def is_a_mark() -> bool:
+        if number < (marks[0][0] + window.steps if marks else window.warmup):
             return False
         if window.exchanges is None:
             return True
-        return training.begun is not None and (not marks or (training.begun - marks[0][1]) % window.exchanges == 0)
+        return just_begun and (not marks or (exchanges - marks[0][1]) % window.exchanges == 0)
 
-    def loop() -> Process:
-        number = window.first
-        while True:
-            if is_a_mark(number):
-                marks.append((number, training.begun or 0, training.totals()))
-                if len(marks) == 2:
-                    return
-            yield from training.step(number)
-            number += 1
-
-    with torch.no_grad():
-        training.clock.spawn(loop())
-        training.clock.run()
-    (begin, _, before), (end, _, after) = marks
-    return Totals(*((there - here) / (end - begin) for here, there in zip(before, after, strict=True)))
+    while len(marks) < 2:
+        if is_a_mark():
+            marks.append((number, exchanges, Totals.of(runner, wire)))
+            continue
+        before = runner.submitted
+        step()
+        number, just_begun = number + 1, runner.submitted > before
+        exchanges += just_begun
+    (begin, _, before_totals), (end, _, after_totals) = marks
+    return Totals(*((there - here) / (end - begin) for here, there in zip(before_totals, after_totals, strict=True)))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.buckets import Plan
+from gossamer.comm.device import has_values
 from gossamer.comm.ops import Flow, all_gather, broadcast, maximum
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import DisagreementError
@@ -150,9 +151,9 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def checksum(tensors: Iterable[Tensor]) -> str:
-    """A hash over the bits of ``tensors``: equal on ranks that hold the same values."""
+    """A hash over the bits of ``tensors``: equal on ranks that hold the same values. Tensors without values are left out."""
     hasher = hashlib.sha256()
-    for tensor in tensors:
+    for tensor in filter(has_values, tensors):
         for portion in _as_bytes(tensor).split(_HASHED):
             # A copy: torch refuses to resize a storage for ever that numpy has seen once.
             hasher.update(portion.to("cpu", copy=True).numpy())

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gossamer.comm.device import has_values
+
 
 def any_non_finite(tensors: list[Tensor]) -> Tensor:
-    """``float32[1]`` on the host: 1 if any element of the floating-point tensors is inf or NaN."""
-    some = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel() > 0]
+    """``float32[1]`` on the host: 1 if any element of the floating-point tensors that have values is inf or NaN."""
+    some = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel() > 0 and has_values(tensor)]
     if not some:
         return torch.zeros(1, dtype=torch.float32)
     if all(tensor.device.type == "cpu" for tensor in some) and torch.stack(torch._foreach_norm(some, 2)).isfinite().all():

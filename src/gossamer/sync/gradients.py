@@ -4,7 +4,6 @@ Threads and ownership: see the note in ``gossamer.comm.torch.lanes``.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -197,7 +196,7 @@ class GradientSync(Subscriber):
             missing[slot.bucket] -= 1
             if not missing[slot.bucket]:
                 if self.completed is not None:
-                    self.completed[slot.bucket] = time.perf_counter()
+                    self.completed[slot.bucket] = self._runner.now()
                 self._launch_ready()
 
         return collect
@@ -350,7 +349,7 @@ class GradientSync(Subscriber):
             else:
                 bucket.views[number].fill_(1)
         if self.completed is not None:
-            now = time.perf_counter()
+            now = self._runner.now()
             self.completed |= {index: now for index, missing in enumerate(self._missing) if missing}
         self._missing = [0] * len(self.exchange.buckets)
         self._launch_ready()

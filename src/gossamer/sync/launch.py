@@ -1,11 +1,11 @@
 """Launch: in which order buckets leave, where what is needed first may overtake what was there first."""
 
-import time
 from collections.abc import Sequence
 
 import torch
 
 from gossamer.buckets import Layout
+from gossamer.comm.device import on_host
 from gossamer.comm.ops import all_reduce, broadcast
 from gossamer.comm.runner import Runner, lane_for
 
@@ -49,8 +49,8 @@ def _measured_line(runner: Runner, layouts: Sequence[Layout]) -> float:
     message = torch.zeros(nbytes // 4 + 1, device=layouts[0].device)
     begin = 0.0
     for _ in range(2):  # ranks do not come to the first one together
-        begin = time.perf_counter()
+        begin = runner.now()
         runner.run(lambda: all_reduce(message), "a measure of the line", lane_for(message))
-        if message.device.type != "cpu":
+        if not on_host(message):
             torch.accelerator.synchronize(message.device)
-    return (time.perf_counter() - begin) / (2 * (runner.world - 1) / runner.world * message.nbytes)
+    return (runner.now() - begin) / (2 * (runner.world - 1) / runner.world * message.nbytes)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from gossamer.comm.runner import Runner
+from gossamer.comm.runner import Runner, without_autocast
 from gossamer.errors import UsageError
 from gossamer.sync.alarms import alarming
 from gossamer.sync.gradients import GradientSync
@@ -161,7 +161,7 @@ class ForwardOverlap(Subscriber):
             parameter.grad = grad
         self._optimizer.param_groups, self._loop.partial_step = own, True
         try:
-            with _as_between_steps(gradients):
+            with _as_between_steps():
                 self._optimizer.step()
         finally:
             self._optimizer.param_groups, self._loop.partial_step = groups, False
@@ -289,8 +289,7 @@ def _kept(value: Any) -> Any:
 
 
 @contextmanager
-def _as_between_steps(gradients: Sequence[tuple[Parameter, Tensor]]) -> Iterator[None]:
+def _as_between_steps() -> Iterator[None]:
     """Whatever the forward pass runs in (autocast, inference), an optimizer's step is outside of it."""
-    device = gradients[0][0].device.type
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+    with torch.inference_mode(False), torch.no_grad(), without_autocast():
         yield

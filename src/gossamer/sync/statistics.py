@@ -1,7 +1,6 @@
 """Statistics: what a replica counts about its own communication."""
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,20 +19,23 @@ class Statistics(Subscriber):
     exposed_seconds: float = 0.0
     gradient_bytes: int = 0
     """Size of the gradients of every optimizer step so far, before any encoding."""
-    _begun: float = field(default_factory=time.perf_counter)
+    _begun: float = field(init=False)
     _ended: dict[str, float] = field(default_factory=dict)
     """The totals at the end of the last step."""
     _last: dict[str, float] = field(default_factory=dict)
     """What the last step has added to them."""
 
+    def __post_init__(self) -> None:
+        self._begun = self.runner.now()
+
     @contextmanager
     def exposed(self) -> Iterator[None]:
         """Count the time inside as exposed."""
-        begin = time.perf_counter()
+        begin = self.runner.now()
         try:
             yield
         finally:
-            self.exposed_seconds += time.perf_counter() - begin
+            self.exposed_seconds += self.runner.now() - begin
 
     def totals(self) -> dict[str, float]:
         """Bytes, messages and seconds since the start."""
@@ -45,7 +47,7 @@ class Statistics(Subscriber):
             "wire_seconds": sum(meter.wire_seconds for meter in meters),
             # Each by itself: a lane that waits at the moment has counted that, and not yet the time of its flow.
             "local_seconds": sum(max(0.0, meter.busy_seconds - meter.wire_seconds) for meter in meters),
-            "elapsed_seconds": time.perf_counter() - self._begun,
+            "elapsed_seconds": self.runner.now() - self._begun,
         }
 
     def after_step(self, index: int) -> None:
