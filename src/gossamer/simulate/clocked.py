@@ -16,8 +16,8 @@ from gossamer.comm import ops
 from gossamer.comm.flow import Begun
 from gossamer.comm.ops import Decide, Flow, Group, Op, Traffic
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
-from gossamer.comm.shaper import Shaper
 from gossamer.simulate.clock import Clock, Event, Process
+from gossamer.simulate.line import SharedLine
 from gossamer.simulate.profile import Link
 from gossamer.simulate.sharing import crossing
 
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """A started operation: when it will be done, and what it then gives."""
+    """A started operation: its end, and what it then gives."""
 
-    due: float
+    done: Event
     result: Tensor
 
 
 class Wire:
-    """One machine's link, a port that all lanes share: payloads queue behind each other, latencies overlap.
+    """One machine's link, a port that all lanes share: payloads under way share the rate, latencies overlap.
 
     Ranks on one machine (``nodes``; none: each has its own) share it, and reach each other over a second one, ``inside``. An
     operation in which some messages leave a machine takes as long as those of the machine that sends, or receives, most.
@@ -42,10 +42,7 @@ class Wire:
     def __init__(self, clock: Clock, link: Link, world: int, nodes: tuple[Group, ...] = (), inside: Link | None = None) -> None:
         self.meter, self.most_bytes, self.inside_bytes = Meter(), 0, 0
         self.everyone = tuple(range(world))
-        self._clock = clock
-        self._queue = Shaper(link.bandwidth, link.latency)
-        inside = inside or Link()
-        self._inside = Shaper(inside.bandwidth, inside.latency)
+        self._between, self._inside = (SharedLine(clock, each.bandwidth, each.latency) for each in (link, inside or Link()))
         self._machines = {rank: number for number, node in enumerate(nodes) for rank in node}
 
     def start(self, op: Op, group: Group | None = None) -> UnderWay:
@@ -54,15 +51,14 @@ class Wire:
         traffic = op.traffic(len(group))
         self.meter.count(op, len(group), group.index(0))
         between = crossing(op, [self._machines[rank] for rank in group]) if self._machines else traffic.bytes
-        queue = self._queue if between else self._inside
+        line = self._between if between else self._inside
         if between:
             traffic = Traffic(between, traffic.rounds)
             self.most_bytes += between
         else:
             self.inside_bytes += traffic.bytes
-        empty = op.tensor.numel() == 0
-        due = self._clock.now if empty else queue.due(traffic, self._clock.now)
-        return UnderWay(due, echoed(op, len(group)))
+        nothing = op.tensor.numel() == 0
+        return UnderWay(line.send(Traffic(0, 0) if nothing else traffic), echoed(op, len(group)))
 
     def wait(self, handle: UnderWay) -> Tensor:
         """What it gives. That its moment has come is the lane's part."""
@@ -113,7 +109,7 @@ class Lane:
                 ticket.begun = True
                 begun = Begun(make_flow(), self._wire)
                 while not begun.ended:
-                    yield begun.handle.due
+                    yield begun.handle.done
                     begun.go_on(self._wire.wait(begun.handle))
                 ticket.result = begun.result
                 ticket.conclude()
