@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 from gossamer.comm.ops import Traffic
 from gossamer.simulate.clock import Clock
 from gossamer.simulate.line import SharedLine
+from gossamer.simulate.profile import Link, Transport
 
 RATE = 8e6  # a million bytes per second
 
 
-def ends(transfers: list[tuple[float, int]], latency: float = 0.0, rounds: int = 1) -> list[float]:
+def ends(transfers: list[tuple[float, int]], latency: float = 0.0, rounds: int = 1, **transport: float) -> list[float]:
     """When each of some (beginning in seconds, bytes) ends."""
     clock, found = Clock(), [-1.0] * len(transfers)
-    line = SharedLine(clock, RATE, latency)
+    line = SharedLine(clock, Link(bandwidth=RATE, latency=latency, transport=Transport(**transport)))
 
     def begin(number: int) -> None:
         done = line.send(Traffic(transfers[number][1], rounds))
@@ -41,6 +42,19 @@ def test_a_short_transfer_passes_a_long_one() -> None:
 
 def test_every_round_adds_a_latency_in_which_others_have_the_line() -> None:
     assert ends([(0.0, 1_000_000), (1.0, 1_000_000)], latency=0.1, rounds=3) == pytest.approx([1.3, 2.3])
+
+
+def test_a_window_bounds_each_transfer_and_not_the_link() -> None:
+    """A fourth of the link in 0.1 s there and 0.1 s back; so four transfers pay, and five share."""
+    alone = ends([(0.0, 1_000_000)], latency=0.1, window=50_000)
+    assert alone == [pytest.approx(4.1)]
+    assert ends([(0.0, 1_000_000)] * 4, latency=0.1, window=50_000) == pytest.approx(alone * 4)
+    assert ends([(0.0, 1_000_000)] * 5, latency=0.1, window=50_000) == pytest.approx([5.1] * 5)
+
+
+def test_payload_has_a_share_of_the_rate_up_to_a_ceiling() -> None:
+    assert ends([(0.0, 1_000_000)], efficiency=0.8) == [pytest.approx(1.25)]
+    assert ends([(0.0, 1_000_000)] * 2, efficiency=0.8, ceiling=4e6) == pytest.approx([4.0, 4.0])
 
 
 transfers = st.lists(st.tuples(st.floats(0, 1), st.integers(1000, 500_000)), min_size=1, max_size=6)

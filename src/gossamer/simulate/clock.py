@@ -32,6 +32,21 @@ class Event:
         self._waiting.append(resume)
 
 
+def both(first: Event, second: Event) -> Event:
+    """Happens when two events have."""
+    if first.happened or second.happened:
+        return second if first.happened else first
+    done = Event()
+
+    def one_more() -> None:
+        if first.happened and second.happened:
+            done.set()
+
+    first.then(one_more)
+    second.then(one_more)
+    return done
+
+
 Process = Generator[float | Event, None, None]
 
 

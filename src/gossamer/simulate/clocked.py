@@ -16,10 +16,10 @@ from gossamer.comm import ops
 from gossamer.comm.flow import Begun
 from gossamer.comm.ops import Decide, Flow, Group, Op, Traffic
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
-from gossamer.simulate.clock import Clock, Event, Process
+from gossamer.simulate.clock import Clock, Event, Process, both
 from gossamer.simulate.line import SharedLine
 from gossamer.simulate.profile import Link
-from gossamer.simulate.sharing import crossing
+from gossamer.simulate.sharing import traffic_of
 
 T = TypeVar("T")
 
@@ -42,23 +42,23 @@ class Wire:
     def __init__(self, clock: Clock, link: Link, world: int, nodes: tuple[Group, ...] = (), inside: Link | None = None) -> None:
         self.meter, self.most_bytes, self.inside_bytes = Meter(), 0, 0
         self.everyone = tuple(range(world))
-        self._between, self._inside = (SharedLine(clock, each.bandwidth, each.latency) for each in (link, inside or Link()))
+        self._between, self._inside = SharedLine(clock, link), SharedLine(clock, inside or Link())
         self._machines = {rank: number for number, node in enumerate(nodes) for rank in node}
 
     def start(self, op: Op, group: Group | None = None) -> UnderWay:
         """Hand an operation over now. As on the real wire, empty tensors are not sent."""
         group = self.everyone if group is None else group
-        traffic = op.traffic(len(group))
         self.meter.count(op, len(group), group.index(0))
-        between = crossing(op, [self._machines[rank] for rank in group]) if self._machines else traffic.bytes
-        line = self._between if between else self._inside
-        if between:
-            traffic = Traffic(between, traffic.rounds)
-            self.most_bytes += between
+        machines = [self._machines.get(rank, rank) for rank in group]
+        if op.tensor.numel() == 0:
+            between = inside = Traffic(0, 0)
         else:
-            self.inside_bytes += traffic.bytes
-        nothing = op.tensor.numel() == 0
-        return UnderWay(line.send(Traffic(0, 0) if nothing else traffic), echoed(op, len(group)))
+            between, inside = traffic_of(op, machines, self._between.link, self._inside.link)
+        self.most_bytes += between.bytes
+        self.inside_bytes += inside.bytes
+        waits = inside.rounds * self._inside.link.latency
+        done = both(self._between.send(between, waits), self._inside.send(Traffic(inside.bytes, 0)))
+        return UnderWay(done, echoed(op, len(group)))
 
     def wait(self, handle: UnderWay) -> Tensor:
         """What it gives. That its moment has come is the lane's part."""

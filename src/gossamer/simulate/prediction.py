@@ -29,7 +29,7 @@ class StepTime:
     """What one training step takes, as the mean over steps in steady state.
 
     ``exposed_seconds``: the training loop stands still for communication, so step = compute + exposed.
-    ``wire_seconds``: what leaves, or reaches, the busiest machine at the link's full rate, latencies not counted.
+    ``wire_seconds``: what leaves, or reaches, the busiest machine at the link's goodput, latencies not counted.
     ``bytes_per_step``, ``messages_per_step``: what rank 0 sends, as its ``replica.metrics()`` would count it.
     """
 
@@ -122,7 +122,7 @@ def step_time(
     return StepTime(
         step_seconds=found.seconds,
         compute_seconds=compute.seconds,
-        wire_seconds=8 * found.busiest / link.bandwidth,
+        wire_seconds=8 * found.busiest / link.goodput,
         exposed_seconds=found.exposed,
         bytes_per_step=found.sent,
         messages_per_step=found.messages,

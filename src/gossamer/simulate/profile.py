@@ -10,23 +10,69 @@ from typing import TypeGuard
 from torch import nn
 from torch.nn import Parameter
 
+from gossamer.comm.ops import Traffic
 from gossamer.errors import ConfigurationError
+from gossamer.simulate.forms import FORMS, Form
 from gossamer.sync.checks import named_parameters
 from gossamer.sync.usage import USAGE
 
 
 @dataclass(frozen=True, kw_only=True)
+class Transport:
+    """What software makes of a link.
+
+    ``efficiency``: the share of the rate that payload has, after headers and acknowledgements. ``ceiling``: bits per second
+    that all transfers together reach at most, however fast the link (NCCL over TCP: 18 to 20 Gbit/s at 100 Gbit/s).
+    ``window``: bytes that one transfer may have on the way, so that it has at most one window per round trip.
+    ``all_reduce``: the forms that it has, of which the one that ends first is taken; gossamer's own runner has a ring.
+    """
+
+    efficiency: float = 1.0
+    ceiling: float = math.inf
+    window: float = math.inf
+    all_reduce: tuple[Form, ...] = ("ring",)
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.efficiency) and 0 < self.efficiency <= 1):
+            raise ConfigurationError(f"efficiency must be a share of the rate, above 0 and up to 1; got {self.efficiency!r}")
+        for name, unit in (("ceiling", "bits per second"), ("window", "bytes")):
+            if not (_is_number(getattr(self, name)) and getattr(self, name) > 0):
+                raise ConfigurationError(f"{name} must be a positive number of {unit}; got {getattr(self, name)!r}")
+        forms = self.all_reduce
+        if not (isinstance(forms, tuple) and forms and set(forms) <= set(FORMS)):
+            raise ConfigurationError(f"all_reduce must be a tuple of some of {', '.join(FORMS)}; got {forms!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Link:
-    """Each rank's connection to the others: ``bandwidth`` in bits per second (each direction), ``latency`` in seconds."""
+    """Each rank's connection to the others: ``bandwidth`` in bits per second (each direction), ``latency`` in seconds (one
+    way), and the ``transport`` that uses it."""
 
     bandwidth: float = math.inf
     latency: float = 0.0
+    transport: Transport = field(default_factory=Transport)
 
     def __post_init__(self) -> None:
         if not (_is_number(self.bandwidth) and self.bandwidth > 0):
             raise ConfigurationError(f"bandwidth must be a positive number of bits per second; got {self.bandwidth!r}")
         if not (_is_number(self.latency) and 0 <= self.latency < math.inf):
             raise ConfigurationError(f"latency must be a number of seconds; got {self.latency!r}")
+        if not isinstance(self.transport, Transport):
+            raise ConfigurationError(f"transport must be a Transport; got {self.transport!r}")
+
+    @property
+    def goodput(self) -> float:
+        """Bits per second of payload that all transfers together have."""
+        return min(self.transport.efficiency * self.bandwidth, self.transport.ceiling)
+
+    @property
+    def most_of_one(self) -> float:
+        """Bits per second that one transfer has at most: a window per round trip."""
+        return math.inf if self.latency == 0 else 8 * self.transport.window / (2 * self.latency)
+
+    def seconds(self, traffic: Traffic) -> float:
+        """What a transfer takes alone."""
+        return 8 * traffic.bytes / min(self.goodput, self.most_of_one) + self.latency * traffic.rounds
 
 
 @dataclass(frozen=True, kw_only=True)

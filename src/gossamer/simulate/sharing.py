@@ -5,7 +5,37 @@ from collections.abc import Sequence
 from functools import singledispatch
 from itertools import pairwise
 
-from gossamer.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Permute, Push
+from gossamer.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Permute, Push, Traffic
+from gossamer.simulate.forms import least
+from gossamer.simulate.profile import Link
+
+
+def traffic_of(op: Op, machines: Sequence[int], link: Link, inside: Link) -> tuple[Traffic, Traffic]:
+    """What crosses the link of the busiest machine, and what stays inside it. ``machines``: that of each member."""
+    there, ranks = len(set(machines)), len(machines)
+    if isinstance(op, AllReduce) and ranks > 1:
+        return _of_all_reduce(op, machines, link, inside)
+    traffic = op.traffic(ranks)
+    if there == ranks:
+        return traffic, Traffic(0, 0)
+    between = crossing(op, machines)
+    return (Traffic(between, traffic.rounds), Traffic(0, 0)) if between else (Traffic(0, 0), traffic)
+
+
+def _of_all_reduce(op: AllReduce, machines: Sequence[int], link: Link, inside: Link) -> tuple[Traffic, Traffic]:
+    """A ring passes through the ranks of a machine before it leaves it: the hops between machines are as many as these. The
+    other forms are of one rank of each machine; its others pass their sums to it, and the result back, one by one."""
+    there, ranks = len(set(machines)), len(machines)
+    if there == 1:
+        return Traffic(0, 0), least(inside.transport.all_reduce, op.nbytes, ranks, inside.seconds)[1]
+    form, between = least(link.transport.all_reduce, op.nbytes, there, link.seconds)
+    if ranks == there:
+        return between, Traffic(0, 0)
+    if form == "ring":
+        bytes_on_each = op.traffic(ranks).bytes
+        return Traffic(crossing(op, machines), between.rounds), Traffic(bytes_on_each, 2 * (ranks - there))
+    most = max(Counter(machines).values())
+    return between, Traffic(2 * op.nbytes, 2 * (most - 1))
 
 
 @singledispatch
