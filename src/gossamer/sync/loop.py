@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from gossamer.comm.device import on_host
 from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
 from gossamer.optim.nested import in_nested_step
@@ -313,4 +314,4 @@ def _is_nested(parameter: Tensor) -> bool:
 
     Passes over tensors of a device run in a thread of the engine, in which the outermost call is not on the stack.
     """
-    return _depth() > (parameter.device.type == "cpu")
+    return _depth() > on_host(parameter)
