@@ -203,3 +203,16 @@ def test_the_project_s_own_optimizers_are_predicted(make: type[Optimizer]) -> No
     algorithm = None if make is QAdam else Gossip()
     found = step_time(nn.Linear(40, 30), algorithm, world=3, link=FAST, compute=COMPUTE, optimizer=partial(make, lr=0.1))
     assert found.bytes_per_step > 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [partial(SGD, lr=0.1, momentum=0.9, fused=True), *(partial(AdamW, **{way: True}) for way in ("fused", "capturable"))],
+)
+def test_an_optimizer_s_kernels_for_devices_change_nothing(make: partial[Optimizer]) -> None:
+    usual = partial(make.func, **{name: value for name, value in make.keywords.items() if value is not True})
+    found = [
+        step_time(nn.Linear(40, 30), GossipGraD(), world=3, link=FAST, compute=COMPUTE, optimizer=each)
+        for each in (make, usual)
+    ]
+    assert found[0] == found[1]

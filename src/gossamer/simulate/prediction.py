@@ -15,7 +15,7 @@ from gossamer.simulate.checks import check_kind, check_links, check_names, check
 from gossamer.simulate.clock import Clock
 from gossamer.simulate.clocked import ClockedRunner, Wire
 from gossamer.simulate.profile import Compute, Link
-from gossamer.simulate.stand_in import stand_in, take_time
+from gossamer.simulate.stand_in import leave_to_torch, stand_in, take_time
 from gossamer.simulate.valueless import Valueless
 from gossamer.simulate.window import Window, per_step
 from gossamer.sync.module_buffers import Buffers, averaged, floating, named_buffers, resolve_buffers
@@ -108,6 +108,7 @@ def step_time(
     runner = ClockedRunner(clock, wire, lanes, nodes)
     twin = stand_in(model, compute, runner.compute, _left_out(model, algorithm, buffers))
     stepping = make_optimizer([parameter for parameter in twin.parameters() if parameter.requires_grad])
+    leave_to_torch(stepping)
     take_time(stepping, compute.optimizer, runner.compute)
     replica = replicate_over(runner, twin, stepping, algorithm, buffers=buffers, overlap_forward=overlap_forward)
 

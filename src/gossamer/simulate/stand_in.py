@@ -107,6 +107,12 @@ def _loss(twin: Twin, compute: Compute, pass_time: PassTime) -> Tensor:
     return loss
 
 
+def leave_to_torch(optimizer: Optimizer) -> None:
+    """Let the optimizer step operation by operation: its kernels for devices (``fused``, ``capturable``) refuse ``meta``."""
+    for group in optimizer.param_groups:
+        group.update({name: False for name in ("fused", "capturable") if group.get(name)})
+
+
 def take_time(optimizer: Optimizer, seconds: float, pass_time: PassTime) -> None:
     """Let a step of the optimizer take so long: of parts of it (by which parameters have a gradient) a share.
 
