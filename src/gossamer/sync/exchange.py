@@ -42,7 +42,7 @@ class Exchange:
         settles: bool = True,
     ) -> None:
         """``alone``: nothing else of this runner uses its data lanes. ``revocable``: results may turn out not to be used
-        (:meth:`undo`), until :meth:`confirm` is called. ``settles``: what is not finite is not kept (:meth:`settle`), and so
+        (:meth:`undo`), until :meth:`confirm` is called. ``settles``: what is not finite is not kept (:meth:`_settle`), and so
         has to be searched for."""
         self.runner, self.algorithm = runner, algorithm
         self._revocable, self._settles = revocable, settles
@@ -178,10 +178,7 @@ class Exchange:
         return result if isinstance(result, Difference) else result.contiguous()  # parameters are views of it
 
     def finish(self, step: int) -> None:
-        """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`.
-
-        After :meth:`settle`, which on a device may write again what its flows are going to read.
-        """
+        """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`."""
         for group, mine in self._finishers.items():
             handler, state = self.handlers[mine[0]], self.step_states[group]
             if not self.due(mine[0], step):
@@ -226,21 +223,29 @@ class Exchange:
             mean = segment.view(self.buckets[index].flat)
             self.handlers[index].put_back(mean, segment, self.states[index], self.context(self._step))
 
-    def settle(self, results: Sequence[Tensor]) -> None:
-        """Keep what the flows wrote, unless a result is not finite: a residual would not lose that any more.
+    def conclude(self, results: Sequence[Tensor], step: int) -> None:
+        """All ``results`` of a step are there: begin what the algorithm does once per step, and keep what the flows wrote.
 
-        The results are the same on all ranks, so all of them keep it, or none does.
+        In this order: on a device :meth:`_settle` may write again what the flows of :meth:`finish` read, and if one of these
+        fails there must be a way back to what was kept before the step.
+        """
+        self._settle(results)
+        self.finish(step)
+        self.commit()
+
+    def _settle(self, results: Sequence[Tensor]) -> None:
+        """Drop what the flows wrote if a result is not finite: a residual would not lose that any more.
+
+        The results are the same on all ranks, so all of them drop it, or none does.
         """
         drafts = self.drafts()
         unseen = [tensor for tensor in (*drafts, *results) if id(tensor) not in self._seen]
         if not any(state.changed for state in self.all_states()):
-            self.commit()
-        elif not self._poisoned and self._on_one_device([*drafts, *unseen]):
+            return
+        if not self._poisoned and self._on_one_device([*drafts, *unseen]):
             self._settle_there([tensor for tensor in unseen if tensor.is_floating_point() and tensor.numel()])
         elif self._poisoned or any_non_finite(unseen).item() > 0:
             self.rollback()
-        else:
-            self.commit()
 
     @staticmethod
     def _on_one_device(tensors: Sequence[Tensor]) -> bool:
@@ -254,7 +259,6 @@ class Exchange:
             broken = where_they_are(unseen) > 0
             for state in self.all_states():
                 state.keep_where(broken)
-        self.commit()
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -265,8 +265,7 @@ class GradientSync(Subscriber):
         with self._statistics.exposed():
             results = self.exchange.collect()
             self._place(results, unused, asked)
-        self.exchange.settle([bucket.flat for bucket in self.exchange.buckets])
-        self.exchange.finish(self.step)
+        self.exchange.conclude([bucket.flat for bucket in self.exchange.buckets], self.step)
 
     def _leave_open(self) -> None:
         """Send what is left; no parameter has a gradient until its bucket is placed."""
@@ -303,8 +302,7 @@ class GradientSync(Subscriber):
         self._open = None
         with self.exchange.transaction():
             self.exchange.forget()
-            self.exchange.settle([bucket.flat for bucket in self.exchange.buckets])
-            self.exchange.finish(self.step - 1)
+            self.exchange.conclude([bucket.flat for bucket in self.exchange.buckets], self.step - 1)
         if self._share_asked:
             self._share, self._share_asked = self.exchange.residual_share(), False
 

@@ -79,8 +79,7 @@ class OptimizerSync:
         with self._statistics.exposed():
             results = exchange.collect()
         self._take_back(exchange, results, write, step)
-        exchange.settle(results)
-        exchange.finish(step)
+        exchange.conclude(results, step)
         return results
 
     def _take_back(self, exchange: Exchange, results: Sequence[Tensor], write: Write, step: int) -> None:
