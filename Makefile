@@ -5,7 +5,7 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test fuzz test-slow test-triton test-gpu check format readme bench study clean
+.PHONY: help setup peers demo test fuzz test-slow test-triton test-gpu check format docs readme bench study clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,10 @@ check: $(READY) ## lint, formatting and types; warnings are errors
 format: $(READY) ## format the code and mend what can be mended
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+docs: $(READY) ## build the documentation as a site in out/site; warnings are errors
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 readme: $(READY) ## run the demo, and put its table and picture and all committed tables into the pages
 	$(RUN) -m benchmarks.demo --save-to docs/assets

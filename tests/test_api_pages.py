@@ -1,0 +1,39 @@
+"""docs/api: every public name has an entry, every entry a name, and every page a place in the site's navigation."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import gossamer
+
+DOCS = Path(__file__).parent.parent / "docs"
+ENTRIES = [name for page in DOCS.glob("api/*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+SUBMODULES = ("algorithms", "checkpoint", "codecs", "data", "lab", "optim", "simulate")
+
+
+def object_of(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def test_every_public_name_has_one_entry() -> None:
+    public = {id(getattr(gossamer, name)): name for name in gossamer.__all__ if name != "__version__"}
+    for submodule in SUBMODULES:
+        module = importlib.import_module(f"gossamer.{submodule}")
+        public |= {id(getattr(module, name)): f"{submodule}.{name}" for name in module.__all__}
+    entries = [id(object_of(name)) for name in ENTRIES]
+    assert len(entries) == len(set(entries))
+    assert [name for key, name in public.items() if key not in entries] == []
+
+
+def test_every_entry_has_a_docstring() -> None:
+    objects = {name: object_of(name) for name in ENTRIES}
+    documented = (name for name, found in objects.items() if inspect.isclass(found) or inspect.isroutine(found))
+    assert [name for name in documented if not objects[name].__doc__] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r": (\S+\.md)$", (DOCS.parent / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {"assets/demo.md"}
+    assert pages <= listed
