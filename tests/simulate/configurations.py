@@ -61,8 +61,6 @@ ALONE = [
     PushSum(),
     in_parts(4, Gossip()),
     Hierarchical(ScatterReduce(), ranks_per_node=1),
-    after(3, Gossip()),
-    after(3, ScatterReduce(), before=Gossip()),
     by_size(10_000, small=AllReduce(), large=ScatterReduce()),
     Gossip(lag=2),
     Hierarchical(Gossip(), ranks_per_node=1),
@@ -70,6 +68,8 @@ ALONE = [
 
 CONFIGURATIONS = {
     **{repr(algorithm): Configuration(algorithm) for algorithm in ALONE},
+    "after(3, Gossip())": Configuration(after(3, Gossip())),
+    "after(3, ScatterReduce(), before=Gossip())": Configuration(after(3, ScatterReduce(), before=Gossip())),
     "GossipGraD, momentum": Configuration(GossipGraD(), MOMENTUM),
     "GossipGraD, AdamW": Configuration(GossipGraD(), ADAMW),
     "GossipGraD(late=True), momentum": Configuration(GossipGraD(late=True), MOMENTUM),
