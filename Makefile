@@ -54,7 +54,7 @@ docs: $(READY) ## build the documentation as a site in out/site; warnings are er
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
-readme: $(READY) ## run the demo, and put its table and picture and all committed tables into the pages
+readme: $(READY) ## run the demo, and keep its table and picture, and put all committed tables into the pages
 	$(RUN) -m benchmarks.demo --save-to docs/assets
 	$(RUN) -m benchmarks.studies.pages
 

@@ -30,11 +30,13 @@ STUDIES = {
 """Studies, and the tables that they write, below ``benchmarks/results``."""
 
 TABLES = (
-    "docs/assets/demo.md",
     "benchmarks/results/quality/convnet-quality.md",
     "benchmarks/results/quality/gpt-quality.md",
 )
 """Files that README.md shows, between markers with their names."""
+
+NETWORKS = ("200mbit", "1gbit", "unshaped")
+"""The networks of which README.md shows the suite of speed."""
 
 
 def insert(text: str, name: str, content: str) -> str:
@@ -76,7 +78,8 @@ def front_page(text: str, root: Path) -> str:
     """``README.md`` with the tables that it shows."""
     for table in TABLES:
         text = insert(text, Path(table).stem, (root / table).read_text())
-    speed = read_rows(root / "benchmarks" / "results" / "speed" / "results.jsonl")
+    rows = read_rows(root / "benchmarks" / "results" / "speed" / "results.jsonl")
+    speed = [row for row in rows if row["network"] in NETWORKS]
     return insert(text, "speed-summary", "\n".join([*overview(speed, "relative to DDP"), "", days(speed)]))
 
 

@@ -1,4 +1,4 @@
-"""docs/api: every public name has an entry, every entry a name, and every page a place in the site's navigation."""
+"""Pages: the front page is short; every public name has an entry in docs/api, and every page a place in the navigation."""
 
 import importlib
 import inspect
@@ -15,6 +15,10 @@ SUBMODULES = ("algorithms", "checkpoint", "codecs", "data", "lab", "optim", "sim
 def object_of(name: str) -> object:
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 150
 
 
 def test_every_public_name_has_one_entry() -> None:
