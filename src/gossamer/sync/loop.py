@@ -6,7 +6,6 @@ The events come from hooks on the model, its parameters and the optimizers. :cla
 is off has no subscriber, and an event that a subscriber does not override is not called.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,17 +17,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from gossamer.comm.device import on_host
 from gossamer.comm.runner import Runner
 from gossamer.errors import UsageError
 from gossamer.optim.nested import in_nested_step
 from gossamer.sync.alarms import alarming
 from gossamer.sync.hooks import OwnHook
-
-current_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward pass that this thread runs; -1 outside of any."""
-
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+from gossamer.sync.nesting import current_task, is_nested
 
 
 class Subscriber:
@@ -164,7 +158,7 @@ class Loop:
     def _note_root(self, gradient: Tensor) -> None:
         task = current_task()
         under_way = self._root is not None or self.task is not None
-        if task != self._root and not (under_way and _is_nested(gradient)):
+        if task != self._root and not (under_way and is_nested(gradient)):
             self._root = task
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._ended, task))
 
@@ -217,7 +211,7 @@ class Loop:
         return True
 
     def _runs_inside(self, parameter: Tensor, task: int) -> bool:
-        if not _is_nested(parameter):
+        if not is_nested(parameter):
             return False
         self._inside.add(task)
         self.nested = True
@@ -232,7 +226,7 @@ class Loop:
         self._inside, self.first = set(), parameter
         if task == self._root:
             self.task = task
-        elif not _is_nested(parameter):
+        elif not is_nested(parameter):
             self.task = task
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._ended, task))
         elif self._root is not None:
@@ -298,20 +292,3 @@ class Loop:
     def in_backward(self) -> bool:
         """Whether this thread runs a backward pass."""
         return current_task() != -1
-
-
-def _depth() -> int:
-    """How many backward passes this thread has called from Python and not left."""
-    found, frame = 0, sys._getframe()
-    while frame is not None:
-        found += frame.f_code is _RUN_BACKWARD
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
-
-
-def _is_nested(parameter: Tensor) -> bool:
-    """Whether the pass that has reached ``parameter`` was called inside another one.
-
-    Passes over tensors of a device run in a thread of the engine, in which the outermost call is not on the stack.
-    """
-    return _depth() > on_host(parameter)

@@ -1,5 +1,6 @@
 """Slots: where each parameter's gradient goes, and a step whose buckets are still under way."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,11 @@ from gossamer.comm.runner import Ticket
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.memory import as_real
 
+NOT_YET = (
+    "Gradients are not averaged before the end of backward(): take the step after it, or exchange weights (gossamer.Gossip()), "
+    "which leaves gradients alone"
+)
+
 
 class Slot:
     """One parameter's place: its bucket, its view in the bucket's flat tensor, and whether its gradient has come.
@@ -19,14 +25,19 @@ class Slot:
     one is copied in and out, because its place among real numbers may begin between two halves.
     """
 
-    __slots__ = ("bucket", "copy", "name", "parameter", "ready", "share", "view")
+    __slots__ = ("bucket", "copy", "name", "parameter", "rank", "ready", "share", "view")
 
-    def __init__(self, name: str, parameter: Parameter) -> None:
+    def __init__(self, name: str, parameter: Parameter, rank: int = 0) -> None:
+        self.rank = rank
         self.name, self.parameter = name, parameter
         self.bucket, self.view, self.ready = 0, parameter.detach(), False
         self.share: Tensor | None = None
         self.copy: Tensor | None = None
         """The complex gradient that the last exchange has given."""
+
+    @property
+    def _what(self) -> str:
+        return f"rank {self.rank}: parameter {self.name!r}"
 
     @property
     def holds(self) -> bool:
@@ -39,12 +50,11 @@ class Slot:
         grad, view, share = self.parameter.grad, self.view, self.share
         if grad is None:
             raise UsageError(
-                f"the gradient of parameter {self.name!r} was taken away by a hook that was registered before replicate(), "
-                "of an optimizer that steps inside backward? Gradients are not averaged before its end: take the step after it "
-                "or exchange weights (gossamer.Gossip()), which leaves gradients alone"
+                f"rank {self.rank}: the gradient of parameter {self.name!r} was taken away by a hook that was registered "
+                f"before replicate(), of an optimizer that steps inside backward? {NOT_YET}"
             )
         if grad.layout is not torch.strided:
-            raise ConfigurationError(f"parameter {self.name!r} has a sparse gradient; use sparse=False in its module")
+            raise ConfigurationError(f"{self._what} has a sparse gradient; use sparse=False in its module")
         in_place = grad.data_ptr() == view.data_ptr()
         if in_place and grad.stride() == view.stride():
             if share is not None:
@@ -52,16 +62,16 @@ class Slot:
             return
         if grad.requires_grad:
             raise UsageError(
-                f"backward(create_graph=True) gave parameter {self.name!r} a gradient that is part of a graph, and a mean over "
-                "the ranks is not: a loss made of p.grad would lose it. Take torch.autograd.grad(loss, parameters, "
-                "create_graph=True), or this pass inside replica.no_sync()"
+                f"rank {self.rank}: backward(create_graph=True) gave parameter {self.name!r} a gradient that is part of a "
+                "graph, and a mean over the ranks is not: a loss made of p.grad would lose it. Take torch.autograd.grad(loss, "
+                "parameters, create_graph=True), or this pass inside replica.no_sync()"
             )
         if in_place:  # in another order
             grad = grad.clone()
         own = as_real(grad)
         if own.dtype != view.dtype:
             raise ConfigurationError(
-                f"parameter {self.name!r} has a gradient of {grad.dtype}, and its place in the bucket is {view.dtype}: "
+                f"{self._what} has a gradient of {grad.dtype}, and its place in the bucket is {view.dtype}: "
                 "set its grad_dtype to that before replicate()"
             )
         if share is not None:
@@ -99,3 +109,14 @@ class OpenStep:
     """The question who else has none, if it is not answered in a bucket."""
     nowhere: set[str] | None = None
     """The answer: what has no gradient on any rank."""
+
+
+def require_unchanged(rank: int, slots: Iterable[Slot], versions: Sequence[int]) -> None:
+    """Raise if a parameter was updated while its gradient was on its way: by the gradient of this rank alone. ``versions``: of
+    the parameters, when the pass began."""
+    for slot, version in zip(slots, versions, strict=True):
+        if slot.parameter._version != version or (slot.ready and slot.parameter.grad is None):
+            raise UsageError(
+                f"rank {rank}: parameter {slot.name!r} was changed, or its gradient taken away, during the backward pass, by "
+                f"an optimizer that steps in gradient hooks? {NOT_YET}"
+            )
