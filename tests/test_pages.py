@@ -21,6 +21,10 @@ def test_the_front_page_is_short() -> None:
     assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 150
 
 
+def test_the_design_is_read_in_one_sitting() -> None:
+    assert len((DOCS / "design.md").read_text().split()) <= 2500
+
+
 def test_every_public_name_has_one_entry() -> None:
     public = {id(getattr(gossamer, name)): name for name in gossamer.__all__ if name != "__version__"}
     for submodule in SUBMODULES:

@@ -1,4 +1,7 @@
-"""PushSum: gossip on directed graphs, on which ranks send to and receive from different numbers of others."""
+"""PushSum: gossip on directed graphs, on which ranks send to and receive from different numbers of others.
+
+The weight is sent along, although all could compute it: so a message that is lost takes its weight with it.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

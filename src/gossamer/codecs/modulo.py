@@ -1,4 +1,9 @@
-"""Modulo quantization: the last bits of numbers, for receivers that hold nearly the same numbers."""
+"""Modulo quantization: the last bits of numbers, for receivers that hold nearly the same numbers.
+
+Why blocks of 512: replicas end as far apart as a grid is wide, which the largest difference in it sets. The convnet with 16
+workers: 2.3 % apart with a grid per tensor, 1.4 with 4096 weights, 1.0 with 1024, 0.9 with 512 or 256. Why the checksum has a
+factor for each place: a plain sum does not see one place a turn too high and another a turn too low.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache

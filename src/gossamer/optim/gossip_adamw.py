@@ -1,4 +1,9 @@
-"""GossipAdamW: AdamW for workers who average their weights, and not their gradients."""
+"""GossipAdamW: AdamW for workers who average their weights, and not their gradients.
+
+Tried on the GPT with 4 and 16 workers, and left out: exchanging momentum and variance (slower), the exact size of the mean
+gradient from an all-reduce in every tenth step (no better, a fifth more bytes), a variance that is frozen after 50 exact steps
+(worse), and adding averages inside the loop of the update (as much processor time as without, for 385 lines).
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress

@@ -1,4 +1,11 @@
-"""Groups: the user's process group, and the process groups of our own."""
+"""Groups: the user's process group, and the process groups of our own.
+
+Note [groups of our own] are made directly on a prefix of the store. ``torch.distributed.new_group`` names a group after how
+many the process has already, which differs between ranks where one belongs to a group that another does not. torch's list does
+not have them, so ports call them themselves. On Gloo a lane has two, one per direction: a pair that exchanges over one
+connection reaches half of the link's rate. Among p ranks that is 6·(p − 1) connections per process. Groups of one direction
+share a device, because each device has a thread that wakes a hundred times a second.
+"""
 
 import ipaddress
 import math
