@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def portion(tensor: Tensor) -> int:
@@ -60,6 +61,20 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 def as_real(tensor: Tensor) -> Tensor:
     """A complex tensor as a view of its real numbers, ``[…, 2]``; any other as it is."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def stored(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold what a tensor is made of: itself, or of a subclass that wraps others (weights kept in few
+    bits, and their scales), those that it names in ``__tensor_flatten__``."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [plain for name in names for plain in stored(getattr(tensor, name))]
+
+
+def is_stored(tensor: Tensor) -> bool:
+    """Whether all of :func:`stored` have memory, or need none; a subclass that wraps others and does not name them has none."""
+    return all(plain.is_meta or not plain.numel() or plain.data_ptr() != 0 for plain in stored(tensor))
 
 
 class Memory:

@@ -138,9 +138,11 @@ def replicate_over(
             _check_overlap(algorithm, optimizers, scaler, model)
         if algorithm.part("gradients") is not None:
             check_sparse(model)
-        travelling = named_parameters(model) | (averaged(model) if mode == "average" and algorithm.part("weights") else {})
+        parameters = named_parameters(model)
+        beside = averaged(model) if mode == "average" and algorithm.part("weights") else {}
+        travelling = {name: p for name, p in parameters.items() if p.requires_grad} | beside
         prepare(algorithm, {name: as_real(tensor.detach()) for name, tensor in travelling.items()})
-        runner.agree_on_opening(devices={tensor.device for tensor in travelling.values()})
+        runner.agree_on_opening(devices={tensor.device for tensor in (*parameters.values(), *beside.values())})
         if runner.nodes is not None:
             algorithm.check(runner.world, runner.nodes)
         agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward))

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from gossamer.comm.device import has_values
 from gossamer.comm.ops import Flow, all_gather, broadcast, maximum
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import DisagreementError
+from gossamer.memory import stored
 from gossamer.sync.plain import read, written
 
 T = TypeVar("T")
@@ -105,7 +107,7 @@ def same_from_rank(runner: Runner, tensors: Sequence[Tensor], source: int, what:
     """
     if runner.world == 1:
         return
-    for group in _by_device(tensors):
+    for group in _by_device(list(chain.from_iterable(map(stored, tensors)))):
         for portion in in_portions(group, _as_bytes, PORTION):
             flat = torch.cat(portion)
             label = what or f"the broadcast of rank {source}'s values"
@@ -153,7 +155,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def checksum(tensors: Iterable[Tensor]) -> str:
     """A hash over the bits of ``tensors``: equal on ranks that hold the same values. Tensors without values are left out."""
     hasher = hashlib.sha256()
-    for tensor in filter(has_values, tensors):
+    for tensor in filter(has_values, chain.from_iterable(map(stored, tensors))):
         for portion in _as_bytes(tensor).split(_HASHED):
             # A copy: torch refuses to resize a storage for ever that numpy has seen once.
             hasher.update(portion.to("cpu", copy=True).numpy())

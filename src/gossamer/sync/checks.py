@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gossamer.errors import ConfigurationError, UsageError
+from gossamer.memory import is_stored
 from gossamer.optim.communicating import Communicating
 from gossamer.sync.loop import Subscriber
 
@@ -93,12 +94,14 @@ def check_model(model: Any) -> None:
         _check_wrapper(module)
     for name, parameter in named_parameters(model).items():
         _check_parameter(name, parameter)
+        _check_stored(f"parameter {name!r}", parameter)
     for name, buffer in named_buffers(model).items():
         if buffer.layout is not torch.strided:
             raise ConfigurationError(
                 f"buffer {name!r} is {buffer.layout}, and only dense ones can be copied from rank 0: make it dense, or an "
                 "attribute that is no buffer, which each rank keeps to itself"
             )
+        _check_stored(f"buffer {name!r}", buffer)
         if _lies_on_itself(buffer):
             raise ConfigurationError(
                 f"buffer {name!r} is expanded (elements share memory), so rank 0's values cannot be copied into it: register "
@@ -109,6 +112,15 @@ def check_model(model: Any) -> None:
 def _lies_on_itself(tensor: Tensor) -> bool:
     """Whether several elements are the same memory, as after ``expand``."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _check_stored(called: str, tensor: Tensor) -> None:
+    if not is_stored(tensor.detach()):
+        raise ConfigurationError(
+            f"{called} is of type {type(tensor.detach()).__name__}, which wraps other tensors and does not say which, so that "
+            "rank 0's values cannot be copied: give that class __tensor_flatten__ and __tensor_unflatten__, or leave it to "
+            "each rank (ignore=)"
+        )
 
 
 def _check_wrapper(module: nn.Module) -> None:

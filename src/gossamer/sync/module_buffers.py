@@ -13,7 +13,7 @@ from gossamer.buckets import buffer_name, name_of_buffer
 from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.errors import ConfigurationError, UsageError
-from gossamer.memory import as_real, wide, widened
+from gossamer.memory import as_real, stored, wide, widened
 from gossamer.sync.agreement import PORTION, in_portions, same_from_rank
 from gossamer.sync.checks import named_buffers as named_buffers
 from gossamer.sync.hooks import OwnHook
@@ -44,9 +44,11 @@ def check_buffers(algorithm: Algorithm, model: nn.Module, buffers: Buffers) -> N
 
 
 def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that can be averaged, complex ones as views of their real numbers. Torch does not compute with 8-bit numbers."""
+    """Those that can be averaged, complex ones as views of their real numbers. Torch does not compute with 8-bit numbers, and
+    what wraps other tensors may not be written to."""
     real = {name: as_real(tensor.detach()) if tensor.is_complex() else tensor for name, tensor in tensors.items()}
-    return {name: t for name, t in real.items() if t.is_floating_point() and t.numel() > 0 and t.element_size() > 1}
+    own = {name: t for name, t in real.items() if t.numel() > 0 and next(iter(stored(t)), None) is t}
+    return {name: t for name, t in own.items() if t.is_floating_point() and t.element_size() > 1}
 
 
 def beside_parameters(model: nn.Module) -> dict[str, Tensor]:
