@@ -20,10 +20,10 @@ from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket, make_plan
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.comm.runner import solo_runner
+from gossamer.engine.exchange import Exchange
+from gossamer.engine.statistics import Statistics
+from gossamer.engine.weights import WeightSync
 from gossamer.state import State
-from gossamer.sync.exchange import Exchange
-from gossamer.sync.statistics import Statistics
-from gossamer.sync.weights import WeightSync
 
 from .contracts.cases import Oddities, batch, same_bits, train_step, weights
 

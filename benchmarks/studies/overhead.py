@@ -31,8 +31,8 @@ from gossamer.bench.conditions import conditions, load
 from gossamer.bench.emulated import MODELS, Emulated
 from gossamer.bench.ratios import ends, require_scipy
 from gossamer.bench.rows import Column, Record, Store, code, milliseconds, number, text
+from gossamer.engine.assembly import assemble
 from gossamer.replica import Replica
-from gossamer.sync.assembly import assemble
 
 SIZES = ("ResNet50", "GPT2")
 WORLDS = (1, 8)

@@ -27,9 +27,9 @@ from gossamer.bench.methods import join, parse_method
 from gossamer.bench.peers import BASELINE, PEERS, Joined
 from gossamer.bench.ranks import of_all
 from gossamer.bench.workload import Quality, Workload
+from gossamer.engine.module_buffers import floating, named_buffers
 from gossamer.errors import ConfigurationError
 from gossamer.replica import Replica
-from gossamer.sync.module_buffers import floating, named_buffers
 
 _TELL_EVERY = 1.0
 

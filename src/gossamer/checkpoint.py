@@ -41,10 +41,10 @@ from gossamer._version import __version__
 from gossamer.checks import is_whole
 from gossamer.comm.connect import connect
 from gossamer.comm.runner import Runner
+from gossamer.engine.agreement import agree, values_of_all
+from gossamer.engine.alarms import alarming, give_up
 from gossamer.errors import CheckpointError, ConfigurationError
 from gossamer.replica import Replica
-from gossamer.sync.agreement import agree, values_of_all
-from gossamer.sync.alarms import alarming, give_up
 
 __all__ = ["CheckpointError", "PerRank", "latest", "load", "save"]
 

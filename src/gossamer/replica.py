@@ -8,23 +8,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gossamer.engine import checkpoint, mixing
+from gossamer.engine.agreement import same_from_rank
+from gossamer.engine.alarms import alarming
+from gossamer.engine.assembly import Parts, remove_hooks
+from gossamer.engine.attach import detach
+from gossamer.engine.checks import held_by, named_buffers
+from gossamer.engine.consensus import at_average, become_average, check_equal, distance, equal
+from gossamer.engine.exact import changing
+from gossamer.engine.join import state_from_rank
+from gossamer.engine.loop import Subscriber
+from gossamer.engine.module_buffers import beside_parameters, floating, synchronise_buffers
+from gossamer.engine.optimizers import OptimizerSync
+from gossamer.engine.ties import once
+from gossamer.engine.weights import WeightSync
 from gossamer.errors import CommunicationError, UsageError
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.gossip_adamw import stop_telling
-from gossamer.sync import checkpoint, mixing
-from gossamer.sync.agreement import same_from_rank
-from gossamer.sync.alarms import alarming
-from gossamer.sync.assembly import Parts, remove_hooks
-from gossamer.sync.attach import detach
-from gossamer.sync.checks import held_by, named_buffers
-from gossamer.sync.consensus import at_average, become_average, check_equal, distance, equal
-from gossamer.sync.exact import changing
-from gossamer.sync.join import state_from_rank
-from gossamer.sync.loop import Subscriber
-from gossamer.sync.module_buffers import beside_parameters, floating, synchronise_buffers
-from gossamer.sync.optimizers import OptimizerSync
-from gossamer.sync.ties import once
-from gossamer.sync.weights import WeightSync
 
 
 class Replica:

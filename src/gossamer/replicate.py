@@ -20,16 +20,12 @@ from gossamer.codecs import kernels
 from gossamer.codecs.kernels import compiler_for
 from gossamer.comm.connect import connect
 from gossamer.comm.runner import Runner
-from gossamer.errors import ConfigurationError
-from gossamer.memory import as_real
-from gossamer.optim.communicating import Communicating
-from gossamer.replica import Replica
-from gossamer.sync.agreement import agree, checksum, same_from_rank
-from gossamer.sync.alarms import give_up
-from gossamer.sync.apply import prepare
-from gossamer.sync.assembly import assemble
-from gossamer.sync.attach import attach, detach
-from gossamer.sync.checks import (
+from gossamer.engine.agreement import agree, checksum, same_from_rank
+from gossamer.engine.alarms import give_up
+from gossamer.engine.apply import prepare
+from gossamer.engine.assembly import assemble
+from gossamer.engine.attach import attach, detach
+from gossamer.engine.checks import (
     Ignored,
     check_held,
     check_model,
@@ -40,8 +36,12 @@ from gossamer.sync.checks import (
     named_parameters,
     release,
 )
-from gossamer.sync.exact import copies_from_rank
-from gossamer.sync.module_buffers import Buffers, averaged, check_buffers, resolve_buffers
+from gossamer.engine.exact import copies_from_rank
+from gossamer.engine.module_buffers import Buffers, averaged, check_buffers, resolve_buffers
+from gossamer.errors import ConfigurationError
+from gossamer.memory import as_real
+from gossamer.optim.communicating import Communicating
+from gossamer.replica import Replica
 
 logger = logging.getLogger("gossamer")
 

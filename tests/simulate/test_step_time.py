@@ -30,11 +30,11 @@ from gossamer.comm import ops
 from gossamer.comm.digraph import Digraph, OutNeighbours
 from gossamer.comm.ops import Flow, Permute, all_reduce, decide, start, wait
 from gossamer.comm.topology import Dissemination, Hypercube, Ring, ShiftOne, shift
+from gossamer.engine.usage import USAGE
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, StepTime, step_time
 from gossamer.simulate.sharing import crossing
 from gossamer.state import State
-from gossamer.sync.usage import USAGE
 
 from ..contracts.cases import plain
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from gossamer.sync.plain import read, written
+from gossamer.engine.plain import read, written
 
 T = TypeVar("T")
 

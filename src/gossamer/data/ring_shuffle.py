@@ -20,10 +20,10 @@ from gossamer.data.deal import dealt, dealt_sizes
 from gossamer.data.options import Options, place_in
 from gossamer.data.shares import batches_of, cut, drawn, gathered, in_full
 from gossamer.data.table import Layout, Table, count, load
+from gossamer.engine.agreement import agree
+from gossamer.engine.alarms import alarming, give_up
+from gossamer.engine.lagging import patiently
 from gossamer.errors import ConfigurationError, UsageError
-from gossamer.sync.agreement import agree
-from gossamer.sync.alarms import alarming, give_up
-from gossamer.sync.lagging import patiently
 
 UNDER_WAY = 4
 """Batches that may travel at once: what arrives is needed in the next local epoch only, so a neighbour may be late."""

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from gossamer.comm.ops import all_gather
 from gossamer.comm.runner import Runner
+from gossamer.engine.agreement import digest
 from gossamer.errors import ConfigurationError
-from gossamer.sync.agreement import digest
 
 
 def cut(size: int, batches: int, batch_size: int) -> list[int]:

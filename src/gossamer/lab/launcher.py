@@ -12,7 +12,6 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.lab.isolation import advice
 from gossamer.lab.printing import RankPrinter
+from gossamer.lab.result import LabResult
 from gossamer.lab.spec import LabSpec
 
 OnLine = Callable[[int, str, str], None]
@@ -50,23 +50,6 @@ _NOT_KEPT = "without shaping neither the rate nor the latency is kept: all ranks
 
 class LabError(GossamerError, RuntimeError):
     """The lab cannot run here as asked; the message says what is missing and what to do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabResult:
-    """How a run went.
-
-    `exit_code` is the first failing rank's (128 + the number of a signal), 124 after the timeout, otherwise 0.
-    `shaping` is what was really done: `namespaces`, `runner` or `none`. `notes` are what the user should know.
-    """
-
-    exit_code: int
-    failed_rank: int | None
-    failed_host: int | None
-    traceback: str
-    timed_out: bool
-    shaping: str
-    notes: tuple[str, ...]
 
 
 def run_lab(

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from gossamer.lab.launcher import LabResult
+    from gossamer.lab.result import LabResult
     from gossamer.lab.spec import LabSpec
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # of ANSI terminals; ranks take turns

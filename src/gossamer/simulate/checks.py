@@ -3,9 +3,9 @@
 from torch import nn
 
 from gossamer.checks import hint_at_class, is_whole
+from gossamer.engine.checks import named_parameters
 from gossamer.errors import ConfigurationError
 from gossamer.simulate.profile import Compute, Link
-from gossamer.sync.checks import named_parameters
 
 
 def check_kind(name: str, value: object, kind: type, example: str) -> None:

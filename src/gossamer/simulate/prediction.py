@@ -10,6 +10,7 @@ from torch.optim import SGD, Optimizer
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.blocks.node_groups import consecutive
 from gossamer.buckets import buffer_name
+from gossamer.engine.module_buffers import Buffers, averaged, floating, named_buffers, resolve_buffers
 from gossamer.replicate import replicate_over
 from gossamer.simulate.checks import check_kind, check_links, check_names, check_whole
 from gossamer.simulate.clock import Clock
@@ -18,7 +19,6 @@ from gossamer.simulate.profile import Compute, Link
 from gossamer.simulate.stand_in import leave_to_torch, stand_in, take_time
 from gossamer.simulate.valueless import Valueless
 from gossamer.simulate.window import Window, per_step
-from gossamer.sync.module_buffers import Buffers, averaged, floating, named_buffers, resolve_buffers
 
 MakeOptimizer = Callable[..., Optimizer]
 """Called with the parameters: ``torch.optim.AdamW``, or ``partial(torch.optim.SGD, lr=0.1, momentum=0.9)``."""

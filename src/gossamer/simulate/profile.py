@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import Parameter
 
 from gossamer.comm.ops import Traffic
+from gossamer.engine.checks import named_parameters
+from gossamer.engine.usage import USAGE
 from gossamer.errors import ConfigurationError
 from gossamer.simulate.forms import FORMS, Form
-from gossamer.sync.checks import named_parameters
-from gossamer.sync.usage import USAGE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from gossamer.engine.checks import named_parameters
+from gossamer.engine.hooks import OwnHook
 from gossamer.optim.nested import in_nested_step
 from gossamer.simulate.profile import Compute
-from gossamer.sync.checks import named_parameters
-from gossamer.sync.hooks import OwnHook
 
 PassTime = Callable[[float], None]
 """Called with so many seconds that are computed."""

@@ -1,0 +1,178 @@
+"""Assembly: what a replica consists of, made once; what is off is not there."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from gossamer.algorithms.base import Algorithm
+from gossamer.comm.runner import Runner
+from gossamer.engine.checks import Ignored, Watch, held_by, named_parameters
+from gossamer.engine.gradients import GradientSync
+from gossamer.engine.join import Join
+from gossamer.engine.loop import Loop, Subscriber
+from gossamer.engine.loss_scale import LossScale
+from gossamer.engine.module_buffers import Buffers, BufferSync, hook_forward, named_buffers
+from gossamer.engine.optimizers import OptimizerSync
+from gossamer.engine.overlap import ForwardOverlap
+from gossamer.engine.state_watch import StateWatch
+from gossamer.engine.statistics import Statistics
+from gossamer.engine.unaveraged import UnaveragedGradients, ask_how_many
+from gossamer.engine.unstepped import UnsteppedWeights
+from gossamer.engine.weight_syncs import WeightSyncs
+from gossamer.optim.communicating import Communicating
+
+
+@dataclass
+class Parts:
+    """The parts of a replica. ``trainable``: the parameters that were not frozen, by name; ``buffers``: how these are kept."""
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+    algorithm: Algorithm
+    runner: Runner
+    buffers: Buffers
+    parameters: dict[str, Parameter]
+    trainable: dict[str, Parameter]
+    statistics: Statistics
+    watch: Watch
+    loop: Loop
+    join: Join
+    weights: WeightSyncs
+    links: list[OptimizerSync]
+    scale: LossScale = field(init=False)
+    gradients: GradientSync | None = None
+    overlap: ForwardOverlap | None = None
+    handles: list[Any] = field(default_factory=list)
+    ignored: Ignored | None = None
+    """What is left to each rank."""
+
+
+def assemble(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    algorithm: Algorithm,
+    runner: Runner,
+    buffers: Buffers,
+    scaler: Any = None,
+    overlap_forward: bool = False,
+) -> Parts:
+    """Make the parts, connect them to the loop and install the hooks."""
+    parameters = named_parameters(model)
+    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+    owned = [_owned(trainable, optimizer) for optimizer in optimizers]
+    sizes = [sum(p.numel() * p.element_size() for p in each.values()) for each in owned]
+    statistics, loop = Statistics(runner, sizes), Loop(runner, optimizers, model)
+    weights = WeightSyncs(runner, algorithm, model, optimizers, owned, buffers == "average", statistics)
+    links = _links(runner, optimizers, parameters, statistics)
+    join = Join(
+        runner,
+        loop,
+        list(trainable.values()),
+        after_step=weights.exchange_without_step if weights else None,
+        in_step=(lambda index: optimizers[index].step()) if links else None,
+    )
+    watch = Watch(model, optimizers, parameters)
+    parts = Parts(
+        model,
+        tuple(optimizers),
+        algorithm,
+        runner,
+        buffers,
+        parameters,
+        trainable,
+        statistics,
+        watch,
+        loop,
+        join,
+        weights,
+        links,
+    )
+    of_gradients = algorithm.part("gradients")
+    if of_gradients is not None:
+        names = [each.keys() for each in owned]
+        parts.gradients = GradientSync(runner, loop, of_gradients, trainable, statistics, not weights and not links, names)
+        if overlap_forward:
+            parts.overlap = ForwardOverlap(runner, loop, model, optimizers[0], parts.gradients)
+        weights.clock = lambda index: parts.gradients.step  # type: ignore[union-attr]
+    exchange = None if parts.gradients is None else parts.gradients.exchange
+    parts.scale = LossScale(runner, loop, scaler, [held_by(each) for each in optimizers], exchange, bool(weights))
+    try:
+        _connect(parts)
+    except BaseException:
+        remove_hooks(parts)
+        raise
+    return parts
+
+
+def remove_hooks(parts: Parts) -> None:
+    """The model and the optimizers train alone from now on."""
+    for handle in parts.handles:
+        handle.remove()
+
+
+def _owned(trainable: Mapping[str, Parameter], optimizer: Optimizer) -> dict[str, Parameter]:
+    """The trainable parameters of one optimizer."""
+    ids = set(map(id, held_by(optimizer)))
+    return {name: parameter for name, parameter in trainable.items() if id(parameter) in ids}
+
+
+def _links(
+    runner: Runner, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter], statistics: Statistics
+) -> list[OptimizerSync]:
+    """Give each optimizer that communicates by itself its way to the other ranks."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    links: list[OptimizerSync] = []
+    for optimizer in optimizers:
+        if isinstance(optimizer, Communicating):
+            held = {names[id(parameter)]: parameter for parameter in optimizer.parameters()}
+            optimizer.link = OptimizerSync(runner, optimizer.algorithm, held, statistics)
+            links.append(optimizer.link)
+    return links
+
+
+def _connect(parts: Parts) -> None:
+    """Say who is called, in which order, and install the hooks."""
+    loop, runner = parts.loop, parts.runner
+    subscribers: list[Subscriber] = [parts.watch]
+    by_forward = parts.buffers == "broadcast" or (parts.buffers == "average" and not parts.weights)
+    if by_forward and runner.world > 1 and named_buffers(parts.model):
+        subscribers.append(BufferSync(runner, loop, parts.model, parts.buffers, parts.statistics))
+    gradients = parts.overlap or parts.gradients
+    if gradients is not None:
+        subscribers.append(gradients)
+    if parts.scale.on:
+        subscribers.append(parts.scale)
+    if ask_how_many(parts.optimizers):
+        clock: Callable[[int], int] = parts.weights.clock
+        subscribers.append(UnaveragedGradients(runner, parts.weights, parts.optimizers, clock))
+    if parts.weights:
+        if runner.world > 1:
+            owned = [_owned(parts.trainable, optimizer) for optimizer in parts.optimizers]
+            subscribers.append(StateWatch(runner, parts.algorithm, parts.optimizers, owned))
+        subscribers.append(parts.weights)
+    if parts.gradients is None and parts.weights:
+        unstepped = UnsteppedWeights(runner, next(iter(parts.trainable.values())))
+        subscribers.append(unstepped)
+        parts.handles.append(unstepped.hook())
+    loop.connect([*subscribers, parts.statistics])  # last: it counts what the others do
+    _hook(parts)
+
+
+def _hook(parts: Parts) -> None:
+    """Install the hooks of the events that anything is called for."""
+    loop = parts.loop
+    if parts.gradients is not None:
+        parts.handles += parts.gradients.hook()
+        if parts.runner.world > 1:
+            parts.handles.append(loop.hook_outputs(parts.model))
+    elif loop.watches_passes:
+        parts.handles += loop.hook_gradients(parts.trainable, {})
+    if parts.overlap is not None:
+        parts.handles += parts.overlap.hook()
+    if loop.watches_forward:
+        parts.handles.append(hook_forward(parts.model, loop.begin_forward))
+    parts.handles += loop.hook_steps()

@@ -1,0 +1,277 @@
+"""Checkpoint: a replica's state as a plain dictionary, keyed by rank and by parameter name.
+
+Note [what differs from rank to rank]
+What all ranks share stands under names; what differs stands under a key with the rank, as one tuple.
+``torch.distributed.checkpoint`` takes tensors under one key to be the same on all ranks, and loads only what the dictionary of
+a new replica already has, which remembers nothing yet. A tuple it writes and reads as one value, whatever is in it.
+"""
+
+import ast
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.blocks.momentum_all_reduce import MOMENTUM
+from gossamer.algorithms.blocks.node_groups import consecutive
+from gossamer.algorithms.hierarchical import OUTER
+from gossamer.comm.ops import Group
+from gossamer.comm.runner import Runner
+from gossamer.engine.agreement import agree, checksum
+from gossamer.engine.exchange import Kept
+from gossamer.engine.gradients import GradientSync
+from gossamer.engine.optimizers import OptimizerSync
+from gossamer.engine.settings import other_settings
+from gossamer.engine.weights import WeightSync
+from gossamer.errors import ConfigurationError
+from gossamer.memory import wide
+from gossamer.state import RESIDUAL
+
+FORMAT = 3
+
+WEIGHTS = "weights: "
+"""Before the names of what is kept about weights, where gradients and weights both travel."""
+
+
+class Own(NamedTuple):
+    """What one rank's replica has to itself: plain values, saved as an ordinary tuple."""
+
+    kept: Kept
+    """What the algorithm keeps per element, by its name and the parameter's."""
+    extras: list[dict[str, dict[str, Tensor]]]
+    """What it keeps in other shapes, for each exchange."""
+    weights: str
+    """The fingerprint of the weights with which the state was saved; empty where all ranks have the same."""
+
+
+def rank_key(rank: int) -> str:
+    """The key of one rank's own entries. A key that all ranks share would reload rank 0's tensors on all of them."""
+    return f"rank{rank}"
+
+
+def own_of(state: Mapping[str, Any], rank: int) -> Own:
+    """One rank's entries of a state."""
+    return Own(*state[rank_key(rank)])
+
+
+def fingerprint(weights: Iterable[Tensor]) -> str:
+    """What tells these weights from others."""
+    return checksum([weight.detach() for weight in weights])
+
+
+def compare_weights(state: Mapping[str, Any], runner: Runner, weights: Iterable[Tensor]) -> None:
+    """Warn if this rank's weights are not those with which its state was saved, by as many ranks."""
+    if state["world"] != runner.world:
+        return
+    saved = own_of(state, runner.rank).weights
+    if saved and saved != fingerprint(weights):
+        warnings.warn(
+            f"rank {runner.rank}: the model has not the weights with which this state was saved. Load this rank's own "
+            "checkpoint: first the optimizer, then call replicate(), then load the model (replicate() copies rank 0's weights "
+            "to all ranks), then the replica's state",
+            stacklevel=3,
+        )
+
+
+def collect(
+    runner: Runner,
+    algorithm: Algorithm,
+    step: int,
+    gradients: GradientSync | None,
+    weights: Sequence[WeightSync | OptimizerSync],
+    of_weights: str,
+) -> dict[str, Any]:
+    """Everything needed to go on bit-identically, at a step boundary. Tensors are copies. The gradients of passes that no
+    step was taken for are not saved; nor is what was kept back of them. ``of_weights``: their fingerprint.
+    """
+    syncs, prefix = _syncs(gradients, weights), _prefix(gradients)
+    own: dict[str, dict[str, Tensor]] = {}
+    plan: dict[str, Any] = {}
+    for sync in weights:
+        for key, tensors in sync.state_by_name().items():
+            own.setdefault(prefix + key, {}).update(tensors)
+    if gradients is not None:
+        own |= gradients.exchange.state_by_name(confirmed=True)
+        order = gradients.exchange.order if gradients.arranged else None
+        plan = gradients.next_plan.to_dict() | {"learned": gradients.learned, "order": order}
+    extras = [_copied(gradients.extras_to_save() if sync is gradients else sync.exchange.extras_by_name()) for sync in syncs]
+    return {
+        "format": FORMAT,
+        "algorithm": repr(algorithm),
+        "world": runner.world,
+        "machines": repr(runner.nodes),
+        "step": step,
+        "steps": [sync.steps for sync in weights if isinstance(sync, WeightSync)],
+        "history": [sync.history_names for sync in weights if isinstance(sync, WeightSync)],
+        "plan": plan,
+        rank_key(runner.rank): (_copied(own), extras, of_weights),
+    }
+
+
+def restore(
+    state: Mapping[str, Any],
+    runner: Runner,
+    algorithm: Algorithm,
+    gradients: GradientSync | None,
+    weights: Sequence[WeightSync | OptimizerSync],
+) -> int:
+    """Put a collected state back; returns the step.
+
+    One that was saved by another number of ranks must hold the entries of all of them. Then what the old ranks kept per
+    element (residuals) is summed onto rank modulo the new number, and scaled so that its mean stays what it was; of momenta
+    every rank takes the mean (as many ranks on other machines: none); everything in other shapes comes from rank modulo the
+    old number, unless it is the business of machines, which may be others now; what belongs to an exchange of weights is
+    dropped. So is everything but residuals and momenta where the algorithm has other settings now.
+    """
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise ConfigurationError(f"this is not a state of gossamer in format {FORMAT}: {found}")
+    others = other_settings(algorithm, state["algorithm"])
+    own, extras = _entries(state, runner, algorithm, gradients, weights, others)
+    step, plan = "any" if algorithm.cadence.lag else str(state["step"]), state["plan"]
+    agree(
+        runner,
+        {
+            "the step of the saved state": step,
+            "the saved plan of buckets": repr(plan),
+            "the settings of the saved run": state["algorithm"],
+        },
+    )
+    if gradients is not None:
+        gradients.load_plan(plan["buckets"], plan["learned"], plan.get("order"), anew=bool(others))
+        gradients.step = state["step"]
+    prefix = _prefix(gradients)
+    of_weights = {key.removeprefix(prefix): tensors for key, tensors in own.items() if key.startswith(prefix)}
+    of_gradients = {key: tensors for key, tensors in own.items() if not key.startswith(WEIGHTS)}
+    of_optimizers = [sync for sync in weights if isinstance(sync, WeightSync)]
+    for each, steps in zip(of_optimizers, state.get("steps", [state["step"]] * len(of_optimizers)), strict=True):
+        each.steps = int(steps)
+    for each, names in zip(of_optimizers, state.get("history", [None] * len(of_optimizers)), strict=True):
+        each.history_saved = names
+    for sync, kept in zip(_syncs(gradients, weights), extras, strict=True):
+        if isinstance(sync, GradientSync):
+            sync.exchange.load_state_by_name(of_gradients, kept)
+        else:
+            sync.load_state_by_name(of_weights, kept)
+    return int(state["step"])
+
+
+def _entries(
+    state: Mapping[str, Any],
+    runner: Runner,
+    algorithm: Algorithm,
+    gradients: GradientSync | None,
+    weights: Sequence[WeightSync | OptimizerSync],
+    others: Sequence[str] = (),
+) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
+    """What of a state this rank takes over: its own entries; of another number of ranks, its share of theirs. ``others``: the
+    settings that are not those of the saved run."""
+    saved, now, rank = int(state["world"]), runner.world, runner.rank
+    missing = [each for each in ([rank] if saved == now else range(saved)) if rank_key(each) not in state]
+    if missing:
+        hint = "each rank loads what it saved" if saved == now else "merge what all of them saved into one dictionary"
+        raise ConfigurationError(
+            f"rank {rank}: this state was saved by {saved} ranks, this run has {now}; it holds no entry for rank "
+            f"{', '.join(map(str, missing))}: {hint} (keys: {sorted(state)})"
+        )
+    exchanges = len(_syncs(gradients, weights))
+    there = len(own_of(state, rank if saved == now else 0).extras)
+    if there != exchanges:
+        raise ConfigurationError(
+            f"rank {rank}: this state is of {there} exchanges and this replica has {exchanges} (one for the gradients, one for "
+            "each optimizer whose weights travel): give replicate() as many optimizers as when it was saved, in the same order"
+        )
+    regrouped = saved != now or (algorithm.traits.nodes and _machines_then(state) != _machines(runner, repr(algorithm)))
+    own, extras, _ = own_of(state, rank % saved)
+    if not regrouped and not others:
+        return own, extras
+    if rank == 0 and others:
+        warnings.warn(
+            f"the saved run had other settings ({'; '.join(others)}): what was not sent yet is kept, all else begins anew",
+            stacklevel=3,
+        )
+    if rank == 0 and regrouped:
+        who = "ranks on other machines" if saved == now else now
+        warnings.warn(
+            f"a state of {saved} ranks is loaded by {who}: what was not sent yet is shared out among them, and an exchange "
+            "of weights begins anew",
+            stacklevel=3,
+        )
+    if regrouped:
+        own = _share_of_all(state, runner, algorithm)
+    # Whoever speaks for a machine now may have spoken for none, and has not what the others would go on with.
+    anew = others or (regrouped and algorithm.traits.nodes)
+    travels = [isinstance(sync, WeightSync) for sync in _syncs(gradients, weights)]
+    if any(travels):
+        own = {key: tensors for key, tensors in own.items() if not key.startswith(_prefix(gradients))}
+    return own, [{} if anew or of_weights else kept for of_weights, kept in zip(travels, extras, strict=True)]
+
+
+def _share_of_all(state: Mapping[str, Any], runner: Runner, algorithm: Algorithm) -> Kept:
+    """This rank's share of what other ranks, or as many on other machines, kept per element."""
+    saved, now = int(state["world"]), runner.world
+    machines, before = _machines(runner, repr(algorithm)), _machines_then(state)
+    # What the speaker of a machine owes counts as often as there are workers on the largest machine.
+    speakers = max(map(len, before)) / max(map(len, machines))
+    own = _shared_out([own_of(state, each).kept for each in range(runner.rank, saved, now)], now / saved, speakers)
+    own = {key: tensors for key, tensors in own.items() if not key.endswith(MOMENTUM)}
+    if saved != now:  # all ranks, because what follows from means is the same on all
+        own |= _mean_momenta([own_of(state, each).kept for each in range(saved)])
+    return own
+
+
+def _machines(runner: Runner, algorithm: str) -> Sequence[Group]:
+    """The ranks of each machine, as the algorithm of this ``repr`` sees them."""
+    return _grouped(runner.nodes, algorithm, runner.world)
+
+
+def _machines_then(state: Mapping[str, Any]) -> Sequence[Group]:
+    """The same of a saved state."""
+    return _grouped(ast.literal_eval(state.get("machines", "None")), state["algorithm"], int(state["world"]))
+
+
+def _grouped(launched: Sequence[Group] | None, algorithm: str, world: int) -> Sequence[Group]:
+    given = re.search(r"ranks_per_node=(\d+)", algorithm)
+    if given:
+        return consecutive(world, int(given[1]))
+    return launched or consecutive(world, 1)
+
+
+def _shared_out(entries: Sequence[Kept], scale: float, speakers: float = 1) -> Kept:
+    """The sum of elementwise state, scaled so that its mean over the ranks stays what it was; that of those who speak for a
+    machine is scaled by ``speakers`` as well."""
+    total: Kept = {}
+    for entry in entries:
+        for key, tensors in entry.items():
+            here, factor = total.setdefault(key, {}), scale * speakers if OUTER in key else scale
+            for name, tensor in tensors.items():
+                share = factor * (wide(tensor) if key.endswith(RESIDUAL) else tensor)  # of many ranks, 16 bits would lose some
+                here[name] = here[name] + share if name in here else share
+    return total
+
+
+def _mean_momenta(entries: Sequence[Kept]) -> Kept:
+    """The mean of each momentum over the ranks that have one."""
+    held: dict[str, list[Kept]] = {}
+    for entry in entries:
+        for key, tensors in entry.items():
+            if key.endswith(MOMENTUM):
+                held.setdefault(key, []).append({key: tensors})
+    return {key: tensors for each in held.values() for key, tensors in _shared_out(each, 1 / len(each)).items()}
+
+
+def _prefix(gradients: GradientSync | None) -> str:
+    return "" if gradients is None else WEIGHTS
+
+
+def _copied(kept: Kept) -> Kept:
+    return {key: {name: tensor.clone() for name, tensor in tensors.items()} for key, tensors in kept.items()}
+
+
+def _syncs(
+    gradients: GradientSync | None, weights: Sequence[WeightSync | OptimizerSync]
+) -> list[GradientSync | WeightSync | OptimizerSync]:
+    return [*([gradients] if gradients is not None else []), *weights]

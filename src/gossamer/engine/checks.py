@@ -1,0 +1,281 @@
+"""Checks: what is refused at the start, and what is watched afterwards."""
+
+import sys
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from gossamer.engine.loop import Subscriber
+from gossamer.errors import ConfigurationError, UsageError
+from gossamer.memory import is_stored
+from gossamer.optim.communicating import Communicating
+
+_replicated: "weakref.WeakValueDictionary[int, Parameter]" = weakref.WeakValueDictionary()
+
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""The attribute of a model in which DDP looks for the names of what it is to leave alone."""
+
+
+def named_parameters(model: nn.Module) -> dict[str, Parameter]:
+    """All parameters by name, but those that are ignored, shared (tied) ones once; names as in the uncompiled model."""
+    left = getattr(model, IGNORED, ())
+    return {name: p for key, p in model.named_parameters() if (name := uncompiled(key)) not in left}
+
+
+def named_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The same of buffers."""
+    left = getattr(model, IGNORED, ())
+    return {name: tensor for key, tensor in model.named_buffers() if (name := uncompiled(key)) not in left}
+
+
+class Ignored:
+    """What of a model is left to each rank, for as long as its replica is open: named where DDP looks for it."""
+
+    def __init__(self, model: Any, ignore: Sequence[str | nn.Module]) -> None:
+        """Name it. Raises ConfigurationError where the model has none of that."""
+        self._model, self._before = model, list(getattr(model, IGNORED, ()))
+        self._named = bool(ignore)
+        if self._named:
+            setattr(model, IGNORED, [*self._before, *names_of(model, ignore)])
+
+    def release(self) -> None:
+        """The model names what it did before."""
+        if self._named:
+            setattr(self._model, IGNORED, self._before)
+            if not self._before:
+                delattr(self._model, IGNORED)
+        self._named = False
+
+
+def names_of(model: nn.Module, chosen: Sequence[str | nn.Module]) -> list[str]:
+    """All names of the parameters and buffers that ``chosen`` names, or that belong to modules there."""
+    if not isinstance(model, nn.Module):
+        return []
+    if isinstance(chosen, str):
+        raise ConfigurationError(f"ignore takes a sequence of names and modules; got {chosen!r}: put it into a list")
+    tensors = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))
+    found: set[int] = set()
+    for each in chosen:
+        prefixes = [each] if isinstance(each, str) else [n for n, m in model.named_modules(remove_duplicate=False) if m is each]
+        here = [name for name in tensors for prefix in prefixes if _belongs(uncompiled(name), uncompiled(prefix))]
+        if not here and (isinstance(each, str) or not prefixes):
+            what = repr(each) if isinstance(each, str) else type(each).__name__
+            raise ConfigurationError(f"ignore={what}: the model has no parameter, buffer or module of that name")
+        found |= {id(tensors[name]) for name in here}
+    return [uncompiled(name) for name, tensor in tensors.items() if id(tensor) in found]
+
+
+def _belongs(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}." if prefix else "")
+
+
+def uncompiled(name: str) -> str:
+    """The name that a parameter or buffer has in the model as it was before ``torch.compile``."""
+    return name.replace("_orig_mod.", "")
+
+
+def check_model(model: Any) -> None:
+    """Refuse what cannot be replicated in place, with the reason."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"replicate() takes a torch.nn.Module; got {type(model).__name__}")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"module {path!r} is scripted (torch.jit) and takes no hooks: give the model as it was before torch.jit.script"
+            )
+        _check_wrapper(module)
+    for name, parameter in named_parameters(model).items():
+        _check_parameter(name, parameter)
+        _check_stored(f"parameter {name!r}", parameter)
+    for name, buffer in named_buffers(model).items():
+        if buffer.layout is not torch.strided:
+            raise ConfigurationError(
+                f"buffer {name!r} is {buffer.layout}, and only dense ones can be copied from rank 0: make it dense, or an "
+                "attribute that is no buffer, which each rank keeps to itself"
+            )
+        _check_stored(f"buffer {name!r}", buffer)
+        if _lies_on_itself(buffer):
+            raise ConfigurationError(
+                f"buffer {name!r} is expanded (elements share memory), so rank 0's values cannot be copied into it: register "
+                f"it as {name.rpartition('.')[2]}.clone()"
+            )
+
+
+def _lies_on_itself(tensor: Tensor) -> bool:
+    """Whether several elements are the same memory, as after ``expand``."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _check_stored(called: str, tensor: Tensor) -> None:
+    if not is_stored(tensor.detach()):
+        raise ConfigurationError(
+            f"{called} is of type {type(tensor.detach()).__name__}, which wraps other tensors and does not say which, so that "
+            "rank 0's values cannot be copied: give that class __tensor_flatten__ and __tensor_unflatten__, or leave it to "
+            "each rank (ignore=)"
+        )
+
+
+def _check_wrapper(module: nn.Module) -> None:
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ConfigurationError(
+            f"the model is already wrapped in {type(module).__name__}, which communicates gradients itself: "
+            "pass the bare model (wrapped.module), and from then on call that one"
+        )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+        raise ConfigurationError(
+            "the model is wrapped in FSDP1 (FullyShardedDataParallel), whose flat parameters cannot be replicated"
+        )
+
+
+def _check_parameter(name: str, parameter: Parameter) -> None:
+    if type(parameter.data).__name__ == "DTensor":
+        raise ConfigurationError(f"parameter {name!r} is a DTensor; sharded parameters are not supported yet")
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ConfigurationError(f"parameter {name!r} is lazy and has no shape yet: run one forward pass before replicate()")
+    if parameter.layout is not torch.strided:
+        raise ConfigurationError(f"parameter {name!r} is {parameter.layout}; only dense parameters work")
+    if id(parameter) in _replicated:
+        raise ConfigurationError(
+            f"parameter {name!r} is replicated already: replicate() was called twice on this model (or on another that "
+            "shares this parameter); call close() on the first replica before making another"
+        )
+
+
+def check_sparse(model: nn.Module) -> None:
+    """Refuse gradients that will be sparse, where that is seen before they come."""
+    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            name = names.get(id(module.weight))
+            if name is not None:
+                raise ConfigurationError(
+                    f"parameter {name!r} will have sparse gradients (sparse=True), which buckets have no place for: make it "
+                    "sparse=False, take an algorithm that moves weights, or leave it to each rank (ignore=)"
+                )
+
+
+def check_optimizers(optimizers: Any) -> tuple[Optimizer, ...]:
+    """One optimizer, or several, as a tuple."""
+    listed = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
+    if not isinstance(listed, Sequence) or not listed or not all(isinstance(o, Optimizer) for o in listed):
+        raise ConfigurationError(
+            f"replicate() takes a torch.optim.Optimizer or a sequence of them; got {type(optimizers).__name__}"
+        )
+    for optimizer in listed:
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a subclass that has not called its base's __init__
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} wraps an optimizer, and its own steps cannot be watched: give the one inside it "
+                "(as wrapper.optimizer)"
+            )
+        if isinstance(getattr(optimizer, "inner", optimizer), torch.optim.LBFGS):
+            raise ConfigurationError(
+                "LBFGS cannot be replicated: it decides by each rank's own loss where to evaluate it next, so that ranks would "
+                "take different numbers of backward passes; use another optimizer"
+            )
+    return tuple(listed)
+
+
+def check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Every trainable parameter belongs to exactly one optimizer, and no optimizer holds others than the model's."""
+    parameters = named_parameters(model)
+    holders: dict[int, int] = {}
+    for optimizer in optimizers:
+        for parameter in held_by(optimizer):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    missing = [name for name, p in parameters.items() if p.requires_grad and id(p) not in holders]
+    if missing:
+        raise ConfigurationError(
+            f"the optimizer does not hold {_some(missing)}: it was made for another model, or before this one was changed"
+            " (freeze what is not to be trained: requires_grad_(False))"
+        )
+    twice = [name for name, p in parameters.items() if holders.get(id(p), 0) > 1]
+    if twice:
+        raise ConfigurationError(f"more than one optimizer holds {_some(twice)}")
+    foreign = set(holders) - set(map(id, model.parameters()))
+    if foreign:
+        raise ConfigurationError(
+            f"the optimizer holds {len(foreign)} parameter(s) that the model does not have: they would not be replicated"
+        )
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ConfigurationError("the model has no trainable parameter")
+
+
+def held_by(optimizer: Optimizer) -> list[Parameter]:
+    """The parameters of an optimizer, in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _ids(places: Sequence[dict[str, Any]]) -> list[int]:
+    return list(map(id, chain.from_iterable(map(dict.values, places))))
+
+
+def _attributes(name: str, objects: Sequence[Any]) -> list[Any]:
+    return list(map(attrgetter(name), objects))
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:3]))
+    return f"parameter {shown}" if len(names) == 1 else f"{len(names)} parameters ({shown}{', …' if len(names) > 3 else ''})"
+
+
+class Watch(Subscriber):
+    """Notices what would silently not be replicated: parameters added, replaced or unfrozen afterwards.
+
+    The check runs at every optimizer step, so it only compares objects by identity, all at once.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:
+        modules = list(model.modules())
+        self._places: list[dict[str, Any]] = [place for module in modules for place in (module._parameters, module._modules)]
+        self._before, self._ids = [dict(place) for place in self._places], _ids(self._places)
+        self._groups = [(optimizer, [id(p) for p in held_by(optimizer)]) for optimizer in optimizers]
+        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+        communicating = any(isinstance(optimizer, Communicating) for optimizer in optimizers)
+        self._not_to_freeze = {name: p for name, p in parameters.items() if communicating and p.requires_grad}
+        self._names, self._own = list(parameters), list(parameters.values())
+        self._dtypes, self._devices = _attributes("dtype", self._own), _attributes("device", self._own)
+        for parameter in self._own:
+            _replicated[id(parameter)] = parameter
+
+    def before_step(self, index: int, closure: bool) -> None:
+        """Raise :class:`UsageError` if the model or an optimizer is not what was replicated."""
+        if _ids(self._places) != self._ids:
+            pairs = zip(self._places, self._before, strict=True)
+            changed = [key for now, before in pairs for key in {**now, **before} if now.get(key) is not before.get(key)]
+            if changed:  # and not only put in another order
+                raise UsageError(f"{_some(changed)} was added, replaced or removed after replicate(); {_again}")
+        for optimizer, before_ids in self._groups:
+            if [id(p) for p in held_by(optimizer)] != before_ids:
+                raise UsageError(f"the parameters of {type(optimizer).__name__} changed after replicate(); {_again}")
+        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if unfrozen:
+            raise UsageError(f"{_some(unfrozen)} was unfrozen after replicate(); {_again}")
+        frozen = [name for name, parameter in self._not_to_freeze.items() if not parameter.requires_grad]
+        if frozen:
+            raise UsageError(f"{_some(frozen)} was frozen, with an optimizer that communicates by itself; {_again}")
+        if _attributes("dtype", self._own) != self._dtypes or _attributes("device", self._own) != self._devices:
+            before = zip(self._names, self._own, self._dtypes, self._devices, strict=True)
+            name, p, dtype, device = next(row for row in before if (row[1].dtype, row[1].device) != row[2:])
+            raise UsageError(f"parameter {name!r} moved from {dtype} on {device} to {p.dtype} on {p.device}; {_again}")
+
+    def release(self) -> None:
+        """The replica is closed; its parameters may be replicated again."""
+        release(self._own)
+
+
+def release(parameters: Iterable[Parameter]) -> None:
+    """They are replicated no more, and may be again."""
+    for parameter in parameters:
+        _replicated.pop(id(parameter), None)
+
+
+_again = "call replica.close() and gossamer.replicate() again after changing the model"

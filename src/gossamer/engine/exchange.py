@@ -1,0 +1,374 @@
+"""Exchange: the buckets of one plan, what the algorithm remembers about them, and the flows under way.
+
+What gradients, weights and optimizers have in common. Threads and ownership: see the note in ``gossamer.comm.torch.lanes``.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.algorithms.base import NOTHING, Algorithm, Context, finishes, wrong_shape
+from gossamer.algorithms.blocks.difference import Difference
+from gossamer.algorithms.blocks.momentum_all_reduce import MOMENTUM
+from gossamer.algorithms.cadence import Cadence
+from gossamer.buckets import Bucket, Plan, Segment
+from gossamer.comm.ops import Flow
+from gossamer.comm.runner import CONTROL, Runner, Ticket
+from gossamer.engine.finite import any_non_finite, where_they_are
+from gossamer.memory import wide
+from gossamer.state import RESIDUAL, WHOLE, State, named
+
+Kept = dict[str, dict[str, Tensor]]
+"""``{key: {parameter name: tensor}}``."""
+
+
+_BUCKET = "bucket "
+_STEP = "step "
+
+
+class Exchange:
+    """One algorithm over the buckets of a plan."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        algorithm: Algorithm,
+        alone: bool = False,
+        revocable: bool = False,
+        settles: bool = True,
+    ) -> None:
+        """``alone``: nothing else of this runner uses its data lanes. ``revocable``: results may turn out not to be used
+        (:meth:`undo`), until :meth:`confirm` is called. ``settles``: what is not finite is not kept (:meth:`_settle`), and so
+        has to be searched for."""
+        self.runner, self.algorithm = runner, algorithm
+        self._revocable, self._settles = revocable, settles
+        self._alone, self._prompt, self._overtakes = alone, False, False
+        self.plan = Plan(())
+        self.buckets: list[Bucket] = []
+        self.handlers: list[Algorithm] = []
+        """The algorithm for each bucket."""
+        self.cadences: list[Cadence] = []
+        """When each bucket is exchanged."""
+        self.states: list[State] = []
+        self.step_states: dict[str, State] = {}
+        self.exchanged_bytes = 0
+        """Size of everything that was exchanged so far, before any encoding."""
+        self._lanes: tuple[int, ...] = ()
+        self.order: list[int] = []
+        """In which order buckets are launched, by their index in the plan."""
+        self._step = 0
+        """Of the last exchange that was launched."""
+        self._tickets: dict[int, Ticket[Any]] = {}
+        """One for each bucket that was launched."""
+        self._finishers: dict[str, list[int]] = {}
+        """By group, the buckets of an algorithm that does something once per step."""
+        self._finishing: list[tuple[Ticket[None], list[tuple[State, State]]]] = []
+        """Flows that finish a step, and the states that take what they write, each with where it is written."""
+        self._seen: set[int] = set()
+        """Which results and drafts were searched for what is not finite; they are alive until they are committed."""
+        self._poisoned: list[int] = []
+        """Buckets in which something was not finite."""
+
+    def adopt(self, plan: Plan) -> None:
+        """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
+        kept, extras = self.state_by_name(), of_any_plan(self.extras_by_name())
+        self.plan, self.buckets = plan, [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
+        self.handlers = [layout.handler for layout in plan.layouts]
+        self.cadences = [handler.cadence for handler in self.handlers]
+        self.arrange(range(len(plan.layouts)))
+        for layout in plan.layouts:
+            self.step_states.setdefault(layout.group, State(torch.zeros(())))
+        self._prompt = self._alone and all(handler.traits.prompt for handler in self.handlers)
+        self._finishers = self._by_group(index for index, handler in enumerate(self.handlers) if finishes(handler))
+        self.load_state_by_name(kept, extras)
+
+    def _by_group(self, indices: Iterable[int]) -> dict[str, list[int]]:
+        """Buckets of one handler (and one optimizer) together."""
+        found: dict[str, list[int]] = {}
+        for index in indices:
+            found.setdefault(self.plan.layouts[index].group, []).append(index)
+        return found
+
+    def arrange(self, order: Sequence[int]) -> None:
+        """Launch the buckets in another order than the plan's. It changes when they travel, and nothing else."""
+        self.order = list(order)
+        lanes = Plan(tuple(self.plan.layouts[index] for index in self.order)).lanes(self.runner.lanes)
+        self._lanes = tuple(lane for _, lane in sorted(zip(self.order, lanes, strict=True)))
+
+    def let_overtake(self) -> None:
+        """Some buckets are needed while longer ones are under way (``overlap_forward``): on all ranks, for good."""
+        self._overtakes = True
+
+    def context(self, step: int) -> Context:
+        """What flows of this step may know."""
+        return Context(step, self.runner.rank, self.runner.members, self.runner.nodes, self._overtakes)
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    @property
+    def launched(self) -> int:
+        """How many buckets are under way."""
+        return len(self._tickets)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether nothing is under way that has to be waited for."""
+        return all(map(self.runner.arrived, self._tickets.values()))
+
+    def due(self, index: int, step: int) -> bool:
+        """Whether a bucket is exchanged at this step."""
+        return self.cadences[index].due(step)
+
+    def due_at(self, step: int) -> list[int]:
+        """The buckets that are exchanged at this step, in the plan's order."""
+        return [index for index, cadence in enumerate(self.cadences) if cadence.due(step)]
+
+    def launch(self, step: int, when: str) -> None:
+        """Start the flow of the bucket that is next; ``when`` describes the step. One that is not due stays as it is."""
+        index = self.order[len(self._tickets)]
+        self._submit(index, self.handlers[index].exchange if self.due(index, step) else NOTHING.exchange, step, when)
+
+    def launch_due(self, index: int, step: int, when: str) -> None:
+        """Start the flow of one of :meth:`due_at`; the others have none."""
+        self._submit(index, self.handlers[index].exchange, step, when)
+
+    def _submit(self, index: int, exchange: Callable[..., Flow[Any]], step: int, when: str) -> None:
+        bucket, self._step = self.buckets[index], step
+        label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
+        make_flow = partial(self._checked, exchange, bucket, self.states[index], self.context(step))
+        self._tickets[index] = self.runner.submit(make_flow, label, self._lanes[index], prompt=self._prompt)
+        self.exchanged_bytes += bucket.layout.nbytes
+
+    def _checked(self, exchange: Callable[..., Flow[Any]], bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
+        """The exchange; beside backward, where that does not make the host wait, the search for what is not finite."""
+        result = yield from exchange(bucket, state, ctx)
+        if self._settles and result.device.type == "cpu" and (drafts := state.drafts()):
+            self._seen |= set(map(id, (result, *drafts)))
+            spoken_for = {id(tensor) for _, tensors in state.vouched for tensor in tensors}
+            others = [tensor for tensor in (result, *drafts) if id(tensor) not in spoken_for]
+            witnesses = [witness for several, _ in state.vouched for witness in several]
+            if any_non_finite([*witnesses, *others]).item() > 0:
+                self._poisoned.append(bucket.index)
+        return result
+
+    def collect(self) -> list[Tensor]:
+        """Wait for everything that was launched; the results in the plan's order, without what stays as it is."""
+        return list(self.collect_due().values())
+
+    def collect_due(self) -> dict[int, Any]:
+        """The same, by bucket: tensors, or of weights a :class:`Difference`."""
+        under_way = sorted(self._tickets.items())
+        came = {index: self.runner.wait(ticket) for index, ticket in under_way}
+        results = {index: self._check(index, result) for index, result in came.items()}
+        self._tickets = {}
+        return results
+
+    def result(self, index: int) -> Tensor:
+        """Wait for one bucket of gradients."""
+        result: Tensor = self._check(index, self.runner.wait(self._tickets[index]))
+        return result
+
+    def _check(self, index: int, result: Any) -> Any:
+        if result.shape != self.buckets[index].flat.shape:
+            raise wrong_shape(self.handlers[index], self.buckets[index], result)
+        return result if isinstance(result, Difference) else result.contiguous()  # parameters are views of it
+
+    def finish(self, step: int) -> None:
+        """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`."""
+        for group, mine in self._finishers.items():
+            handler, state = self.handlers[mine[0]], self.step_states[group]
+            if not self.due(mine[0], step):
+                continue
+            buckets, own = [self.buckets[i] for i in mine], [*(self.states[i] for i in mine), state]
+            *states, whole = [each.later() for each in own]
+            flow = handler.finish(buckets, states, whole, self.context(step))
+            if flow is not None:
+                ticket = self.runner.submit(lambda flow=flow: flow, f"finish of step {step}", CONTROL)  # type: ignore[misc]
+                self._finishing.append((ticket, list(zip(own, [*states, whole], strict=True))))
+
+    def land(self) -> None:
+        """Wait for what :meth:`finish` began, and keep what it wrote."""
+        finishing, self._finishing = self._finishing, []
+        for ticket, states in finishing:
+            self.runner.wait(ticket)
+            for state, later in states:
+                state.take(later)
+
+    @property
+    def finishing(self) -> bool:
+        """Whether :meth:`land` has anything to wait for."""
+        return bool(self._finishing)
+
+    def forget(self) -> None:
+        """Nothing is under way any more, whatever was."""
+        self._tickets = {}
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """After an error inside, nothing is under way, and the state is what it was before the exchange."""
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            self.rollback()
+            raise
+
+    def take_back(self, index: int, segment: Segment) -> None:
+        """Nobody will use this part of a bucket's result: what had been kept back and was sent with it is owed again."""
+        if self.due(index, self._step):
+            mean = segment.view(self.buckets[index].flat)
+            self.handlers[index].put_back(mean, segment, self.states[index], self.context(self._step))
+
+    def conclude(self, results: Sequence[Tensor], step: int) -> None:
+        """All ``results`` of a step are there: begin what the algorithm does once per step, and keep what the flows wrote.
+
+        In this order: on a device :meth:`_settle` may write again what the flows of :meth:`finish` read, and if one of these
+        fails there must be a way back to what was kept before the step.
+        """
+        self._settle(results)
+        self.finish(step)
+        self.commit()
+
+    def _settle(self, results: Sequence[Tensor]) -> None:
+        """Drop what the flows wrote if a result is not finite: a residual would not lose that any more.
+
+        The results are the same on all ranks, so all of them drop it, or none does.
+        """
+        drafts = self.drafts()
+        unseen = [tensor for tensor in (*drafts, *results) if id(tensor) not in self._seen]
+        if not any(state.changed for state in self.all_states()):
+            return
+        if not self._poisoned and self._on_one_device([*drafts, *unseen]):
+            self._settle_there([tensor for tensor in unseen if tensor.is_floating_point() and tensor.numel()])
+        elif self._poisoned or any_non_finite(unseen).item() > 0:
+            self.rollback()
+
+    @staticmethod
+    def _on_one_device(tensors: Sequence[Tensor]) -> bool:
+        """Whether all are on one accelerator: to look at a value there, the host would have to wait for it."""
+        devices = {tensor.device for tensor in tensors}
+        return len(devices) == 1 and devices.pop().type != "cpu"
+
+    def _settle_there(self, unseen: Sequence[Tensor]) -> None:
+        """The device keeps what was written, or what was there before, and the host does not ask which."""
+        if unseen:
+            broken = where_they_are(unseen) > 0
+            for state in self.all_states():
+                state.keep_where(broken)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def remembers(self) -> bool:
+        """Whether anything is kept per element."""
+        return any(state.flats.kept or state.flats.before for state in self.states)
+
+    def rescale(self, factor: Tensor) -> None:
+        """Gradients are ``factor`` (one number) times as large from now on: what is owed, and momenta, become so too."""
+        if factor.device.type == "cpu" and factor == 1:
+            return
+        for state in self.states:
+            for name in (RESIDUAL, MOMENTUM):
+                for kept in named(name, state.flats.kept) + named(name, state.flats.before):
+                    largest = torch.finfo(kept.dtype).max
+                    kept.copy_((wide(kept) * factor.to(kept.device)).clamp(-largest, largest))
+
+    def all_states(self) -> list[State]:
+        """Of the buckets, then of the step."""
+        return [*self.states, *self.step_states.values()]
+
+    def confirm(self, names: Set[str]) -> None:
+        """The results that exchanges had for these parameters are used: what was remembered of them stays."""
+        for state in self._states_of(names):
+            state.confirm()
+
+    def undo(self, names: Set[str]) -> None:
+        """The results that exchanges had for these parameters since the last :meth:`confirm` are not going to be used: remember
+        what was remembered of them then."""
+        for state in self._states_of(names):
+            state.undo()
+
+    def _states_of(self, names: Set[str]) -> Iterator[State]:
+        """Of the buckets with these parameters, and of their steps. No bucket that remembers anything holds others, too."""
+        for layout, state in zip(self.plan.layouts, self.states, strict=True):
+            if any(segment.name in names for segment in layout.segments):
+                yield from (state, self.step_states[layout.group])
+
+    def commit(self) -> None:
+        """Keep what the flows wrote."""
+        for state in self.all_states():
+            if not state.at_rest:
+                state.commit(self._revocable)
+        self._unsee()
+
+    def rollback(self) -> None:
+        """Drop what the flows wrote."""
+        for state in self.all_states():
+            state.rollback()
+        self._finishing = [(ticket, []) for ticket, _ in self._finishing]  # it began with what is forgotten now
+        self._unsee()
+
+    def _unsee(self) -> None:
+        self._seen, self._poisoned = set(), []
+
+    def drafts(self) -> list[Tensor]:
+        """What the flows wrote and is not yet kept."""
+        return [tensor for state in self.all_states() for tensor in state.drafts()]
+
+    def state_by_name(self, confirmed: bool = False) -> Kept:
+        """The elementwise state: tensors in the shape of their parameters. ``confirmed``: what :meth:`undo` would keep."""
+        self.land()
+        kept: Kept = {}
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            for key, flat in state.flats.items(confirmed):
+                kept.setdefault(key, {}).update(zip(bucket.layout.names, bucket.split(flat), strict=True))
+        return kept
+
+    def residual_share(self, sent: Sequence[Tensor] = ()) -> tuple[float, float]:
+        """Squared L2 norms: of all residuals, and of ``sent``, or what the buckets hold (at a step's end, the gradients).
+        Without any: 0."""
+        residuals = [flat for state in self.states for flat in named(RESIDUAL, state.flats.kept)]
+        if not residuals:
+            return 0.0, 0.0
+        return _squared(residuals), _squared(list(sent) or [bucket.flat for bucket in self.buckets])
+
+    def extras_by_name(self, confirmed: bool = False) -> Kept:
+        """Everything else: by key, or by bucket and key; then by parameter. ``confirmed``: what :meth:`undo` would keep."""
+        self.land()
+        kept: Kept = {}
+        for index, state in enumerate(self.states):
+            for (key, owner), value in state.extras.items(confirmed):
+                kept.setdefault(f"{_BUCKET}{index}: {key}" if owner == WHOLE else key, {})[owner] = value
+        for group, state in self.step_states.items():
+            kept |= {f"{_STEP}{group}: {key}": {WHOLE: value} for key, value in state.flats.items(confirmed)}
+        return kept
+
+    def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Put back what :meth:`state_by_name` and :meth:`extras_by_name` returned, whatever the plan is now."""
+        self.land()
+        self.states = [State(bucket.flat) for bucket in self.buckets]
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            state.load({key: bucket.gather(tensors) for key, tensors in kept.items()})
+            names = set(bucket.layout.names)
+            state.extras.load({(k, n): t.clone() for k, owned in extras.items() for n, t in owned.items() if n in names})
+            own = _of_place(extras, f"{_BUCKET}{bucket.index}: ")
+            state.extras.kept |= {(key, WHOLE): value for key, value in own.items()}
+        for group, state in self.step_states.items():
+            state.load(_of_place(extras, f"{_STEP}{group}: "))
+
+
+def _squared(tensors: list[Tensor]) -> float:
+    return sum(float(torch.linalg.vector_norm(wide(tensor))) ** 2 for tensor in tensors)
+
+
+def of_any_plan(extras: Kept) -> Kept:
+    """Of :meth:`Exchange.extras_by_name`, what does not belong to buckets as they are cut."""
+    return {key: owned for key, owned in extras.items() if not key.startswith(_BUCKET)}
+
+
+def _of_place(extras: Mapping[str, Mapping[str, Tensor]], place: str) -> dict[str, Tensor]:
+    return {key.removeprefix(place): owned[WHOLE].clone() for key, owned in extras.items() if key.startswith(place)}

@@ -1,0 +1,74 @@
+"""Lagging: how ranks that are not at the same step come together again."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gossamer.comm.ops import maximum
+from gossamer.comm.runner import Runner
+from gossamer.engine.weights import WeightSync
+
+logger = logging.getLogger("gossamer")
+
+_GRACE = 0.02
+"""Seconds after which a rank begins to answer: mostly, all others are about to come as well."""
+
+
+def patiently(answer: Callable[[], bool]) -> Callable[[], bool]:
+    """``answer`` for a wait that begins now, once it has lasted. As others may train on for long, that is getting on."""
+    begin = time.monotonic()
+    return lambda: time.monotonic() - begin >= _GRACE and answer()
+
+
+def catch_up(runner: Runner, sync: WeightSync, answer: Callable[[], bool], again: Callable[[], None]) -> None:
+    """Wait until every rank has come here and all have taken part in the same exchanges. Collective.
+
+    Those that come first go on answering the others, who may still train and wait for their part: ``again()`` takes part
+    in one more exchange of ``sync``, ``answer()`` if it could begin at once, and says whether.
+    """
+    runner.meet("the end of exchanges that may lag", patiently(answer))
+    most = int(_counts_of_all(runner, [sync.exchanges]).max())
+    while sync.exchanges < most:
+        again()
+
+
+_TOGETHER = "the end of the steps"
+
+
+def even_out(runner: Runner, syncs: Sequence[WeightSync], taken: Sequence[int], again: Callable[[int], None]) -> None:
+    """Let ranks that took fewer steps take part in the exchanges that they have missed. Collective.
+
+    Note [ranks that count differently]: an exchange of weights needs no step, so a batch that one rank left out costs the run
+    nothing but that rank's update. Which rank is behind is known only when all are here; one that waits here while others
+    wait for its part in an exchange takes part in one more, and else in none, so that runs without it are what they were.
+
+    ``taken``: how many steps each optimizer has taken here; ``again(index)`` takes part in what follows a step of another rank.
+    """
+
+    def answer() -> bool:
+        if not runner.awaited(_TOGETHER):
+            return False
+        runner.let_ranks_part()
+        again(min(range(len(syncs)), key=lambda index: syncs[index].steps))
+        return True
+
+    runner.meet(_TOGETHER, answer)
+    steps = _counts_of_all(runner, [*taken, *(sync.steps for sync in syncs)])
+    if bool((steps != steps[0]).any()):
+        runner.let_ranks_part()
+    if bool((steps[:, : len(taken)] != steps[0, : len(taken)]).any()) and runner.rank == 0:
+        said = ", ".join(f"rank {rank} {'and '.join(map(str, row[: len(taken)]))}" for rank, row in enumerate(steps.tolist()))
+        logger.warning("ranks took different numbers of optimizer steps: %s; those behind take part in what they missed", said)
+    for index, most in enumerate(steps[:, len(taken) :].max(dim=0).values.tolist()):
+        while syncs[index].steps < most:
+            again(index)
+
+
+def _counts_of_all(runner: Runner, mine: Sequence[int]) -> Tensor:
+    """``mine`` of every rank: ``int64[world, len(mine)]``."""
+    counts = torch.zeros(runner.world, len(mine), dtype=torch.int64)
+    counts[runner.rank] = torch.tensor(mine)
+    return runner.run(lambda: maximum(counts, runner.world), "the numbers of steps")

@@ -1,0 +1,165 @@
+"""Module buffers (BatchNorm's running statistics and others): how they are kept together."""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.algorithms.base import Algorithm
+from gossamer.buckets import buffer_name, name_of_buffer
+from gossamer.comm.ops import all_reduce
+from gossamer.comm.runner import Runner, lane_for
+from gossamer.engine.agreement import PORTION, in_portions, same_from_rank
+from gossamer.engine.checks import named_buffers as named_buffers
+from gossamer.engine.hooks import OwnHook
+from gossamer.engine.loop import Loop, Subscriber
+from gossamer.engine.statistics import Statistics
+from gossamer.errors import ConfigurationError, UsageError
+from gossamer.memory import as_real, stored, wide, widened
+
+logger = logging.getLogger("gossamer")
+
+Buffers = Literal["broadcast", "average", "local"]
+
+
+def resolve_buffers(buffers: Buffers | None, subject: str) -> Buffers:
+    """The mode to use: what was given, or ``"broadcast"`` for gradient and ``"average"`` for weight algorithms."""
+    if buffers is None:
+        return "broadcast" if subject == "gradients" else "average"
+    if buffers not in get_args(Buffers):
+        raise ConfigurationError(f"buffers must be one of {', '.join(get_args(Buffers))}; got {buffers!r}")
+    return buffers
+
+
+def check_buffers(algorithm: Algorithm, model: nn.Module, buffers: Buffers) -> None:
+    """Raise ConfigurationError if this algorithm must not average the buffers that the model has."""
+    if buffers == "average" and not algorithm.traits.averages_buffers and floating(named_buffers(model)):
+        raise ConfigurationError(
+            f"{type(algorithm).__name__} magnifies updates where little weight is, which would make running variances "
+            "negative: take buffers='local' (or 'broadcast', unless exchanges may lag)"
+        )
+
+
+def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that can be averaged, complex ones as views of their real numbers. Torch does not compute with 8-bit numbers, and
+    what wraps other tensors may not be written to."""
+    real = {name: as_real(tensor.detach()) if tensor.is_complex() else tensor for name, tensor in tensors.items()}
+    own = {name: t for name, t in real.items() if t.numel() > 0 and next(iter(stored(t)), None) is t}
+    return {name: t for name, t in own.items() if t.is_floating_point() and t.element_size() > 1}
+
+
+def beside_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers under names that no parameter has, to travel with the weights."""
+    return {buffer_name(name): tensor for name, tensor in floating(named_buffers(model)).items()}
+
+
+def averaged(model: nn.Module) -> dict[str, Tensor]:
+    """Those that do travel with the weights.
+
+    Not those that hold infinities when training starts (masks of attention, equal on all ranks): ∞ − ∞ is no number. Of a
+    model on the ``meta`` device, which is only priced, nobody knows that.
+    """
+    return {name: tensor for name, tensor in beside_parameters(model).items() if tensor.is_meta or tensor.isfinite().all()}
+
+
+IN_FORWARD = "the buffers, which a forward pass in training mode synchronises"
+"""What a rank waits in that runs such a pass alone."""
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """The shape of each."""
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def check_shapes(runner: Runner, before: Mapping[str, list[int]], tensors: Mapping[str, Tensor]) -> None:
+    """Raise UsageError if buffers that ranks bring together are not those of ``before``, in shape and number: only this rank
+    knows, and what it sends would be taken for something else."""
+    now = shapes_of(tensors)
+    for name in dict.fromkeys((*before, *now)):
+        if before.get(name) != now.get(name):
+            was, is_now = before.get(name, "nothing"), now.get(name, "nothing")
+            raise UsageError(
+                f"rank {runner.rank}: buffer {name_of_buffer(name)!r} changed its shape after replicate(), from {was} to "
+                f"{is_now}, so that ranks cannot bring it together: let each rank keep its own (ignore=[its name], or "
+                "buffers='local'), or close the replica and call replicate() again"
+            )
+
+
+def synchronise_buffers(runner: Runner, model: nn.Module, mode: Buffers, source: int = 0) -> None:
+    """Broadcast the buffers of rank ``source``, or average the floating-point ones over all ranks."""
+    tensors = named_buffers(model)
+    if mode == "broadcast":
+        same_from_rank(runner, list(tensors.values()), source, IN_FORWARD)
+    elif mode == "average":
+        average(runner, list(floating(tensors).values()), IN_FORWARD)
+
+
+def average(runner: Runner, tensors: list[Tensor], what: str = "the average of buffers") -> None:
+    """Overwrite floating-point ``tensors`` with their means over all ranks; those of 16 bits are summed in full precision.
+
+    In messages of up to ``PORTION`` bytes: so much memory is needed beside them.
+    """
+    for kind in dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors):
+        group = [tensor for tensor in tensors if (tensor.device, tensor.dtype) == kind]
+        most = PORTION // widened(kind[1]).itemsize
+        for portion in in_portions(group, lambda tensor: tensor.reshape(-1), most):
+            flat = wide(torch.cat(portion)).div_(runner.world)
+            mean = runner.run(lambda flat=flat: all_reduce(flat), what, lane_for(flat))  # type: ignore[misc]
+            torch._foreach_copy_(portion, list(mean.split([len(piece) for piece in portion])))
+
+
+class BufferSync(Subscriber):
+    """Broadcasts or averages the buffers before each forward pass that will be trained on."""
+
+    def __init__(self, runner: Runner, loop: Loop, model: nn.Module, mode: Buffers, statistics: Statistics) -> None:
+        self._runner, self._loop, self._model, self._mode, self._statistics = runner, loop, model, mode, statistics
+        self._shapes = shapes_of(named_buffers(model))
+        self._called = False
+        """Whether the model itself was called, and so its buffers synchronised."""
+
+    def forward(self) -> None:
+        self._called = True
+        check_shapes(self._runner, self._shapes, named_buffers(self._model))
+        with self._statistics.exposed():
+            synchronise_buffers(self._runner, self._model, self._mode, self._loop.source)
+
+    def end_backward(self) -> None:
+        if not self._called and self._model.training:
+            self._called = True
+            logger.warning(
+                "rank %d: a backward pass, but %s was not called: its buffers are synchronised when it is, and so not at all; "
+                "call it itself, or give replicate() buffers='local'", self._runner.rank, type(self._model).__name__
+            )  # fmt: skip
+
+
+def hook_forward(model: nn.Module, synchronise: Callable[[], None]) -> Any:
+    """Call ``synchronise()`` before each forward pass of ``model`` that will be trained on: where the model is in training, or
+    a module in it that keeps buffers."""
+
+    def outside_of_the_graph() -> None:
+        synchronise()
+
+    # What torch.compiler.disable sets, without the second that importing the compiler takes.
+    outside_of_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    keep_buffers = [module for module in model.modules() if module._buffers]
+
+    def before_forward(module: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled() and (module.training or any(each.training for each in keep_buffers)):
+            outside_of_the_graph()
+
+    _forget_compiled(model)
+    return model.register_forward_pre_hook(OwnHook(before_forward))
+
+
+def _forget_compiled(model: nn.Module) -> None:
+    """Let what was compiled already be compiled again: its code was made without the hook, and is not guarded on hooks.
+
+    A model that is handed over compiled needs it not: its hook is called outside of the compiled code.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and not isinstance(model, dynamo.OptimizedModule):
+        dynamo.reset()

@@ -1,0 +1,295 @@
+"""Forward overlap: gradients go on travelling during the next forward pass, which waits for them module by module.
+
+After backward every bucket stays open. The user's ``optimizer.step()`` finds no gradients; its hyper-parameters are noted,
+and the update of a bucket's parameters follows, with these, just before the first module that holds one of them begins
+its forward pass. That gains only if the buckets of the front modules overtake those of the back ones, whose gradients
+come first: so buckets are launched in an order computed from a measured step, the same on all ranks. Threads and
+ownership: see the note in ``gossamer.comm.torch.lanes``; an open bucket belongs to its flow until it is placed.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from gossamer.comm.runner import Runner, without_autocast
+from gossamer.engine.alarms import alarming
+from gossamer.engine.gradients import GradientSync
+from gossamer.engine.hooks import OwnHook
+from gossamer.engine.launch import agreed_order
+from gossamer.engine.loop import Loop, Subscriber
+from gossamer.errors import UsageError
+
+logger = logging.getLogger("gossamer")
+
+
+class ForwardOverlap(Subscriber):
+    """Takes the updates of one optimizer, bucket by bucket, as the forward pass comes to need them. Takes the place of
+    ``gradients`` among the subscribers, and calls it."""
+
+    def __init__(self, runner: Runner, loop: Loop, model: nn.Module, optimizer: Optimizer, gradients: GradientSync) -> None:
+        self._runner, self._loop, self._model, self._optimizer, self._gradients = runner, loop, model, optimizer, gradients
+        gradients.exchange.let_overtake()
+        self._calls: dict[nn.Module, int] = {}
+        """The place of each module in the forward pass, until the order is known."""
+        self._needs: dict[nn.Module, tuple[int, ...]] = {}
+        self._homeless: tuple[int, ...] = ()
+        """Buckets of parameters of which no module's forward pass tells when they are used: waited for in the step."""
+        self._sent = 0, 0
+        self._placed: dict[int, list[tuple[Parameter, Tensor]]] = {}
+        """Gradients that are there and wait for the user's step."""
+        self._unnoticed: set[int] = set()
+        """Parameters (ids) that were updated because backward began, and not because a module needed them."""
+        self._asked: list[dict[str, Any]] | None = None
+        """The hyper-parameters of the update that is to be taken, group by group."""
+        self._versions: dict[int, int] = {}
+        """Of the parameters (by id) that wait for their update, when the user took the step."""
+
+    def hook(self) -> list[Any]:
+        """Install the hooks on modules and their states; returns the handles."""
+        before, complete = OwnHook(self.before), OwnHook(self._complete_outside)
+        handles: list[Any] = []
+        for module in self._model.modules():
+            handles.append(module.register_forward_pre_hook(before, prepend=True))
+            handles.append(module.register_state_dict_pre_hook(complete))
+            handles.append(module.register_load_state_dict_pre_hook(complete))
+        handles.append(self._optimizer.register_state_dict_pre_hook(complete))
+        handles.append(self._optimizer.register_load_state_dict_pre_hook(complete))
+        return handles
+
+    def _complete_outside(self, *args: Any, **kwargs: Any) -> None:
+        """A state is to be saved or loaded."""
+        if not self._loop.partial_step:
+            self.complete()
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def before_step(self, index: int, closure: bool) -> None:
+        self._gradients.before_step(index, closure)
+
+    def after_step(self, index: int) -> None:
+        """The user's step: note with which hyper-parameters the open buckets' updates are to be taken."""
+        if not self._waiting:
+            return
+        groups = self._optimizer.param_groups
+        self._asked = [{key: _kept(value) for key, value in group.items() if key != "params"} for group in groups]
+        waiting = [p for index in self._waiting for p in self._gradients.parameters_of(index)]
+        self._versions = {id(parameter): parameter._version for parameter in waiting}
+        self._land(self._homeless)
+
+    @property
+    def _waiting(self) -> set[int]:
+        """Buckets whose update is still to come."""
+        return self._gradients.open | self._placed.keys()
+
+    def before(self, module: nn.Module, inputs: Any) -> None:
+        """``module`` begins its forward pass: its parameters must be up to date."""
+        if self._asked is not None:
+            needed = self._needs.get(module)
+            if needed is not None:
+                self._land(needed)
+        elif not self._gradients.hold and module.training and torch.is_grad_enabled():
+            self._calls.setdefault(module, len(self._calls))
+
+    before._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets
+
+    def complete(self) -> None:
+        """Take every update that is still to come, if the user took the step; else the weights are what they are to be."""
+        if self._asked is not None:
+            self._land(sorted(self._waiting))
+        for index in sorted(self._gradients.open):
+            self._place(index)
+
+    def conclude(self) -> None:
+        """The same, and the end of the step, where all ranks do it: others may complete their updates whenever they like."""
+        self.complete()
+        self._gradients.conclude()
+
+    def begin_backward(self) -> None:
+        if self._asked is None and self._waiting:
+            raise UsageError(
+                f"rank {self._runner.rank}: another backward pass, but optimizer.step() was not called after the last one: "
+                "with overlap_forward gradients do not add up; accumulate inside replica.no_sync(), and take every step"
+            )
+        self._unnoticed = {id(parameter) for index in self._waiting for parameter in self._gradients.parameters_of(index)}
+        self.conclude()
+        self._gradients.begin_backward()
+
+    def drop(self) -> None:
+        """Forget the step that was not asked for."""
+        self._placed = {}
+
+    def leave(self) -> None:
+        """Put the gradients of a step that was not asked for where they would be without an overlap."""
+        for gradients in self._placed.values():
+            for parameter, grad in gradients:
+                parameter.grad = grad
+        self.drop()
+
+    def _land(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            if index in self._waiting:
+                self._place(index)
+                self._update(self._placed.pop(index))
+        if not self._waiting:
+            self._asked = None
+
+    def _place(self, index: int) -> None:
+        if index in self._gradients.open:
+            with alarming(self._runner):
+                self._placed[index] = self._gradients.place(index)
+
+    def _update(self, gradients: Sequence[tuple[Parameter, Tensor]]) -> None:
+        """The optimizer's step, for these parameters only."""
+        if not gradients:
+            return
+        assert self._asked is not None
+        self._require_unchanged([parameter for parameter, _ in gradients])
+        held = {id(parameter) for parameter, _ in gradients}
+        groups = self._optimizer.param_groups
+        own = [
+            asked | {"params": [p for p in group["params"] if id(p) in held]}
+            for asked, group in zip(self._asked, groups, strict=True)
+        ]
+        before = [parameter.grad for parameter, _ in gradients]
+        for parameter, grad in gradients:
+            parameter.grad = grad
+        self._optimizer.param_groups, self._loop.partial_step = own, True
+        try:
+            with _as_between_steps():
+                self._optimizer.step()
+        finally:
+            self._optimizer.param_groups, self._loop.partial_step = groups, False
+            for (parameter, _), local in zip(gradients, before, strict=True):
+                parameter.grad = local
+        self._check_groups(own)
+
+    def _require_unchanged(self, parameters: Sequence[Parameter]) -> None:
+        """Raise if weights were changed after the step and before their update: the update would be made of other weights."""
+        changed = [p for p in parameters if p._version != self._versions.get(id(p), p._version)]
+        if changed:
+            name = next(name for name, parameter in self._gradients.parameters.items() if parameter is changed[0])
+            raise UsageError(
+                f"rank {self._runner.rank}: parameter {name!r} was changed between optimizer.step() and the next forward pass, "
+                "in which overlap_forward updates it: call replica.wait_for_exchanges() after the step, before weights are "
+                "read or changed, or leave out overlap_forward"
+            )
+
+    def _check_groups(self, used: Sequence[Mapping[str, Any]]) -> None:
+        assert self._asked is not None
+        for asked, group in zip(self._asked, used, strict=True):
+            changed = [key for key, value in group.items() if key != "params" and value is not asked.get(key)]
+            if changed:
+                raise UsageError(
+                    f"{type(self._optimizer).__name__} writes {', '.join(map(repr, changed))} into its parameter groups in "
+                    "every step: it cannot take a step in parts; use it without overlap_forward"
+                )
+
+    # -- learning the order -----------------------------------------------------------------------------------------
+
+    def end_backward(self) -> None:
+        """Watch one pass of the plan's buckets, put them in order, and from then on leave them open."""
+        gradients = self._gradients
+        gradients.end_backward()
+        self._check_unnoticed()
+        if gradients.hold or not gradients.learned:
+            return
+        if gradients.arranged or self._runner.world == 1:
+            self._begin()
+        elif gradients.completed is None:
+            gradients.completed = {}
+            self._sent = self._counted()
+        elif len(gradients.completed) == len(gradients.exchange.buckets):
+            gradients.exchange.arrange(self._order(gradients.completed))
+            gradients.completed = None
+            self._begin()
+
+    def _check_unnoticed(self) -> None:
+        """Raise if a parameter that no module waited for was used all the same: with the weights of one step before."""
+        if not self._unnoticed:
+            return
+        used = [name for name in self._gradients.reached() if id(self._gradients.parameters[name]) in self._unnoticed]
+        self._unnoticed = set()
+        if used:
+            raise UsageError(
+                f"rank {self._runner.rank}: parameter {used[0]!r} was used before its update: the module that holds it was "
+                "called in the first steps and not in this forward pass, which used it in another way (a method, or "
+                "functional.…); call the modules themselves, or leave out overlap_forward"
+            )
+
+    def restart(self) -> None:
+        """The plan is another one."""
+        self._gradients.completed, self._gradients.hold = None, False
+        if self._gradients.arranged and self._calls:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._runner.rank == 0:
+            logger.info(
+                "from now on gradients travel during the next forward pass too: between backward() and there p.grad is None, "
+                "and what clips, scales or logs gradients there (clip_grad_norm_) does nothing"
+            )
+        self._gradients.adopt_learned()
+        self._gradients.hold = self._gradients.arranged = True
+        self._assign()
+
+    def _counted(self) -> tuple[int, int]:
+        return sum(meter.bytes for meter in self._runner.meters()), self._gradients.exchange.exchanged_bytes
+
+    def _order(self, completed: Mapping[int, float]) -> list[int]:
+        (sent_before, exact_before), (sent, exact) = self._sent, self._counted()
+        layouts, positions = self._gradients.exchange.plan.layouts, self._positions()
+        return agreed_order(
+            self._runner,
+            layouts,
+            ready=[completed[index] for index in range(len(layouts))],
+            needs=[min(positions.get(name, len(self._calls)) for name in layout.names) for layout in layouts],
+            sent_share=(sent - sent_before) / max(1, exact - exact_before),
+        )
+
+    def _guards(self) -> Iterator[tuple[str, nn.Module | None]]:
+        """For each trainable parameter's name, the modules that wait for it: those that hold it, or, where a forward pass
+        of theirs was not seen, the nearest around them; None where there is none."""
+        named = dict(self._model.named_modules(remove_duplicate=False))
+        names = {id(p): name for name, p in self._gradients.parameters.items()}
+        for path, module in named.items():
+            mine = [names[id(p)] for p in module._parameters.values() if p is not None and id(p) in names]
+            around = path
+            while mine and named[around] not in self._calls and around:
+                around = around.rpartition(".")[0]
+            guard = named[around]
+            yield from ((name, guard if guard in self._calls else None) for name in mine)
+
+    def _positions(self) -> dict[str, int]:
+        """The place in the forward pass at which each parameter is needed first."""
+        positions: dict[str, int] = {}
+        for name, guard in self._guards():
+            place = -1 if guard is None else self._calls[guard]
+            positions[name] = min(place, positions.get(name, place))
+        return positions
+
+    def _assign(self) -> None:
+        """Who waits for which buckets."""
+        places = {name: i for i, layout in enumerate(self._gradients.exchange.plan.layouts) for name in layout.names}
+        needs: dict[nn.Module | None, set[int]] = {}
+        for name, guard in self._guards():
+            needs.setdefault(guard, set()).add(places[name])
+        self._homeless = tuple(sorted(needs.pop(None, ())))
+        self._needs = {module: tuple(sorted(indices)) for module, indices in needs.items() if module is not None}
+
+
+def _kept(value: Any) -> Any:
+    """A hyper-parameter as it is now; schedulers write into those that are tensors."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _as_between_steps() -> Iterator[None]:
+    """Whatever the forward pass runs in (autocast, inference), an optimizer's step is outside of it."""
+    with torch.inference_mode(False), torch.no_grad(), without_autocast():
+        yield

@@ -1,0 +1,126 @@
+"""State watch: what an optimizer keeps of each weight, where only the weights themselves are exchanged.
+
+A second sequence of weights (schedule-free's z, Lookahead's slow weights) would stay each rank's own and pull its weights away
+from the average. Judged by what is kept, whatever the optimizer is called.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from gossamer.algorithms.base import Algorithm
+from gossamer.comm.runner import Runner
+from gossamer.engine.loop import Subscriber
+from gossamer.errors import UsageError
+from gossamer.optim.gossip_adamw import AVERAGED_OVER
+
+logger = logging.getLogger("gossamer")
+
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
+"""What torch's optimizers call sums, means and bounds of a gradient's squares or magnitudes, by which they divide."""
+
+OF_GRADIENTS = (*SQUARES, "momentum_buffer", "exp_avg", "grad_avg", "acc_delta", "prev", "step_size")
+"""What they call whatever they make of gradients."""
+
+NEAR = 0.2
+"""How far from the weights, relative to their size, a copy of them may be when it is first seen, one step after it was made."""
+
+
+class StateWatch(Subscriber):
+    """Looks at what each optimizer keeps when it has kept nothing like that before."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        algorithm: Algorithm,
+        optimizers: Sequence[Optimizer],
+        owned: Sequence[Mapping[str, Parameter]],
+    ) -> None:
+        """``owned``: the parameters of each optimizer, by name."""
+        self._runner, self._algorithm, self._optimizers, self._owned = runner, algorithm, optimizers, owned
+        self._seen: list[tuple[str, ...] | None] = [None] * len(optimizers)
+        self._told = False
+
+    def after_step(self, index: int) -> None:
+        """An optimizer has taken a step. Raises UsageError if it keeps a sequence of weights that will not be exchanged."""
+        optimizer = self._optimizers[index]
+        keys = tuple(map(str, next(iter(optimizer.state.values()), ())))
+        if keys == self._seen[index]:
+            return
+        travel = keys if self._algorithm.traits.history and self._seen[index] is None else ()
+        self._seen[index] = keys
+        for key, name in second_sequences(optimizer, self._owned[index]):
+            if key not in travel:
+                raise UsageError(
+                    f"rank {self._runner.rank}: {type(optimizer).__name__} keeps a second sequence of weights ({key!r}, such "
+                    f"as that of parameter {name!r}) which {self._algorithm!r} does not exchange: it would stay this rank's "
+                    "own, without bound. Take an algorithm that averages gradients, or, where it is in the optimizer's state "
+                    "from the first step on, GossipGraD(history=True)"
+                )
+        self._advise(optimizer, keys)
+
+    def _advise(self, optimizer: Optimizer, keys: Sequence[str]) -> None:
+        """Tell of what works, but worse than something else."""
+        asks = any(AVERAGED_OVER in group for group in optimizer.param_groups)
+        if self._told or asks or self._algorithm.traits.history or self._runner.rank != 0 or not set(keys) & set(SQUARES):
+            return
+        self._told = True
+        logger.warning(
+            "%s divides by the size of this worker's own gradient, most of which may be noise that averaging would have "
+            "removed: with %r, which averages weights, gossamer.optim.GossipAdamW learns faster",
+            type(optimizer).__name__, self._algorithm
+        )  # fmt: skip
+
+
+def second_sequences(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> Iterator[tuple[str, str]]:
+    """What an optimizer keeps that is near the weights: the key in its state or the name of its attribute, and a parameter of
+    which it is kept. Not where it offers exact weights, which are exchanged in place of the parameters."""
+    if hasattr(optimizer, "exact_weight"):
+        return
+    candidates: dict[str, dict[str, Tensor]] = {}
+    others = {"step", *OF_GRADIENTS}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and _is_like(value, parameter):
+                candidates.setdefault(str(key), {})[name] = value
+            else:  # a counter is like a parameter of one element, and like no other one
+                others.add(str(key))
+    candidates = {key: kept for key, kept in candidates.items() if key not in others}
+    for key, value in vars(optimizer).items():
+        lists = list(_tensors(value)) if isinstance(value, list | tuple) else []
+        if len(lists) == len(parameters):
+            pairs = list(zip(parameters.items(), lists, strict=True))
+            if all(_is_like(tensor, parameter) for (_, parameter), tensor in pairs):
+                candidates.setdefault(key, {}).update({name: tensor for (name, _), tensor in pairs})
+    for key, kept in candidates.items():
+        if _near({name: parameters[name] for name in kept}, kept):
+            yield key, next(iter(kept))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a list of lists."""
+    for each in value:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _tensors(each)
+
+
+def _is_like(tensor: Tensor, parameter: Parameter) -> bool:
+    """Whether it could be another value of the parameter, and is not the parameter itself."""
+    own = tensor.is_floating_point() or tensor.is_complex()
+    return own and tensor.shape == parameter.shape and tensor.data_ptr() != parameter.data_ptr()
+
+
+@torch.no_grad()
+def _near(weights: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> bool:
+    apart = size = 0.0
+    for name, weight in weights.items():
+        apart += float(torch.linalg.vector_norm(kept[name].to(weight.device) - weight)) ** 2
+        size += float(torch.linalg.vector_norm(weight)) ** 2
+    return size > 0 and apart <= NEAR**2 * size

@@ -1,0 +1,194 @@
+"""The exchanges of weights of a replica: one for each optimizer, because each takes its steps when it likes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import chain
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from gossamer.algorithms.base import Algorithm
+from gossamer.comm.runner import Runner
+from gossamer.engine.exact import changing, exact
+from gossamer.engine.history import history, skips
+from gossamer.engine.lagging import catch_up, even_out
+from gossamer.engine.loop import Subscriber
+from gossamer.engine.module_buffers import averaged, beside_parameters, check_shapes, shapes_of
+from gossamer.engine.statistics import Statistics
+from gossamer.engine.ties import called, ties
+from gossamer.engine.weights import WeightSync
+from gossamer.errors import UsageError
+from gossamer.memory import as_real
+
+
+class WeightSyncs(Subscriber):
+    """All of a replica's :class:`WeightSync`; none where no weights travel.
+
+    ``owned``: the parameters of each optimizer. ``with_buffers``: floating-point buffers are averaged with the weights; they
+    go with those of the first optimizer.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        algorithm: Algorithm,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        owned: Sequence[Mapping[str, Parameter]],
+        with_buffers: bool,
+        statistics: Statistics,
+    ) -> None:
+        self._runner, self._model, self._optimizers = runner, model, optimizers
+        self.clock: Callable[[int], int] = lambda index: self._all[index].steps + 1
+        """The number of the step (from 1) that an optimizer takes; of the pass, where gradients are exchanged as well."""
+        self._lag, self._late = algorithm.cadence.lag, algorithm.cadence.late
+        if self._lag:
+            runner.let_ranks_part()
+        self._owned = [list(parameters.values()) for parameters in owned]
+        self._all: list[WeightSync] = []
+        self._tensors: dict[str, Tensor] = {}
+        """All that travel, and their other names."""
+        self._ties: dict[str, str] = {}
+        """Other names of what travels; see :func:`gossamer.engine.ties.ties`."""
+        of_weights = algorithm.part("weights")
+        self._buffers_travel = False
+        if of_weights is None:
+            return
+        beside = averaged(model) if with_buffers else {}
+        self._buffers_travel, self._shapes = bool(beside), shapes_of(beside)
+        self._named = owned
+        exact_weights = [{n: self._real(number, p) for n, p in held.items()} for number, held in enumerate(owned)]
+        self._tensors = dict(chain.from_iterable(map(dict.items, [*exact_weights, beside])))
+        self._ties = ties(self._tensors)
+        for optimizer, parameters, weights in zip(optimizers, owned, exact_weights, strict=True):
+            travelling = weights if self._all else weights | beside
+            tensors = {name: tensor for name, tensor in travelling.items() if name not in self._ties}
+            wanted = {name for name, t in weights.items() if of_weights.route(name, t).traits.history}
+            own = {name: p for name, p in parameters.items() if name in wanted}
+            remembered = partial(history, optimizer, own) if own else None
+            self._all.append(WeightSync(runner, of_weights, tensors, statistics, remembered, partial(skips, optimizer)))
+
+    def _real(self, number: int, parameter: Parameter) -> Tensor:
+        """What an optimizer keeps of a parameter exactly; of a complex one a view of its real numbers."""
+        kept = exact(self._optimizers[number], parameter)
+        return as_real(kept.detach()) if kept.is_complex() else kept
+
+    def __iter__(self) -> Iterator[WeightSync]:
+        return iter(self._all)
+
+    def __getitem__(self, index: int) -> WeightSync:
+        return self._all[index]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def may_be_apart(self) -> bool:
+        """Whether ranks may be at different steps, so that some wait for others' parts."""
+        return self._lag > 0 and self._runner.world > 1
+
+    def before_step(self, index: int, closure: bool) -> None:
+        if not closure and self._runner.world > 1 and all(p.grad is None for p in self._owned[index]):
+            raise UsageError(
+                f"rank {self._runner.rank}: optimizer.step() at step {self._all[index].steps}, but no parameter of "
+                f"{type(self._optimizers[index]).__name__} has a gradient"
+            )
+        if not self._late:
+            self.prepare(index, self.clock(index))
+
+    def after_step(self, index: int) -> None:
+        if self._late:
+            self.land(index)
+        self.launch(index, self.clock(index))
+
+    def exchange_without_step(self, index: int) -> None:
+        """Take part in the exchange after a step that another rank takes, with the weights as they are."""
+        self.land(index)
+        self.launch(index, self.clock(index))
+
+    def land(self, index: int) -> None:
+        """Add what has come for one optimizer's weights."""
+        self._follow(index)
+        with changing(self._optimizers[index]):
+            self._all[index].land()
+
+    def prepare(self, index: int, step: int) -> None:
+        """One optimizer is about to update its weights: add what has come for them."""
+        self._follow(index)
+        with changing(self._optimizers[index]):
+            self._all[index].prepare(step)
+
+    def launch(self, index: int, step: int) -> None:
+        """Send one optimizer's weights on their way."""
+        with self._changing_late(index):
+            self._all[index].launch(step)
+
+    def conclude(self) -> None:
+        """Wait for everything that is under way, and add it."""
+        for index, sync in enumerate(self._all):
+            sync.arrive()
+            self.land(index)
+
+    def weigh(self, tensors: Mapping[str, Tensor], arrived: bool = True) -> None:
+        """Make of ``tensors`` what their mean over the ranks is made of: see :meth:`WeightSync.weigh`."""
+        for sync in self._all:
+            sync.weigh(tensors, arrived)
+
+    def answer(self) -> bool:
+        """Take part in one more exchange if it could begin at once; whether it did."""
+        if not self._all[0].can_answer:
+            return False
+        self.exchange_again()
+        return True
+
+    def exchange_again(self) -> None:
+        """Take part in one more exchange, where ranks may be at different steps."""
+        self._follow(0)
+        with changing(self._optimizers[0]):
+            self._all[0].exchange_again()
+
+    def catch_up(self, at_average: bool) -> None:
+        """Wait until all ranks have taken part in the same exchanges. Collective.
+
+        ``at_average``: all are inside ``consensus()``, so that nobody waits for an answer.
+        """
+        catch_up(self._runner, self._all[0], (lambda: False) if at_average else self.answer, self.exchange_again)
+
+    def even_out(self, taken: Sequence[int]) -> None:
+        """Let ranks that took fewer steps take part in what they missed. Collective. ``taken``: the steps of each optimizer."""
+        even_out(self._runner, self._all, taken, self.exchange_without_step)
+
+    def _changing_late(self, index: int) -> AbstractContextManager[None]:
+        """What may lag may be there by now, and is added before the next exchange begins."""
+        if not self._lag:
+            return nullcontext()
+        self._follow(index)
+        return changing(self._optimizers[index])
+
+    def _follow(self, index: int) -> None:
+        if index == 0 and self._buffers_travel:
+            beside = beside_parameters(self._model)
+            travelling = {name: tensor for name, tensor in beside.items() if name in self._shapes}
+            check_shapes(self._runner, self._shapes, travelling)
+            self._tensors |= travelling
+            self._all[0].follow(beside)
+        self._follow_views(index)
+        for name, first in self._ties.items():
+            if self._tensors[name].data_ptr() != self._tensors[first].data_ptr():
+                raise UsageError(
+                    f"rank {self._runner.rank}: {called(first)} and {called(name)} were the same memory when replicate() was "
+                    "called, and are not any more, so that the second one would not be averaged: close the replica before the "
+                    "model is moved, and replicate it again"
+                )
+
+    def _follow_views(self, index: int) -> None:
+        """Views of complex parameters are of the memory that these had, which an assignment to ``.data`` changes."""
+        moved = {
+            name: self._real(index, parameter)
+            for name, parameter in self._named[index].items()
+            if parameter.is_complex() and parameter.data_ptr() != self._tensors[name].data_ptr()
+        }
+        self._tensors |= moved
+        self._all[index].follow(moved)

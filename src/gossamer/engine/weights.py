@@ -1,0 +1,304 @@
+"""Weight synchronisation: weights leave after the optimizer's step, and the result is added before its next one.
+
+Between the two the message travels while forward and backward go on. Adding the average just before the next local
+update (and not after it) keeps the learning rate's meaning: the gradient that is then applied was computed on the
+weights that were sent. Where an exchange may lag, it is added before the first update at which it is there; the next one
+begins then, so that ranks at different steps meet in the exchange of the same number. Threads and ownership: see the
+note in ``gossamer.comm.torch.lanes``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.blocks.difference import Difference, computed
+from gossamer.buckets import in_order, make_plan
+from gossamer.comm.ops import maximum
+from gossamer.comm.runner import Runner
+from gossamer.engine.agreement import agree, agree_on_plan
+from gossamer.engine.ahead import Ahead
+from gossamer.engine.apply import apply
+from gossamer.engine.exchange import Exchange, Kept
+from gossamer.engine.history import halve_at_most, keep_squares_valid, variances, weight_of
+from gossamer.engine.statistics import Statistics
+from gossamer.errors import UsageError
+from gossamer.memory import wide
+from gossamer.pieces import cut, part_of
+
+PENDING = "(pending)"
+"""The name under which the delta that is not yet added is saved, beside the algorithm's own names."""
+
+EXCHANGES = "(exchanges)"
+"""The name under which their number is saved, where ranks may lag."""
+
+
+_WHY_HISTORIES_DIFFER = (
+    "It is known when every rank has taken a step: one that has had no batch before (in join()) remembers nothing. Give every "
+    "rank one, or leave histories where they are (history=False)"
+)
+
+
+class WeightSync:
+    """Exchanges the weights that one optimizer updates (and the floating-point buffers given to it).
+
+    ``history``: what else belongs to the weights, once the optimizer has made it; see ``gossamer.engine.history``. ``skipped``:
+    whether it leaves out the step that is being taken.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        algorithm: Algorithm,
+        tensors: Mapping[str, Tensor],
+        statistics: Statistics,
+        history: Callable[[], dict[str, Tensor]] | None = None,
+        skipped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._runner, self._algorithm, self._statistics = runner, algorithm, statistics
+        self._cadence = algorithm.cadence  # worked out through all parts, so not in every step
+        self._history, self._skipped, self._extended = history, skipped, False
+        self._tensors = dict(tensors)
+        self.exchange = Exchange(runner, algorithm, settles=False)
+        self._ahead = Ahead()
+        # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
+        self._lay_out()
+        agree_on_plan(runner, self.exchange.plan)
+        self._step = 0
+        self._deltas: dict[int, Tensor | Difference] = {}
+        """What is not added yet, by bucket."""
+        self._lag, self._late = self._cadence.lag, 0
+        self._changes = self._cadence.changes
+        self.exchanges = 0
+        """How many were begun; the same on all ranks, unless they may lag."""
+        self.steps = 0
+        """Of the optimizer, as exchanges are numbered. Who meets whom follows from these, not from backward passes, of which
+        there may be several to a step: with two, every second partner would never be met."""
+        self.history_saved: list[str] | None = None
+        """What was exchanged of the optimizer's history where the state was saved that this one goes on from."""
+
+    @property
+    def history_names(self) -> list[str] | None:
+        """What the optimizer remembers and is exchanged; None as long as that is not known."""
+        return [name for name in self._tensors if weight_of(name) != name] if self._extended else None
+
+    def _lay_out(self) -> None:
+        self.exchange.adopt(make_plan(self._pieces(), self._algorithm, at_once=True))
+        self._orders = self._order()
+        self._ahead.forget()
+        self._gather_members()
+
+    def _pieces(self) -> dict[str, Tensor]:
+        return cut(self._tensors, self._cadence.parts, weight_of)
+
+    def _gather_members(self) -> None:
+        self._places = self._where()
+        self._check_order()
+        pieces = self._pieces()
+        self._members = [[pieces[s.name] for s in bucket.segments] for bucket in self.exchange.buckets]
+        self._variances = variances(self._tensors)
+
+    def _where(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Where the tensors lie, and in which order, if pieces are views of their memory; an assignment to ``.data`` moves
+        them."""
+        return [] if self._cadence.parts == 1 else [(t.data_ptr(), t.stride()) for t in self._tensors.values()]
+
+    def _follow_moved(self) -> None:
+        if self._where() != self._places:
+            self._gather_members()
+
+    def _check_order(self) -> None:
+        """Raise if a tensor that is cut into pieces lies in another order than where they were planned: the same piece would be
+        other elements, for this rank and for what has not been added yet."""
+        for name, order in self._order().items() if self._cadence.parts > 1 else ():
+            if order != self._orders.get(name, order):
+                raise UsageError(
+                    f"rank {self._runner.rank}: parameter {name!r} has another order of strides ({order}, before "
+                    f"{self._orders[name]}), and in_parts() cuts it along its memory: choose the memory format before "
+                    "replicate()"
+                )
+
+    def _order(self) -> dict[str, tuple[int, ...]]:
+        return {name: in_order(tensor.shape, tensor.stride()) for name, tensor in self._tensors.items()}
+
+    def follow(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with ``tensors`` where they have replaced others (a module may assign a new tensor to a buffer)."""
+        replaced = {name: t for name, t in tensors.items() if name in self._tensors and self._tensors[name] is not t}
+        if replaced:
+            self._tensors |= replaced
+            self._gather_members()
+
+    def _follow_history(self) -> None:
+        """The optimizer makes its history in its first step, and other tensors when it is loaded."""
+        if self._history is None:
+            return
+        tensors = self._history()
+        if self.history_saved is not None:
+            tensors = {name: tensors[name] for name in self.history_saved if name in tensors}
+        if self._extended:
+            self.follow(tensors)
+            return
+        if self._skipped_anywhere():
+            return
+        lines = "\n".join(f"{name}, {list(in_order(t.shape, t.stride()))}" for name, t in tensors.items()) or "nothing"
+        agree(self._runner, {"what the optimizer remembers": lines}, _WHY_HISTORIES_DIFFER)
+        self._extended = True
+        self._tensors |= tensors
+        self._lay_out()
+
+    def _skipped_anywhere(self) -> bool:
+        """Whether a ``GradScaler`` has had any rank leave the step out. If it is the first one, nobody knows yet what will be
+        remembered; asked until that is known."""
+        if self._runner.world == 1:
+            return False
+        skipped = torch.tensor([self._skipped()], dtype=torch.uint8)
+        return bool(self._runner.run(lambda: maximum(skipped, self._runner.world), "the question who skips the step").any())
+
+    @torch.no_grad()
+    def prepare(self, step: int) -> None:
+        """An update is about to be made: add what the last exchange brought, and remember what those weights were that are sent
+        ahead after it. ``step``: as for :meth:`launch`."""
+        self.land()
+        upcoming = self._following(step)
+        for index in self.exchange.due_at(upcoming):
+            if self.exchange.cadences[index].ahead(upcoming):
+                self._follow_moved()
+                self._ahead.remember(self.exchange.buckets[index], self._members[index])
+
+    @torch.no_grad()
+    def launch(self, step: int) -> None:
+        """Send the weights as they are now, if the algorithm wants to at this step, and nothing is under way.
+
+        ``step``: of the replica.
+        """
+        self.land()
+        self.steps = self._following(step)
+        if self.exchange.launched:
+            self._late += 1
+        elif self._cadence.due(self.steps):
+            self._begin(self._cadence.step_of(self.exchanges) if self._lag else self.steps)
+        self._ahead.drop()
+
+    def _following(self, step: int) -> int:
+        """The optimizer's next step: one more, but on the side of every change of parts on which the replica's ``step`` is."""
+        begun = [change for change in self._changes if change <= step]
+        ahead = [change for change in self._changes if change > step]
+        return min([max([self.steps + 1, *begun]), *(change - 1 for change in ahead)])
+
+    @torch.no_grad()
+    def exchange_again(self) -> None:
+        """Take part in one more exchange, because others do, whatever step this rank is at."""
+        self._late = self._lag
+        self.land()
+        self._begin(self._cadence.step_of(self.exchanges))
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether one more exchange could begin at once. The first one waits for what the optimizer will remember."""
+        return self.exchange.arrived and (self._extended or self._history is None)
+
+    def _begin(self, step: int) -> None:
+        self._step, self._late = step, 0
+        self.exchanges += 1
+        self._follow_history()
+        self._follow_moved()
+        with self.exchange.transaction():
+            for index in self.exchange.due_at(step):
+                ahead = self.exchange.cadences[index].ahead(step)
+                self._ahead.pack(self.exchange.buckets[index], self._members[index], ahead)
+                self.exchange.launch_due(index, step, f"after step {step}")
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """Wait for the exchange that is under way; its result stays pending."""
+        if not self.exchange.launched:
+            return
+        with self.exchange.transaction():
+            with self._statistics.exposed():
+                deltas = self.exchange.collect_due()
+            self.exchange.finish(self._step)
+            self.exchange.land()
+            self._deltas = deltas
+            self.exchange.commit()
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Add what the last exchange brought; one that may lag is left alone until it has ended, or must."""
+        if self._late < self._lag and not self.exchange.arrived:
+            return
+        self.arrive()
+        if not self._deltas:
+            return
+        if self._extended and self._history is not None:
+            self.follow(self._history())
+        self._follow_moved()
+        with self._adding():
+            for index, delta in self._deltas.items():
+                apply(self._members[index], delta, self.exchange.buckets[index])
+        self._deltas = {}
+
+    @contextmanager
+    def _adding(self) -> Iterator[None]:
+        """Inside, deltas are added; what may not be negative is not, afterwards."""
+        before = [tensor.clone() for tensor in self._variances]
+        yield
+        if before:
+            halve_at_most(self._variances, before)
+        if self._extended:
+            keep_squares_valid(self._tensors)
+
+    @torch.no_grad()
+    def weigh(self, tensors: Mapping[str, Tensor], arrived: bool = True) -> None:
+        """Make of copies of the weights, by name, what their mean over the ranks is made of, where that is not the copies.
+
+        Nothing may be under way: see :meth:`arrive`. Where replicas do not count alike, or (``arrived``) exchanges move the
+        mean, what has arrived and is not added to the weights is added to the copies.
+        """
+        traits = self._algorithm.traits
+        moved = arrived and traits.moves_mean and bool(self._deltas)
+        if not (traits.weighted or traits.nodes or moved):
+            return
+        places = {name: tensors.get(name, tensor) for name, tensor in self._tensors.items()}
+        pieces = cut(places, self._cadence.parts, weight_of)
+        for index, bucket in enumerate(self.exchange.buckets):
+            copies = {name: pieces[name] for name in bucket.layout.names if part_of(name)[0] in tensors}
+            flat = bucket.gather(copies)
+            if flat is None:
+                continue
+            if index in self._deltas:
+                flat += self._brought(index)
+            counted = self.exchange.handlers[index].hand_over(
+                wide(flat), self.exchange.states[index], self.exchange.context(self.steps)
+            )
+            for segment in bucket.segments:
+                if segment.name in copies:
+                    copies[segment.name].copy_(segment.view(counted))
+
+    def _brought(self, index: int) -> Tensor:
+        """What is not yet added to the weights of a bucket."""
+        return computed(self._deltas[index], self.exchange.buckets[index].layout.dtype)
+
+    def state_by_name(self) -> Kept:
+        """The algorithm's state and the delta not yet added, ``{key: {parameter name: tensor}}``."""
+        self.arrive()
+        kept = self.exchange.state_by_name()
+        for index in self._deltas:
+            bucket = self.exchange.buckets[index]
+            kept.setdefault(PENDING, {}).update(zip(bucket.layout.names, bucket.split(self._brought(index)), strict=True))
+        if self._lag:
+            kept[EXCHANGES] = {next(iter(self._tensors)): torch.tensor(self.exchanges)}
+        return kept
+
+    def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Put back what :meth:`state_by_name` returned."""
+        self.arrive()
+        self._deltas = {}
+        self.exchanges = max((int(number) for number in kept.get(EXCHANGES, {}).values()), default=0)
+        if self._history is not None and self._history():  # otherwise it comes with the first step
+            self._follow_history()
+        own = {key: tensors for key, tensors in kept.items() if key not in (PENDING, EXCHANGES)}
+        self.exchange.load_state_by_name(own, extras)
+        deltas = {bucket.index: bucket.gather(kept.get(PENDING, {})) for bucket in self.exchange.buckets}
+        self._deltas = {index: delta for index, delta in deltas.items() if delta is not None}
