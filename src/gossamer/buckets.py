@@ -309,7 +309,7 @@ class Bucket:
     def give(self) -> Tensor:
         """``flat``, to be written to and kept: an exchange that needs its input no more may turn it into what it remembers.
 
-        Its result is another tensor then. Whoever fills the bucket again asks it to :meth:`renew` first.
+        Its result is another tensor then. Before the bucket is filled again, :meth:`renew` is called.
         """
         self._given = True
         return self.flat.detach()  # another tensor with the same memory: nobody takes that for free

@@ -130,7 +130,7 @@ class Replica:
 
     def consensus_distance(self) -> float:
         """How far the replicas are apart now: the root mean square over workers of ‖w − w̄‖ / ‖w̄‖, w̄ the mean of the weights
-        (without those that were frozen when the replica was made).
+        (without parameters that were frozen when the replica was made).
 
         Zero for gradient algorithms, unless something has gone wrong, and inside :meth:`consensus`. Collective, and costs an
         all-reduce of the weights (a checksum where they are equal, and gradients travel): for now and then.
@@ -149,8 +149,8 @@ class Replica:
     def catch_up(self) -> None:
         """Where exchanges may lag (``lag=``): wait until every rank is here and all have taken part in the same ones.
 
-        Collective. Call it before the ranks wait for each other in any other way (a barrier, a mean of losses): one that
-        waits there does not answer those that still train. The methods of a replica call it by themselves.
+        Collective. Call it before the ranks wait for each other in any other way (a barrier, a mean of losses): a rank that
+        waits there takes part in no exchange. The methods of a replica call it by themselves.
         """
         if self._weights.may_be_apart:
             with alarming(self._runner):
@@ -163,9 +163,9 @@ class Replica:
                 self._weights.even_out(self._loop.steps)
 
     def answer(self) -> bool:
-        """Where exchanges may lag: take part in one more, if it could begin at once; whether it did. Between steps.
+        """Where exchanges may lag: take part in one more, if it can begin without waiting; whether it did. Between steps.
 
-        For a loop that waits for other ranks in its own way: one that calls this meanwhile holds nobody up.
+        For a loop that waits for other ranks in its own way: calling this meanwhile lets the others go on.
         ``RingShuffle(…, replica=replica)`` does.
         """
         if self._closed or self._at_average or not self._weights.may_be_apart:

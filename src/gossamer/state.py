@@ -38,7 +38,7 @@ class State:
         self.flats: Ledger[str] = Ledger()
         self.extras: Ledger[tuple[str, str]] = Ledger()
         self.vouched: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
-        """Witnesses, and for which tensors of the exchange under way they speak: see :meth:`vouch`."""
+        """Proxies of finiteness, and the tensors of the exchange under way that they stand for: see :meth:`vouch`."""
 
     def __getitem__(self, name: str) -> Tensor:
         value = self.flats.get(name)
@@ -75,14 +75,13 @@ class State:
         self.extras.draft[key, owner] = value
 
     def vouch(self, witnesses: Sequence[Tensor], *tensors: Tensor) -> None:
-        """Say that ``tensors`` (the result, or what was written here) are finite exactly if all ``witnesses`` are.
-
-        Nobody then reads them just to find that out.
+        """Declare cheap proxies of finiteness for ``tensors`` (the result, or what was written here): these are finite exactly
+        if all ``witnesses`` are, and the overflow check reads only the witnesses.
         """
         self.vouched.append((witnesses, tensors))
 
     def withdraw(self, tensor: Tensor) -> None:
-        """Nobody speaks for ``tensor`` any more (:meth:`vouch`), because it is going to be changed."""
+        """Remove ``tensor`` from what :meth:`vouch` declared, because it is going to be changed."""
         self.vouched[:] = [(witnesses, [each for each in of if each is not tensor]) for witnesses, of in self.vouched]
 
     def later(self) -> "State":

@@ -19,8 +19,8 @@ class AllReduce(Algorithm):
 
     Per bucket and step, one ring all-reduce: 2·(p−1)/p of the gradient's bytes (half of that with a 16-bit
     ``wire``), in 2·(p−1) messages that wait for each other; a bucket of which a worker would receive at most ``gather_below``
-    bytes is gathered from all at once instead (with ``overlap_forward`` at least 256 kB: it is needed soon, and each message
-    of a ring would wait for what longer buckets have on the line). The mean is divided before the wire, because a
+    bytes is gathered whole from all instead (with ``overlap_forward`` at least 256 kB: it is needed soon, and each message
+    of a ring would wait behind longer buckets on the link). The mean is divided before the wire, because a
     half-precision sum overflows.
 
     Not the choice when the network is the bottleneck and the accuracy can stand less than exact gradients.

@@ -141,7 +141,7 @@ class Algorithm(ABC):
         return self._with(lambda part: part.part(subject) or NOTHING)
 
     def route(self, name: str, tensor: Tensor) -> "Algorithm":
-        """The algorithm that handles a parameter. Those that different ones handle never share a bucket."""
+        """The algorithm that handles a parameter. Parameters of different handlers never share a bucket."""
         return self._with(lambda part: part.route(name, tensor))
 
     def attach(self, parameters: Sequence[Tensor], momentum: float) -> "Algorithm":

@@ -19,8 +19,8 @@ from gossamer.state import State
 
 @dataclass(frozen=True, kw_only=True)
 class Gossip(Meeting):
-    """Each worker moves towards the weights of those that it meets: with ``topology=Dissemination()`` half-way towards one
-    partner, which changes every step.
+    """Each worker moves towards the weights of its peers: with ``topology=Dissemination()`` half-way towards one partner,
+    another one in every step.
 
     Between two updates the weights travel while forward and backward go on; the average is applied just before the
     next local update, so that the learning rate keeps its meaning:
@@ -28,10 +28,10 @@ class Gossip(Meeting):
     then cancels in the mean over the workers, which moves by the full mean update however coarse the wire is. Of k
     partners each has the weight 1/(k + 1).
 
-    ``topology``: who meets whom (:mod:`gossamer.comm.topology`); ``rotated(…)`` changes the partners of every cycle.
-    ``every``: only after every so many steps. ``lag``: asynchronous; an exchange may take so many steps longer before anyone
-    waits for it, so that a slow worker or a slow link holds nobody up at once. What it brings is a difference of what was
-    sent, which keeps the mean of the workers however late it is added.
+    ``topology``: who exchanges with whom (:mod:`gossamer.comm.topology`); ``rotated(…)`` changes the partners of every cycle.
+    ``every``: steps between two exchanges. ``lag``: asynchronous; an exchange may take so many steps longer before a worker
+    waits for it, so that a slow worker or a slow link delays the others only then. The result is a difference of messages,
+    which keeps the mean of the workers however late it is added.
 
     Per exchange one message of the weights' size per partner (half with a 16-bit ``wire``), whatever the number of workers.
     Memory: the message, and one for each partner, of the wire's width.

@@ -21,8 +21,8 @@ from gossamer.state import State
 def in_parts(count: int, algorithm: Algorithm) -> Algorithm:
     """Of the weights, one of ``count`` even parts is exchanged in each step, all of them in turn.
 
-    Every step sends, computes and waits for a ``count``-th of what ``algorithm`` would, and a weight meets others every
-    ``count`` steps, as with ``every=count``; but the traffic is the same in every step, instead of all at once in one of
+    Every step sends, computes and waits for a ``count``-th of what ``algorithm`` would, and a weight is exchanged every
+    ``count`` steps, as with ``every=count``; but the traffic is the same in every step, instead of all of it in one of
     them, so it hides behind the compute on a network that is ``count`` times slower. For each part it is as if its exchanges
     were the only ones: partners change with them, and ``every=`` or ``period=`` count them. Large tensors are cut.
 
@@ -59,7 +59,7 @@ class InParts(Algorithm, register=False):
                 "give an algorithm that moves weights, such as Gossip()"
             )
         if finishes(self.algorithm) or self.algorithm.cadence.parts > 1:
-            raise ConfigurationError(f"in_parts(): {self.algorithm!r} needs all weights at once")
+            raise ConfigurationError(f"in_parts(): {self.algorithm!r} needs all weights in one exchange")
         refuse_lag(self.algorithm, "in_parts()")
 
     @property

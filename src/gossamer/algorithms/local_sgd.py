@@ -18,10 +18,10 @@ class LocalSGD(Spaced):
     """Every ``every``-th step each worker's weights become the mean over all workers; in between, nothing is exchanged.
 
     The weights travel while the next forward and backward pass go on, and the mean is there just before the update that
-    follows: its gradient is the only one that was computed on weights of before. What each optimizer remembers stays its own.
+    follows: its gradient is the only one that was computed on weights of before. The optimizer's state stays each worker's own.
 
     Per exchange the messages of an all-reduce, and its bytes in full precision, whatever the weights are kept in: per step
-    1/``every`` of those of an exact all-reduce of gradients. They come all at once: ``in_parts(8, LocalSGD(every=1))`` averages
+    1/``every`` of those of an exact all-reduce of gradients. They come in one step: ``in_parts(8, LocalSGD(every=1))`` averages
     as often as ``every=8`` does, an eighth of the weights in each step. What is summed are weights, p of them: between two
     averages their mean is to move by more than p·2⁻²⁴ of a weight, or rounding swallows it.
 

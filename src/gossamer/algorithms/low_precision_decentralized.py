@@ -24,8 +24,8 @@ from gossamer.state import State
 
 @dataclass(frozen=True, kw_only=True)
 class LowPrecisionDecentralized(Meeting):
-    """BAGUA's D_LP_S: every worker keeps a replica of what each neighbour has told, and of what it has told itself;
-    what travels is Q(w − own replica), the compressed difference, from which all of them follow:
+    """BAGUA's D_LP_S: every worker keeps a replica of each neighbour's weights, as far as they were sent, and one of its own;
+    the message is Q(w − own replica), the compressed difference, from which all replicas follow:
     ``ŵ ← ŵ + Q(w − ŵ)``, then ``w ← w + rate · Σ_j share·(ŵ_j − ŵ)`` over the neighbours j.
 
     Differences shrink as the replicas catch up, so that the error of a coarse codec shrinks with them, and does not stay
@@ -33,8 +33,8 @@ class LowPrecisionDecentralized(Meeting):
     the workers as well; here only differences of replicas are added, which cancel in the mean, whatever the codec.
 
     ``codec``: any codec without error feedback (the replica is one) that brings a replica closer, which ``RandomK`` made
-    unbiased does not. ``rate``: how much of the way is gone at once; by default 1 for 8 and 4 bits, and for coarser codecs a
-    quarter of what they bring a replica closer by (``codecs/contraction.py``): with more, replicas may run apart.
+    unbiased does not. ``rate``: the part of the way that one exchange goes; by default 1 for 8 and 4 bits, and for coarser
+    codecs a quarter of what they bring a replica closer by (``codecs/contraction.py``): with more, replicas may run apart.
     ``topology``: a graph that is the same in every step. ``lag``: asynchronous, as in :class:`Gossip`; the replicas are those
     of an exchange, whenever it is.
 

@@ -25,9 +25,9 @@ from gossamer.state import State
 @dataclass(frozen=True, kw_only=True)
 class PushSum(Meeting):
     """Stochastic gradient push: every worker keeps a sum x and a weight a, both of which it divides into equal parts, one
-    for each of those that it sends to and one for itself; the model is their ratio ``x / a``.
+    for each rank that it sends to and one for itself; the model is their ratio ``x / a``.
 
-    On a graph where some receive more than they send, plain averages would drift towards those who are heard most. Here
+    On a graph where some receive more than they send, plain averages would drift towards the ranks that send most. Here
     Σx and Σa over the workers stay what they are, so that all ratios tend to the same ``Σx / Σa``, with every update in
     it in full. Where everyone sends and receives as much, all weights stay 1, and this is :class:`Gossip`.
 

@@ -24,10 +24,10 @@ class ScatterReduce(Lossy):
 
     δ and ε are what was lost before (``worker_feedback``, ``server_feedback``; the released code of BAGUA has neither).
     Both live in one residual per element: a worker keeps δ for the parts that it sends, and for its own part, which it
-    need not send, p·ε. So a residual is what this worker still owes to the sum, wherever parts are cut.
+    need not send, p·ε. So a residual is this worker's unsent part of the sum, wherever parts are cut.
 
     Per bucket and step 2·(p−1)/p of the encoded gradient (with 8 bits, a quarter of an all-reduce), in two rounds of
-    messages. A bucket of which a worker would receive at most ``gather_below`` bytes goes whole from all to all, once:
+    messages. A bucket of which a worker would receive at most ``gather_below`` bytes is gathered whole from all, in one round:
     messages that wait for each other also wait for what is queued before them. All workers decode the same payloads, so they
     stay bit-identical. Memory: one residual per element, in 16 bits (``residual="fp32"``: in full precision).
 

@@ -192,7 +192,7 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Start:
-    """Ask for an operation; the runner sends back a handle at once.
+    """Ask for an operation; the runner sends back a handle without waiting.
 
     ``group``: those who take part, if not all members; this rank is one of them. Others do not yield it.
     """

@@ -88,7 +88,7 @@ def step_time(
         warmup: steps before these; as many more as let everything be exchanged once: first exchanges may be longer.
         ranks_per_node: how many ranks share a machine, and its link: consecutive ones. By default as many as the algorithm
             says (``Hierarchical(ranks_per_node=)``), else 1.
-        inside: how those reach each other, where there are several; at once by default.
+        inside: the link between ranks of one machine, where several share one; without delay by default.
         overlap_forward: as in :func:`gossamer.replicate`.
 
     Raises:
