@@ -41,6 +41,14 @@ def test_every_entry_has_a_docstring() -> None:
     assert [name for name in documented if not objects[name].__doc__] == []
 
 
+def test_every_module_that_a_page_names_is_there() -> None:
+    root = DOCS.parent
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+    named = {name for page in pages for name in re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text())}
+    assert len(named) > 5
+    assert [name for name in named if not any((root / folder / name).exists() for folder in ("", "src", "src/gossamer"))] == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r": (\S+\.md)$", (DOCS.parent / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {"assets/demo.md"}
