@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from gossamer.codecs.kernels import cuda_loops as loops
+from gossamer.codecs.kernels import cuda_modulo_loops as modulo_loops
 from gossamer.codecs.kernels.layout import Blocks, Grid, keys, noise_key, signed
 
 TILE = 4096
@@ -94,7 +95,7 @@ def narrow(values: Tensor, out: Tensor, seed: int) -> None:
 def modulo_pack(values: Tensor, steps: Tensor, bits: int, factors: Tensor, codes: Tensor, sums: Tensor) -> Tensor:
     sizes = torch.empty_like(steps)
     given = (values, 1 / steps, factors, codes, sums, sizes.view(torch.int32), values.numel())
-    launch(loops.modulo_pack_kernel, values, steps.numel(), *given, **modulo_shape(bits, factors))
+    launch(modulo_loops.modulo_pack_kernel, values, steps.numel(), *given, **modulo_shape(bits, factors))
     return sizes
 
 
@@ -103,7 +104,7 @@ def modulo_difference(
 ) -> tuple[Tensor, Tensor]:
     true, furthest = torch.empty_like(steps, dtype=torch.bool), torch.empty_like(steps)
     given = (codes, sums, own, 1 / steps, steps, factors, share, out, true.view(torch.uint8), furthest, own.numel())
-    launch(loops.modulo_difference_kernel, own, steps.numel(), *given, **modulo_shape(bits, factors), add=add)
+    launch(modulo_loops.modulo_difference_kernel, own, steps.numel(), *given, **modulo_shape(bits, factors), add=add)
     return true, furthest
 
 
