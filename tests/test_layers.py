@@ -61,7 +61,9 @@ UPPER_NAMES = ("checkpoint", "engine", "replica", "replicate", "lab", "bench", "
 UPPER = [f"gossamer.{name}" for name in UPPER_NAMES]
 
 
-@pytest.mark.parametrize("folder", ["algorithms/", "codecs/", "comm/ops.py", "comm/flow.py", "buckets.py", "state.py"])
+@pytest.mark.parametrize(
+    "folder", ["algorithms/", "codecs/", "comm/operations.py", "comm/ops.py", "comm/flow.py", "buckets.py", "state.py"]
+)
 def test_what_an_algorithm_is_made_of_knows_nothing_above(folder: str) -> None:
     transports = [f"gossamer.comm.{name}" for name in ("runner", "loopback", "connect", "torch")]
     assert offenders(folder, *UPPER, *transports) == []
@@ -79,11 +81,13 @@ def test_transports_know_no_algorithm() -> None:
     assert offenders("comm/", *UPPER, "gossamer.algorithms", "gossamer.codecs") == []
 
 
-def test_topology_imports_nothing_of_ours_but_errors_and_checks() -> None:
+def test_topologies_import_nothing_of_ours_but_errors_and_checks() -> None:
     bottom = ("gossamer.errors", "gossamer.checks")
-    pure = (*bottom, "gossamer.comm.topology", "gossamer.comm.digraph")
-    assert offenders("comm/topology.py", "numpy") == []
-    for file, may in {"comm/topology.py": bottom, "comm/digraph.py": pure, "comm/mixing.py": pure}.items():
+    below = (*bottom, "gossamer.comm.patterns")
+    pure = (*below, "gossamer.comm.topology", "gossamer.comm.digraph")
+    assert offenders("comm/topology.py", "numpy") == offenders("comm/patterns.py", "numpy") == []
+    may_import = {"comm/patterns.py": bottom, "comm/topology.py": below, "comm/digraph.py": pure, "comm/mixing.py": pure}
+    for file, may in may_import.items():
         allowed = tuple(f"{file} imports {name}" for name in may)
         assert [line for line in offenders(file, "gossamer", "torch") if not line.startswith(allowed)] == []
 

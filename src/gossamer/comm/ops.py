@@ -1,190 +1,63 @@
-"""Operation: what an algorithm may ask of the network, as data.
+"""Flow: what an algorithm may ask of the network, as a generator of operations that are data.
 
 An algorithm is a generator. It yields a :class:`Start` and is sent back a handle; it yields a :class:`Wait` for that
 handle and is sent back the result. ``yield from all_reduce(x)`` is both. The same vocabulary is carried out by three
-runners: real processes, ranks inside one process, and virtual time on ``meta`` tensors.
-
-Ownership: from its start until its result arrives the tensor of an operation belongs to the runner. ``AllReduce`` and
-``Broadcast`` write their result into it; the others only read it and return a new tensor.
+runners: real processes, ranks inside one process, and virtual time on ``meta`` tensors. The operations themselves are in
+:mod:`gossamer.comm.operations`.
 """
 
-import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from gossamer.comm.digraph import Digraph
+from gossamer.comm.operations import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Op,
+    Permute,
+    Push,
+    Traffic,
+    result_like,
+)
 from gossamer.comm.topology import Permutation, shift
-from gossamer.errors import ConfigurationError
+
+__all__ = [
+    "SMALL",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Broadcast",
+    "Command",
+    "Decide",
+    "Flow",
+    "Group",
+    "Op",
+    "Permute",
+    "Push",
+    "Start",
+    "Traffic",
+    "Wait",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "decide",
+    "maximum",
+    "perform",
+    "permute",
+    "result_like",
+    "start",
+    "total",
+    "wait",
+    "within",
+]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What one rank hands to the transport: payload ``bytes`` sent, and ``rounds`` of messages that follow each other."""
-
-    bytes: int
-    rounds: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Op:
-    """One communication operation over all members. ``tensor`` is contiguous; its shape and dtype agree on all ranks.
-
-    Raises:
-        ConfigurationError: it is not contiguous. Transports are given the address of its first element, and would read, and
-            write, what lies between its elements.
-    """
-
-    name: ClassVar[str] = "op"
-    tensor: Tensor
-
-    def __post_init__(self) -> None:
-        if not self.tensor.is_contiguous():
-            raise ConfigurationError(f"{self}: the tensor is not contiguous (strides {self.tensor.stride()}); send a copy")
-
-    def traffic(self, world: int) -> Traffic:
-        """Payload bytes and successive messages of one rank among ``world``."""
-        raise NotImplementedError
-
-    def sent(self, world: int, rank: int) -> Traffic:
-        """What the ``rank``-th member hands to the transport, where that differs between them."""
-        return self.traffic(world)
-
-    def detail(self) -> str:
-        """Whatever besides shape and dtype must agree between ranks."""
-        return ""
-
-    def peers(self, rank: int, world: int) -> str:
-        """The ranks that this operation waits for, in words."""
-        return f"all {world} ranks"
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
-        return self.tensor.numel() * self.tensor.element_size()
-
-    def __str__(self) -> str:
-        dtype = str(self.tensor.dtype).removeprefix("torch.")
-        return f"{self.name}({dtype}{list(self.tensor.shape)}{self.detail()})"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AllReduce(Op):
-    """Sum (or maximum) over all ranks, in place; every rank receives the same bits."""
-
-    name: ClassVar[str] = "all_reduce"
-    reduce: Literal["sum", "max"] = "sum"
-
-    def traffic(self, world: int) -> Traffic:
-        """A ring: 2·(p−1)/p of the tensor, in 2·(p−1) rounds."""
-        return Traffic(math.ceil(2 * (world - 1) * self.nbytes / world), 2 * (world - 1))
-
-    def detail(self) -> str:
-        return "" if self.reduce == "sum" else f", {self.reduce}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Permute(Op):
-    """Every rank sends its tensor along a permutation and receives one of the same shape; in ``into``, if that is given
-    and the runner has use for it."""
-
-    name: ClassVar[str] = "permute"
-    permutation: Permutation
-    into: Tensor | None = None
-
-    def traffic(self, world: int) -> Traffic:
-        """One message; none where every rank is its own partner."""
-        return Traffic(0, 0) if self.permutation.to == tuple(range(world)) else Traffic(self.nbytes, 1)
-
-    def sent(self, world: int, rank: int) -> Traffic:
-        """Nothing where it has a bye."""
-        return Traffic(0, 0) if self.permutation.destination(rank) == rank else Traffic(self.nbytes, 1)
-
-    def detail(self) -> str:
-        return f", to={list(self.permutation.to)}"
-
-    def peers(self, rank: int, world: int) -> str:
-        return f"rank {self.permutation.source(rank)} (sending to rank {self.permutation.destination(rank)})"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Push(Op):
-    """Every rank sends its tensor along its edges of ``graph``; the result stacks what came, in order of the senders:
-    ``(number of senders, *shape)``."""
-
-    name: ClassVar[str] = "push"
-    graph: Digraph
-
-    def traffic(self, world: int) -> Traffic:
-        """Priced at the rank that sends, or receives, most; all messages at once."""
-        most = self.graph.most_messages
-        return Traffic(most * self.nbytes, min(1, most))
-
-    def sent(self, world: int, rank: int) -> Traffic:
-        targets = len(self.graph.destinations(rank))
-        return Traffic(targets * self.nbytes, min(1, targets))
-
-    def detail(self) -> str:
-        return f", to={[list(targets) for targets in self.graph.to]}"
-
-    def peers(self, rank: int, world: int) -> str:
-        return f"ranks {list(self.graph.sources(rank))} (sending to {list(self.graph.destinations(rank))})"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AllToAll(Op):
-    """Row ``j`` of a ``(world, n)`` tensor goes to rank ``j``; row ``i`` of the result came from rank ``i``."""
-
-    name: ClassVar[str] = "all_to_all"
-
-    def traffic(self, world: int) -> Traffic:
-        """(p−1)/p of the tensor; all messages at once."""
-        return Traffic(self.nbytes * (world - 1) // world, min(1, world - 1))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AllGather(Op):
-    """Every rank receives a ``(world, *shape)`` tensor whose row ``i`` is the tensor of rank ``i``."""
-
-    name: ClassVar[str] = "all_gather"
-
-    def traffic(self, world: int) -> Traffic:
-        """p−1 times the tensor; all messages at once."""
-        return Traffic(self.nbytes * (world - 1), min(1, world - 1))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Broadcast(Op):
-    """Every rank receives the tensor of rank ``source``, in place."""
-
-    name: ClassVar[str] = "broadcast"
-    source: int = 0
-
-    def traffic(self, world: int) -> Traffic:
-        """A binomial tree, priced at its root: ⌈log2 p⌉ times the tensor."""
-        depth = (world - 1).bit_length()
-        return Traffic(self.nbytes * depth, depth)
-
-    def sent(self, world: int, rank: int) -> Traffic:
-        times = len(self.receivers(world, rank))
-        return Traffic(self.nbytes * times, times)
-
-    def receivers(self, world: int, rank: int) -> list[int]:
-        """To whom ``rank`` passes the tensor on: in round ``d`` those ``2ᵈ`` nearest to the source, to that many more."""
-        place, rounds = (rank - self.source) % world, range((world - 1).bit_length())
-        return [(rank + 2**depth) % world for depth in rounds if place < 2**depth and place + 2**depth < world]
-
-    def detail(self) -> str:
-        return f", source={self.source}"
-
-    def peers(self, rank: int, world: int) -> str:
-        return f"rank {self.source}"
-
 
 Group = tuple[int, ...]
 """Some of the members, by index, in order. Ranks and worlds of an operation count within it."""
@@ -305,13 +178,3 @@ def within(flow: Flow[T], group: Group) -> Flow[T]:
             inner = command.group
             command = Start(command.op, group if inner is None else tuple(group[rank] for rank in inner))
         reply = yield command
-
-
-def result_like(op: Op, world: int, rank: int = 0) -> Tensor:
-    """An uninitialised tensor of the shape of the result of ``op`` on ``rank``, for operations that do not work in place."""
-    if isinstance(op, Permute) and op.into is not None:
-        return op.into
-    if isinstance(op, Push):
-        return op.tensor.new_empty((len(op.graph.sources(rank)), *op.tensor.shape))
-    shape = (world, *op.tensor.shape) if isinstance(op, AllGather) else op.tensor.shape
-    return torch.empty(shape, dtype=op.tensor.dtype, device=op.tensor.device)
