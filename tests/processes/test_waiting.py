@@ -13,9 +13,10 @@ from gossamer.comm.runner import Ticket
 from gossamer.comm.torch import board as failure_board
 from gossamer.comm.torch import waiting as wait_policy
 from gossamer.comm.torch.board import FailureBoard
+from gossamer.comm.torch.connection_errors import first_line, is_connection_error
 from gossamer.comm.torch.links import Links
 from gossamer.comm.torch.store import StoreSilentError
-from gossamer.comm.torch.waiting import Opening, WaitPolicy, first_line, is_connection_error
+from gossamer.comm.torch.waiting import Opening, WaitPolicy
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, PeerLeftError, UsageError
 from processes.test_failure_board import Gone, Shelf
 

@@ -25,13 +25,12 @@ from gossamer.comm.torch.sockets import cut
 from gossamer.comm.torch.store import StoreLostError, board_store, default_store
 from gossamer.comm.torch.streams import StreamLanes
 from gossamer.comm.torch.transport import transport_for
+from gossamer.comm.torch.under_way import UnderWay
 from gossamer.comm.torch.waiting import LOOK_EVERY, SLICE, Opening, WaitPolicy, seconds_of
 from gossamer.comm.torch.watchdog import Issued, Watchdog
 from gossamer.errors import CommunicationError, ConfigurationError, GossamerError
 
 T = TypeVar("T")
-
-_OPENING = -1  # stands for the opening of process groups among the flows under way
 
 
 def initialised() -> bool:
@@ -62,8 +61,7 @@ class TorchRunner(Runner):
         self._group, self._machine = dist.group.WORLD if group is None else group, machine
         self._ranks = ranks_of(self._group) if ranks is None else ranks
         self.rank, self.world = self._ranks.index(dist.get_rank()), len(self._ranks)
-        self._submitted = 0
-        self._under_way: dict[int, Ticket[Any]] = {}
+        self._under_way = UnderWay()
         self._closed, self._alarmed = False, False
         self._failure: GossamerError | None = None
         try:
@@ -117,13 +115,11 @@ class TorchRunner(Runner):
 
     def _beside(self, work: Callable[[], T], what: str) -> T:
         """What ``work``, which waits for other ranks, returns. On a thread: this one listens for alarms and for Ctrl-C."""
-        ticket: Ticket[T] = Opening(self._submitted, what)
+        ticket: Ticket[T] = Opening(self._under_way.submitted, what)
         ticket.doing = "making connections"
-        self._under_way[_OPENING] = ticket
-        opening.on_a_thread(ticket, work)
-        result = self.wait(ticket)
-        del self._under_way[_OPENING]
-        return result
+        with self._under_way.opening(ticket):
+            opening.on_a_thread(ticket, work)
+            return self.wait(ticket)
 
     def _open_streams(self, device: Device, what: str) -> StreamLanes:
         opening.require_unshaped(self._shaper, self.rank)
@@ -142,12 +138,12 @@ class TorchRunner(Runner):
         lanes = self._control if lane == CONTROL else self._data
         assert lanes is not None, "agree_on_opening() comes first"
         if prompt and self._device is None and isinstance(lanes, ThreadLanes):
-            started: PromptTicket[T] = PromptTicket(self._submitted, label)
-            self._note(started)
+            started: PromptTicket[T] = PromptTicket(self._under_way.submitted, label)
+            self._under_way.add(started)
             lanes.begin(started, make_flow, lane)
             return started
-        ticket: Ticket[T] = Ticket(self._submitted, label)
-        self._note(ticket)
+        ticket: Ticket[T] = Ticket(self._under_way.submitted, label)
+        self._under_way.add(ticket)
         if lane == CONTROL or self._watch is None or self._port is None:
             lanes.submit(ticket, make_flow, 0 if lane == CONTROL else lane)
             return ticket
@@ -166,18 +162,14 @@ class TorchRunner(Runner):
         if self._device is not None:
             self._device.note_writer()
 
-    def _note(self, ticket: Ticket[Any]) -> None:
-        self._under_way[self._submitted] = ticket
-        self._submitted += 1
-
     def wait(self, ticket: Ticket[T], meanwhile: Callable[[], bool] | None = None) -> T:
         if not ticket.wait(0.0):
             self._check_usable()
             with shown("wait", ticket.label):
                 self._wait_for(ticket, meanwhile)
         if ticket.error is not None:
-            raise self._fail(self._failure or self._policy.explain(self._origin(ticket))) from ticket.error
-        self._under_way.pop(ticket.sequence, None)
+            raise self._fail(self._failure or self._policy.explain(self._under_way.origin(ticket))) from ticket.error
+        self._under_way.remove(ticket)
         if self._device is not None:
             self._order(self._device, ticket)
         return ticket.result  # type: ignore[return-value]
@@ -194,19 +186,11 @@ class TorchRunner(Runner):
 
     def _wait_for(self, ticket: Ticket[Any], meanwhile: Callable[[], bool] | None = None) -> None:
         try:
-            ended = self._policy.wait(ticket, self._broken, meanwhile)
+            ended = self._policy.wait(ticket, self._under_way.failed, meanwhile)
         except GossamerError as error:
             raise self._fail(error) from error.__cause__
         if ended is not ticket:
-            raise self._fail(self._policy.explain(self._origin(ended))) from ended.error
-
-    def _broken(self) -> Ticket[Any] | None:
-        """A flow that has failed while another is waited for: the lanes are independent, so that one may never end."""
-        return next((t for t in self._under_way.values() if t.failed), None)
-
-    def _origin(self, ticket: Ticket[Any]) -> Ticket[Any]:
-        """The flow in which an error arose that also ended ``ticket``, which was queued behind it."""
-        return next((t for t in self._under_way.values() if t.error is ticket.error and t.begun), ticket)
+            raise self._fail(self._policy.explain(self._under_way.origin(ended))) from ended.error
 
     def awaited(self, label: str) -> bool:
         now = time.monotonic()
@@ -234,7 +218,7 @@ class TorchRunner(Runner):
             # The groups of a device end when their work is done, however long that takes: so it is waited for here, in slices.
             while graceful and not self._watch.ends(SLICE):
                 pass
-        for ticket in self._under_way.values():
+        for ticket in self._under_way:
             # What holds a process group that is not at rest must be a lane: its end waits for that of its operations.
             if isinstance(ticket, PromptTicket) and isinstance(self._data, ThreadLanes) and not ticket.wait(0.0):
                 self._data.take_over(ticket)
@@ -252,7 +236,7 @@ class TorchRunner(Runner):
 
     def _leave(self) -> None:
         if self.world > 1 and not self._alarmed:
-            self._board.leave(self._submitted)
+            self._board.leave(self._under_way.submitted)
 
     def depart(self, reason: str) -> None:
         """The process ends: tell those who wait for it; with the error that ends it, if one does."""
@@ -262,23 +246,15 @@ class TorchRunner(Runner):
             self.alarm(f"the process of rank {self.rank} ended with {reason}")
             cut(self._groups.connections)
         elif self._failure is None:
-            self._finish_what_is_under_way()
+            self._under_way.finish(self.arrived, process_exit.LINGER)
             self._leave()
-            if any(isinstance(ticket, PromptTicket) and not ticket.wait(0.0) for ticket in self._under_way.values()):
+            if any(isinstance(ticket, PromptTicket) and not ticket.wait(0.0) for ticket in self._under_way):
                 cut(self._groups.connections)  # the end of their process groups would wait for them
-
-    def _finish_what_is_under_way(self) -> None:
-        """Let other ranks have the messages that were promised to them, if that does not take long."""
-        end = time.monotonic() + process_exit.LINGER
-        for ticket in list(self._under_way.values()):
-            ticket.wait(max(0.0, end - time.monotonic()))
-            while not self.arrived(ticket) and time.monotonic() < end:
-                time.sleep(0.01)
 
     def is_stuck(self) -> bool:
         """Whether a lane still waits for the network."""
         try:
-            return any(not self.arrived(ticket) for ticket in list(self._under_way.values()))
+            return any(not self.arrived(ticket) for ticket in self._under_way)
         except Exception:  # the device itself has failed: nothing more comes from there
             return False
 

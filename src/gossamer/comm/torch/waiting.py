@@ -11,6 +11,7 @@ from gossamer.checks import is_number
 from gossamer.comm.runner import Ticket
 from gossamer.comm.torch import board as failure_board
 from gossamer.comm.torch.board import FailureBoard, names
+from gossamer.comm.torch.connection_errors import first_line, is_connection_error
 from gossamer.comm.torch.links import Links, slow_rank
 from gossamer.comm.torch.store import StoreLostError, StoreSilentError
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError, UsageError
@@ -289,16 +290,3 @@ def seconds_of(timeout: float | timedelta | None, group_timeout: timedelta) -> f
     if not (is_number(seconds) and 0 < seconds < math.inf):
         raise ConfigurationError(f"timeout must be a positive number of seconds, or a timedelta; got {timeout!r}")
     return float(seconds)
-
-
-def is_connection_error(error: BaseException | None) -> bool:
-    """Whether the transport, not an algorithm, raised this."""
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        mark in text for mark in ("gloo", "onnection", "NCCL", "ncclRemote", "ocket", "Timed out", "timed out")
-    )
-
-
-def first_line(error: BaseException | None) -> str:
-    """The first line of an error's text, without the general advice that Gloo adds."""
-    return str(error).strip().split("\n")[0].split(". This is typically")[0][:200]
