@@ -21,23 +21,18 @@ when all ranks know that this one is complete. The number grows with every save 
 step, what was saved last is the newest, although its step is smaller.
 """
 
-import io
-import json
 import os
-import re
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from gossamer._version import __version__
+from gossamer.checkpoint_files import Found, complete, file_name, read, remove_older, write_record, write_tensors
 from gossamer.checks import is_whole
 from gossamer.comm.connect import connect
 from gossamer.comm.runner import Runner
@@ -47,9 +42,6 @@ from gossamer.errors import CheckpointError, ConfigurationError
 from gossamer.replica import Replica
 
 __all__ = ["CheckpointError", "PerRank", "latest", "load", "save"]
-
-COMPLETE = "complete.json"
-_FOLDER = re.compile(r"step-(\d+)-([0-9a-f]+)")
 
 
 def save(folder: str | os.PathLike[str], step: int, *, keep: int = 2, group: Any = None, **what: Any) -> Path:
@@ -75,14 +67,14 @@ def save(folder: str | os.PathLike[str], step: int, *, keep: int = 2, group: Any
         contents = _states(what)
         agree(runner, {"the step of the checkpoint": str(step), "the names of what is saved": ", ".join(sorted(what))})
         place = Path(folder) / _new_name(runner, Path(folder), step)
-        own = place / _file_name(runner.rank, runner.world)
-        _together(runner, lambda: _write(own, lambda part: _write_tensors(part, contents)), f"step {step} in {folder}")
+        own = place / file_name(runner.rank, runner.world)
+        _together(runner, lambda: write_tensors(own, contents), f"step {step} in {folder}")
         # All files are there now: the lowest rank of those that see each other's speaks for this folder.
-        speaks = min(rank for rank in range(runner.world) if (place / _file_name(rank, runner.world)).exists()) == runner.rank
+        speaks = min(rank for rank in range(runner.world) if (place / file_name(rank, runner.world)).exists()) == runner.rank
         record = {"step": step, "world": runner.world, "gossamer": __version__}
-        _together(runner, lambda: _write_record(place, record) if speaks else None, f"step {step} in {folder}")
+        _together(runner, lambda: write_record(place, record) if speaks else None, f"step {step} in {folder}")
         if speaks:
-            _remove_older(Path(folder), keep, place)
+            remove_older(Path(folder), keep, place)
     return place
 
 
@@ -119,7 +111,7 @@ def load(folder: str | os.PathLike[str], step: int | None = None, *, group: Any 
         found = _newest(runner, Path(folder), step)
         if found is None:
             return None
-        contents = _read(found.path(runner.rank % found.world))
+        contents = read(found.path(runner.rank % found.world))
         absent = sorted(set(what) - set(contents))
         if absent:
             raise ConfigurationError(f"{found.place} holds no {', '.join(absent)}; it holds {', '.join(sorted(contents))}")
@@ -167,114 +159,6 @@ class PerRank:
         return f"rank{runner.rank} of {runner.world}"
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A complete checkpoint: its folder, step, number, and by how many ranks it was saved."""
-
-    place: Path
-    step: int
-    number: int
-    world: int
-
-    def path(self, rank: int) -> Path:
-        return self.place / _file_name(rank, self.world)
-
-
-def _file_name(rank: int, world: int) -> str:
-    return f"rank{rank}-of-{world}.pt"
-
-
-def _write(path: Path, fill: Callable[[Path], None]) -> None:
-    """Write a file that is there whole or not at all, also after a loss of power."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    fill(part)
-    _to_disk(part)
-    os.replace(part, path)
-    for place in path.parents[:3]:  # the entries of the file, of its folder, and of the folder of all checkpoints
-        with suppress(PermissionError):
-            _to_disk(place)
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_tensors(path: Path, contents: Mapping[str, Any]) -> None:
-    try:
-        torch.save(dict(contents), path)
-        torch.load(path, map_location="meta", mmap=True, weights_only=True)
-    except (OSError, RuntimeError):  # the disk; torch's writer has a RuntimeError for it
-        raise
-    except Exception as error:  # whatever the reader says: it would say the same when it is too late
-        raise ConfigurationError(
-            f"{_first_unreadable(contents)} holds more than numbers, strings, tensors and containers of them, and could not be "
-            f"loaded safely: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _first_unreadable(contents: Mapping[str, Any]) -> str:
-    for name, value in contents.items():
-        written = io.BytesIO()
-        try:
-            torch.save(value, written)
-            written.seek(0)
-            torch.load(written, weights_only=True)
-        except Exception:
-            return f"{name}="
-    return "what is saved"
-
-
-def _write_record(place: Path, record: Mapping[str, Any]) -> None:
-    def fill(part: Path) -> None:
-        part.write_text(json.dumps(record) + "\n")
-
-    _write(place / COMPLETE, fill)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}") from error
-    return contents
-
-
-def _complete(folder: Path) -> list[_Found]:
-    """The complete checkpoints that lie in ``folder``, the newest last."""
-    found = []
-    for place in folder.iterdir() if folder.is_dir() else ():
-        named = _FOLDER.fullmatch(place.name)
-        with suppress(OSError, ValueError, KeyError):  # without the record, or being removed: not complete
-            record = json.loads((place / COMPLETE).read_text())
-            if named:
-                found.append(_Found(place, int(record["step"]), _number(place), int(record["world"])))
-    return sorted(found, key=lambda each: each.number)
-
-
-def _number(place: Path) -> int:
-    return int(place.name.rpartition("-")[2], 16)
-
-
-def _remove_older(folder: Path, keep: int, newest: Path) -> None:
-    """Remove all but the ``keep`` newest complete checkpoints, and what ranks that ended have left unfinished."""
-    kept = {each.place for each in _complete(folder)[-keep:]} | {newest}
-    for place in list(folder.iterdir()):
-        if place not in kept and _FOLDER.fullmatch(place.name) and _number(place) < _number(newest):
-            (place / COMPLETE).unlink(missing_ok=True)  # first: what is left of it is not complete
-            shutil.rmtree(place, ignore_errors=True)
-
-
-# -- among the ranks --------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _meeting(what: str, group: Any, objects: Mapping[str, Any]) -> Iterator[Runner]:
     """A way to the other ranks: that of the replica, if there is one, else one for this call."""
@@ -295,7 +179,7 @@ def _meeting(what: str, group: Any, objects: Mapping[str, Any]) -> Iterator[Runn
 
 def _new_name(runner: Runner, folder: Path, step: int) -> str:
     """A name that no save has had, greater than those of all before it, the same on all ranks."""
-    known = _complete(folder)
+    known = complete(folder)
     number = max(time.time_ns(), known[-1].number + 1 if known else 0)
     return f"step-{step:09d}-{max(values_of_all(runner, number)):016x}"
 
@@ -315,9 +199,9 @@ def _together(runner: Runner, work: Callable[[], None], what: str) -> None:
         raise kind(f"rank {runner.rank}: the checkpoint of {what} was not saved: {reasons}") from error
 
 
-def _newest(runner: Runner, folder: Path, step: int | None = None) -> _Found | None:
+def _newest(runner: Runner, folder: Path, step: int | None = None) -> Found | None:
     """The newest complete checkpoint that all ranks can load, or the newest of ``step``."""
-    mine = {each.number: each for each in _complete(folder) if _all_there(each, runner)}
+    mine = {each.number: each for each in complete(folder) if _all_there(each, runner)}
     offered = {number for number, each in mine.items() if step in (None, each.step)}
     everyone = values_of_all(runner, sorted(offered))
     common = set.intersection(*map(set, everyone))
@@ -331,23 +215,23 @@ def _newest(runner: Runner, folder: Path, step: int | None = None) -> _Found | N
     return mine[max(common)] if common else None
 
 
-def _steps(found: Mapping[int, _Found]) -> list[int]:
+def _steps(found: Mapping[int, Found]) -> list[int]:
     return sorted({each.step for each in found.values()})
 
 
-def _all_there(found: _Found, runner: Runner) -> bool:
+def _all_there(found: Found, runner: Runner) -> bool:
     """Whether this rank sees all the files that it needs."""
     needed = [runner.rank] if found.world == runner.world else range(found.world)
     return all(found.path(rank).exists() for rank in needed)
 
 
-def _merged(found: _Found, name: str, own: Mapping[str, Any], runner: Runner) -> Mapping[str, Any]:
+def _merged(found: Found, name: str, own: Mapping[str, Any], runner: Runner) -> Mapping[str, Any]:
     """A replica's state: of another number of ranks, the parts of all of them."""
     if found.world == runner.world:
         return own
     merged: dict[str, Any] = {}
     for rank in range(found.world):
-        merged |= _read(found.path(rank))[name]
+        merged |= read(found.path(rank))[name]
     return merged
 
 
