@@ -57,12 +57,25 @@ def test_only_the_torch_runner_and_the_benchmarks_know_the_network() -> None:
     assert [line for line in offenders("", "torch.distributed") if not line.startswith(allowed)] == []
 
 
-UPPER_NAMES = ("checkpoint", "engine", "replica", "replicate", "lab", "bench", "simulate", "plan", "cli", "data")
+UPPER_NAMES = (
+    "checkpoint",
+    "checkpoint_files",
+    "engine",
+    "replica",
+    "replicate",
+    "lab",
+    "bench",
+    "simulate",
+    "plan",
+    "cli",
+    "data",
+)
 UPPER = [f"gossamer.{name}" for name in UPPER_NAMES]
 
 
 @pytest.mark.parametrize(
-    "folder", ["algorithms/", "codecs/", "comm/operations.py", "comm/ops.py", "comm/flow.py", "buckets.py", "state.py"]
+    "folder",
+    ["algorithms/", "codecs/", "comm/operations.py", "comm/ops.py", "comm/flow.py", "bucket_plan.py", "buckets.py", "state.py"],
 )
 def test_what_an_algorithm_is_made_of_knows_nothing_above(folder: str) -> None:
     transports = [f"gossamer.comm.{name}" for name in ("runner", "loopback", "connect", "torch")]
@@ -101,7 +114,19 @@ def test_optimizers_know_nothing_of_the_network() -> None:
 
 
 def test_data_know_the_exchanges_but_not_the_replicas() -> None:
-    rooms = ("algorithms", "buckets", "codecs", "replica", "replicate", "lab", "bench", "simulate", "cli", "optim")
+    rooms = (
+        "algorithms",
+        "bucket_plan",
+        "buckets",
+        "codecs",
+        "replica",
+        "replicate",
+        "lab",
+        "bench",
+        "simulate",
+        "cli",
+        "optim",
+    )
     transports = ("loopback", "torch")
     assert offenders("data/", *(f"gossamer.{name}" for name in rooms), *(f"gossamer.comm.{name}" for name in transports)) == []
     allowed = ("gossamer.engine.agreement", "gossamer.engine.alarms", "gossamer.engine.lagging")
