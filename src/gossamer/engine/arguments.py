@@ -1,0 +1,75 @@
+"""Arguments of ``replicate()``: which cannot work, by themselves or with each other."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gossamer.algorithms.base import Algorithm
+from gossamer.checks import hint_at_class
+from gossamer.engine.checks import check_held, check_model, check_optimizers, held_by, named_parameters
+from gossamer.engine.module_buffers import Buffers
+from gossamer.errors import ConfigurationError
+from gossamer.optim.communicating import Communicating
+
+
+def check_arguments(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any) -> tuple[Optimizer, ...]:
+    """The optimizers, as a tuple. Raises ConfigurationError for arguments that cannot work, by themselves or together."""
+    if algorithm is not None and not isinstance(algorithm, Algorithm):
+        raise ConfigurationError(
+            f"algorithm must be an instance of a gossamer algorithm; got {algorithm!r}{hint_at_class(algorithm)}"
+        )
+    check_model(model)
+    optimizers = check_optimizers(optimizer_or_optimizers)
+    check_held(model, optimizers)
+    if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
+        raise ConfigurationError(f"scaler must be a torch.amp.GradScaler; got {type(scaler).__name__}")
+    communicating = [o for o in optimizers if isinstance(o, Communicating)]
+    if communicating and algorithm is not None:
+        raise ConfigurationError(
+            f"{type(communicating[0]).__name__} communicates by itself: replicate() takes no algorithm with it"
+        )
+    own = set(map(id, named_parameters(model).values()))
+    if any(id(parameter) not in own for optimizer in communicating for parameter in held_by(optimizer)):
+        raise ConfigurationError(
+            f"{type(communicating[0]).__name__} communicates for all parameters that it holds: give those that are ignored to "
+            "another replica's optimizer, or to one that gossamer does not see"
+        )
+    if communicating and any(parameter.is_complex() for parameter in named_parameters(model).values()):
+        raise ConfigurationError(f"{type(communicating[0]).__name__} takes real parameters, and some of this model are complex")
+    if communicating and len(communicating) < len(optimizers):
+        raise ConfigurationError(f"{type(communicating[0]).__name__} communicates by itself: all optimizers must, or none")
+    return optimizers
+
+
+def check_lag(algorithm: Algorithm, optimizers: Sequence[Optimizer], buffers: Buffers, scaler: Any) -> None:
+    """Refuse what binds all ranks to the same step, or to one order of several exchanges, where they may lag."""
+    if not algorithm.cadence.lag:
+        return
+    reasons = {
+        "scaler= makes them agree in every step": scaler is not None,
+        "buffers='broadcast' moves those in every step": buffers == "broadcast",
+        "the weights of several optimizers would be exchanged in another order on each": len(optimizers) > 1,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigurationError(f"{algorithm!r} lets ranks be at different steps, but {reason}; set lag=0, or change that")
+
+
+def check_overlap(algorithm: Algorithm, optimizers: Sequence[Optimizer], scaler: Any, model: nn.Module) -> None:
+    """Refuse what needs all gradients at once, or has none to wait for."""
+    reasons = {
+        f"{type(optimizers[0]).__name__} communicates by itself": isinstance(optimizers[0], Communicating),
+        f"{algorithm!r} moves weights, which travel beside the next forward and backward pass anyway": (
+            algorithm.part("gradients") is None or algorithm.part("weights") is not None
+        ),
+        "there is more than one optimizer, so parts of a step would not be known to belong together": len(optimizers) > 1,
+        "a GradScaler looks at all gradients before the step": scaler is not None,
+        "a compiled model calls its modules inside of compiled code: give the model as it is, uncompiled": (
+            hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigurationError(f"overlap_forward=True cannot be used: {reason}")
