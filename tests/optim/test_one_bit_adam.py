@@ -155,7 +155,7 @@ def test_memory_of_the_warm_up_ends_with_it(kind: Any) -> None:
         parts = (model, optimizer, replica)
         train(model, optimizer, rank, range(5))
         saved = copy.deepcopy([part.state_dict() for part in parts])
-        exact = [weakref.ref(bucket) for bucket in replica._links[0]._exact.buckets]
+        exact = [weakref.ref(bucket) for bucket in replica._parts.links[0]._exact.buckets]
         train(model, optimizer, rank, range(5, 15))
         once, ratio = weights(model).clone(), replica.metrics()["compression_ratio"]
         assert exact

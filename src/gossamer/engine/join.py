@@ -129,6 +129,7 @@ class Join(Subscriber):
         else:
             mirror = self._mirror_after or self._mirror_in
             assert mirror is not None, "steps are announced where they exchange something"
+            self._clear_gradients()  # a step takes no part of the last batch once more
             mirror(event - Event.STEP)
 
     def _clear_gradients(self) -> None:
