@@ -290,7 +290,7 @@ class Replica:
                 )
             elif average:
                 self._bring_buffers_together()
-            if sys.exc_info()[0] is None:
+            if sys.exc_info()[0] is None and self._loop.task is None:  # else others wait in a pass that has ended here
                 with suppress(CommunicationError):  # others may have ended without it
                     self._check_equal()
         finally:

@@ -19,6 +19,7 @@ from gossamer.buckets import Bucket, Plan, Segment
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.engine.finite import any_non_finite, where_they_are
+from gossamer.engine.turns import in_turn
 from gossamer.memory import wide
 from gossamer.state import RESIDUAL, WHOLE, State, named
 
@@ -132,9 +133,15 @@ class Exchange:
         index = self.order[len(self._tickets)]
         self._submit(index, self.handlers[index].exchange if self.due(index, step) else NOTHING.exchange, step, when)
 
-    def launch_due(self, index: int, step: int, when: str) -> None:
-        """Start the flow of one of :meth:`due_at`; the others have none."""
-        self._submit(index, self.handlers[index].exchange, step, when)
+    def launch_due(self, index: int, step: int, when: str, number: int | None = None) -> None:
+        """Start the flow of one of :meth:`due_at`; the others have none. ``number``: of the optimizer, if all ranks say first
+        that it is that one's turn."""
+        exchange = self.handlers[index].exchange
+        self._submit(index, exchange if number is None else partial(in_turn, number, exchange), step, when)
+
+    def first_on_lanes(self, indices: Iterable[int]) -> set[int]:
+        """The first bucket on each lane."""
+        return set({self._lanes[index]: index for index in reversed(list(indices))}.values())
 
     def _submit(self, index: int, exchange: Callable[..., Flow[Any]], step: int, when: str) -> None:
         bucket, self._step = self.buckets[index], step

@@ -154,7 +154,7 @@ class GradientSync(GradientBuckets, Subscriber):
             self._learn()
 
     def before_step(self, index: int, closure: bool) -> None:
-        if self._runner.world == 1 or closure or self._over:
+        if self._runner.world == 1 or closure or self._over or not self._owners[index]:
             return
         if self._loop.in_backward:
             name = next(iter(self._owners[index]))

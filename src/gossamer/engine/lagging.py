@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
+from gossamer.engine.turns import following
 from gossamer.engine.weights import WeightSync
 
 logger = logging.getLogger("gossamer")
@@ -38,21 +39,24 @@ def catch_up(runner: Runner, sync: WeightSync, answer: Callable[[], bool], again
 _TOGETHER = "the end of the steps"
 
 
-def even_out(runner: Runner, syncs: Sequence[WeightSync], taken: Sequence[int], again: Callable[[int], None]) -> None:
+def even_out(
+    runner: Runner, syncs: Sequence[WeightSync], taken: Sequence[int], turns: Sequence[int], again: Callable[[int], None]
+) -> None:
     """Let ranks that took fewer steps take part in the exchanges that they have missed. Collective.
 
     Note [ranks that count differently]: an exchange of weights needs no step, so a batch that one rank left out costs the run
     nothing but that rank's update. Which rank is behind is known only when all are here; one that waits here while others
     wait for its part in an exchange takes part in one more, and else in none, so that runs without it are what they were.
 
-    ``taken``: how many steps each optimizer has taken here; ``again(index)`` takes part in what follows a step of another rank.
+    ``taken``: how many steps each optimizer has taken here; ``turns``: of which optimizers the last exchanges were, which tells
+    whose is next; ``again(index)`` takes part in what follows a step of another rank.
     """
 
     def answer() -> bool:
         if not runner.awaited(_TOGETHER):
             return False
         runner.let_ranks_part()
-        again(min(range(len(syncs)), key=lambda index: syncs[index].steps))
+        again(_next(turns, range(len(syncs)), syncs))
         return True
 
     runner.meet(_TOGETHER, answer)
@@ -60,11 +64,17 @@ def even_out(runner: Runner, syncs: Sequence[WeightSync], taken: Sequence[int], 
     if bool((steps != steps[0]).any()):
         runner.let_ranks_part()
     if bool((steps[:, : len(taken)] != steps[0, : len(taken)]).any()) and runner.rank == 0:
-        said = ", ".join(f"rank {rank} {'and '.join(map(str, row[: len(taken)]))}" for rank, row in enumerate(steps.tolist()))
+        said = ", ".join(f"rank {rank} {' and '.join(map(str, row[: len(taken)]))}" for rank, row in enumerate(steps.tolist()))
         logger.warning("ranks took different numbers of optimizer steps: %s; those behind take part in what they missed", said)
-    for index, most in enumerate(steps[:, len(taken) :].max(dim=0).values.tolist()):
-        while syncs[index].steps < most:
-            again(index)
+    most = steps[:, len(taken) :].max(dim=0).values.tolist()
+    while behind := [index for index, sync in enumerate(syncs) if sync.steps < most[index]]:
+        again(_next(turns, behind, syncs))
+
+
+def _next(turns: Sequence[int], among: Sequence[int], syncs: Sequence[WeightSync]) -> int:
+    """The optimizer whose weights are exchanged next: as the order of the last exchanges has it, or that with fewest steps."""
+    index = following(turns)
+    return index if index in among else min(among, key=lambda each: syncs[each].steps)  # type: ignore[return-value]
 
 
 def _counts_of_all(runner: Runner, mine: Sequence[int]) -> Tensor:

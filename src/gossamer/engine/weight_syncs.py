@@ -1,5 +1,6 @@
 """The exchanges of weights of a replica: one for each optimizer, because each takes its steps when it likes."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,6 +19,7 @@ from gossamer.engine.loop import Subscriber
 from gossamer.engine.module_buffers import averaged, beside_parameters, check_shapes, shapes_of
 from gossamer.engine.statistics import Statistics
 from gossamer.engine.ties import called, ties
+from gossamer.engine.turns import REMEMBERED
 from gossamer.engine.weights import WeightSync
 from gossamer.errors import UsageError
 from gossamer.memory import as_real
@@ -48,6 +50,8 @@ class WeightSyncs(Subscriber):
             runner.let_ranks_part()
         self._owned = [list(parameters.values()) for parameters in owned]
         self._all: list[WeightSync] = []
+        self._turns: deque[int] = deque(maxlen=REMEMBERED)
+        """Of which optimizers the last exchanges were."""
         self._tensors: dict[str, Tensor] = {}
         """All that travel, and their other names."""
         self._ties: dict[str, str] = {}
@@ -68,7 +72,8 @@ class WeightSyncs(Subscriber):
             wanted = {name for name, t in weights.items() if of_weights.route(name, t).traits.history}
             own = {name: p for name, p in parameters.items() if name in wanted}
             remembered = partial(history, optimizer, own) if own else None
-            self._all.append(WeightSync(runner, of_weights, tensors, statistics, remembered, partial(skips, optimizer)))
+            number = len(self._all) if len(optimizers) > 1 else None
+            self._all.append(WeightSync(runner, of_weights, tensors, statistics, remembered, partial(skips, optimizer), number))
 
     def _real(self, number: int, parameter: Parameter) -> Tensor:
         """What an optimizer keeps of a parameter exactly; of a complex one a view of its real numbers."""
@@ -90,7 +95,8 @@ class WeightSyncs(Subscriber):
         return self._lag > 0 and self._runner.world > 1
 
     def before_step(self, index: int, closure: bool) -> None:
-        if not closure and self._runner.world > 1 and all(p.grad is None for p in self._owned[index]):
+        owned = self._owned[index]
+        if owned and not closure and self._runner.world > 1 and all(p.grad is None for p in owned):
             raise UsageError(
                 f"rank {self._runner.rank}: optimizer.step() at step {self._all[index].steps}, but no parameter of "
                 f"{type(self._optimizers[index]).__name__} has a gradient"
@@ -122,6 +128,7 @@ class WeightSyncs(Subscriber):
 
     def launch(self, index: int, step: int) -> None:
         """Send one optimizer's weights on their way."""
+        self._turns.append(index)
         with self._changing_late(index):
             self._all[index].launch(step)
 
@@ -158,7 +165,7 @@ class WeightSyncs(Subscriber):
 
     def even_out(self, taken: Sequence[int]) -> None:
         """Let ranks that took fewer steps take part in what they missed. Collective. ``taken``: the steps of each optimizer."""
-        even_out(self._runner, self._all, taken, self.exchange_without_step)
+        even_out(self._runner, self._all, taken, self._turns, self.exchange_without_step)
 
     def _changing_late(self, index: int) -> AbstractContextManager[None]:
         """What may lag may be there by now, and is added before the next exchange begins."""

@@ -45,7 +45,8 @@ class WeightSync:
     """Exchanges the weights that one optimizer updates (and the floating-point buffers given to it).
 
     ``history``: what else belongs to the weights, once the optimizer has made it; see ``gossamer.engine.history``. ``skipped``:
-    whether it leaves out the step that is being taken.
+    whether it leaves out the step that is being taken. ``number``: of this optimizer, where there are several, whose exchanges
+    have to come in one order on all ranks.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class WeightSync:
         statistics: Statistics,
         history: Callable[[], dict[str, Tensor]] | None = None,
         skipped: Callable[[], bool] = lambda: False,
+        number: int | None = None,
     ) -> None:
         self._runner, self._algorithm, self._statistics = runner, algorithm, statistics
         self._cadence = algorithm.cadence  # worked out through all parts, so not in every step
         self._history, self._skipped, self._extended = history, skipped, False
+        self._number = number if runner.world > 1 else None
         self._tensors = dict(tensors)
         self.exchange = Exchange(runner, algorithm, settles=False)
         self._ahead = Ahead()
@@ -205,10 +208,12 @@ class WeightSync:
         self._follow_history()
         self._follow_moved()
         with self.exchange.transaction():
-            for index in self.exchange.due_at(step):
+            due = self.exchange.due_at(step)
+            first = set() if self._number is None else self.exchange.first_on_lanes(due)
+            for index in due:
                 ahead = self.exchange.cadences[index].ahead(step)
                 self._ahead.pack(self.exchange.buckets[index], self._members[index], ahead)
-                self.exchange.launch_due(index, step, f"after step {step}")
+                self.exchange.launch_due(index, step, f"after step {step}", self._number if index in first else None)
 
     @torch.no_grad()
     def arrive(self) -> None:
