@@ -1,6 +1,8 @@
 """LocalSGD and DiLoCo: what each worker does alone, and what all make of it."""
 
+import copy
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from gossamer.algorithms.diloco import START, VELOCITY
 from gossamer.buckets import buffer_name
 from gossamer.codecs import Quantize
 from gossamer.errors import ConfigurationError
+from gossamer.optim import MasterWeights
 from gossamer.pieces import cut
 
 from ..contracts.cases import exchange, noise, stacked, weights
@@ -68,10 +71,12 @@ def trained(algorithm: Algorithm, pulls: Sequence[float] = range(WORLD)) -> list
     return loopback(body, len(pulls))
 
 
-def reference(every: int, outer: Callable[[nn.Parameter], torch.optim.Optimizer] | None) -> Tensor:
+def reference(every: int, outer: Callable[[nn.Parameter], torch.optim.Optimizer] | None, delay: int = 1) -> Tensor:
     """The same in one loop, where nothing travels; the outer optimizer is one of torch's: ``(world, steps, size)``."""
     models = [Pull() for _ in range(WORLD)]
-    optimizers, pending, start, seen = [inner(model) for model in models], None, None, []
+    optimizers, pending, seen = [inner(model) for model in models], None, []
+    start = nn.Parameter(models[0].weight.detach().clone())
+    optimizer = None if outer is None else outer(start)
     for step in range(STEPS):
         for rank, model in enumerate(models):
             optimizers[rank].zero_grad()
@@ -79,34 +84,39 @@ def reference(every: int, outer: Callable[[nn.Parameter], torch.optim.Optimizer]
             if pending is not None:
                 model.weight.data.copy_(pending)
             optimizers[rank].step()
-        pending = None
-        seen.append(torch.stack([model.weight.detach().clone() for model in models]))
+        pending, own = None, torch.stack([model.weight.detach().clone() for model in models])
+        seen.append(own)
         if (step + 1) % every == 0:
-            pending = seen[-1].mean(0)
-            if start is None:
-                start = nn.Parameter(pending.clone())
-                optimizer = None if outer is None else outer(start)
-            elif optimizer is not None:
+            pending = own.mean(0)
+            if optimizer is not None:
                 start.grad = start.detach() - pending
                 optimizer.step()
                 pending = start.detach().clone()
+        if pending is not None and not delay:
+            for model in models:
+                model.weight.data.copy_(pending)
+            seen[-1], pending = pending.expand_as(own), None
     return torch.stack(seen, 1)
 
 
+@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("every", [1, 3])
-def test_local_sgd_is_the_loop_in_one_process(every: int) -> None:
-    expected = reference(every, None)
-    torch.testing.assert_close(torch.stack(trained(LocalSGD(every=every))), expected, rtol=0, atol=1e-12)
+def test_local_sgd_is_the_loop_in_one_process(every: int, delay: Literal[0, 1]) -> None:
+    expected = reference(every, None, delay)
+    torch.testing.assert_close(torch.stack(trained(LocalSGD(every=every, delay=delay))), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(("rate", "momentum"), [(0.7, 0.9), (1.0, 0.5), (0.4, 0.0)])
-def test_the_outer_optimizer_is_torchs_sgd(every: int, nesterov: bool, rate: float, momentum: float) -> None:
+def test_the_outer_optimizer_is_torchs_sgd(
+    every: int, nesterov: bool, rate: float, momentum: float, delay: Literal[0, 1]
+) -> None:
     expected = reference(
-        every, lambda start: torch.optim.SGD([start], lr=rate, momentum=momentum, nesterov=nesterov and momentum > 0)
+        every, lambda start: torch.optim.SGD([start], lr=rate, momentum=momentum, nesterov=nesterov and momentum > 0), delay
     )
-    algorithm = DiLoCo(every=every, rate=rate, momentum=momentum, nesterov=nesterov)
+    algorithm = DiLoCo(every=every, rate=rate, momentum=momentum, nesterov=nesterov, delay=delay)
     torch.testing.assert_close(torch.stack(trained(algorithm)), expected, rtol=0, atol=1e-12)
 
 
@@ -200,10 +210,76 @@ def test_weights_that_a_checkpoint_did_not_know_begin_where_all_are() -> None:
         torch.testing.assert_close(ended, begun, rtol=0, atol=1e-6)
 
 
+def test_weights_that_are_loaded_before_the_first_step_are_where_all_begin() -> None:
+    """As those of a pretrained model, on all ranks, after ``replicate()``: no outer step leads there."""
+
+    def body(rank: int) -> Tensor:
+        model = Pull()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        replica = gossamer.replicate(model, optimizer, DiLoCo(every=1, delay=0))
+        model.load_state_dict({"weight": torch.arange(float(SIZE), dtype=torch.float64)})
+        for _ in range(3):
+            model(rank).backward()
+            optimizer.step()
+        replica.close()
+        return weights(model)
+
+    for ended in loopback(body, 2):
+        assert torch.equal(ended, torch.arange(float(SIZE), dtype=ended.dtype))
+
+
+@pytest.mark.parametrize("saved", [0, 1, 2, 5])
+@pytest.mark.parametrize("algorithm", [LocalSGD(every=2, delay=0), DiLoCo(every=2), DiLoCo(every=2, delay=0)], ids=repr)
+def test_a_resumed_run_goes_on_from_where_all_began(algorithm: Algorithm, saved: int) -> None:
+    """Bit by bit, whether or not the first exchange had come."""
+
+    def body(rank: int, stop: bool) -> Tensor:
+        model = Pull()
+        optimizer = inner(model)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        for step in range(7):
+            if stop and step == saved:
+                states = [copy.deepcopy(part.state_dict()) for part in (model, optimizer, replica)]
+                replica.close()
+                model = Pull()
+                optimizer = inner(model)
+                replica = gossamer.replicate(model, optimizer, algorithm)
+                for part, state in zip((model, optimizer, replica), states, strict=True):
+                    part.load_state_dict(state)
+            optimizer.zero_grad()
+            model(rank).backward()
+            optimizer.step()
+        replica.close()
+        return weights(model)
+
+    through = loopback(lambda rank: body(rank, False), 2)
+    for one, other in zip(through, loopback(lambda rank: body(rank, True), 2), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_delay_exact_weights_and_their_model_are_equal_after_an_exchange() -> None:
+    """Weights that an optimizer keeps in more bits are what is averaged, and the model follows in the same step."""
+
+    def body(rank: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).bfloat16()
+        optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, LocalSGD(every=2, delay=0))
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.full((1, 4), rank + 1.0, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+        replica.close()
+        return weights(model)
+
+    first, second = loopback(body, 2)
+    assert torch.equal(first, second)
+
+
 def test_buffers_become_their_mean() -> None:
     """A running variance that an outer momentum carries on could be negative."""
-    handler = DiLoCo(every=5).route(buffer_name("running_var"), torch.zeros(3))
-    assert type(handler) is LocalSGD
+    handler = DiLoCo(every=5, delay=0).route(buffer_name("running_var"), torch.zeros(3))
+    assert handler == LocalSGD(every=5, delay=0, bucket_bytes=handler.bucket_bytes)
 
 
 @pytest.mark.parametrize("averaging", [AllReduce(), FOUR_BITS, PowerSGD(rank=1), PowerSGD(rank=1, residual="fp32")], ids=repr)
@@ -223,6 +299,9 @@ def test_what_is_not_finite_is_seen_by_all_and_remembered_by_none(averaging: Alg
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: LocalSGD(delay=2), r"delay must be one of 1 .* and 0 .*got 2"),
+        (lambda: DiLoCo(delay=False), r"delay must be one of 1 .* and 0 .*got False"),
+        (lambda: by_size(100, small=LocalSGD(delay=0), large=Gossip()), "added at one time.*delay="),
         (lambda: LocalSGD(every=0), "every must be a number of steps, at least 1"),
         (lambda: DiLoCo(every=1.5), "every must be a number of steps"),
         (lambda: DiLoCo(rate=0), "rate, of the outer optimizer, must be a number above 0"),

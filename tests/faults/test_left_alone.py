@@ -12,8 +12,6 @@ import gossamer
 from gossamer import AllReduce, ConfigurationError, DiLoCo, Gossip, LocalSGD, PowerSGD, ScatterReduce, UsageError, loopback
 from gossamer.algorithms.base import Algorithm
 
-pending = pytest.mark.xfail(strict=True, reason="not mended yet")
-
 ANY: list[Algorithm] = [AllReduce(), ScatterReduce(), Gossip(wire="fp32"), LocalSGD(every=1)]
 
 
@@ -317,11 +315,10 @@ def local_steps(weight: Tensor, rank: int, steps: int) -> list[Tensor]:
     return found
 
 
-@pending
 def test_local_sgd_without_delay_is_that_of_the_paper() -> None:
     """Stich 2018, algorithm 1: every H-th step all go on from the mean of their updated weights."""
     every, rounds, world = 3, 4, 3
-    algorithm = LocalSGD(every=every, delay=0)  # type: ignore[call-arg]
+    algorithm = LocalSGD(every=every, delay=0)
     found = loopback(lambda rank: quadratic(rank, algorithm, every * rounds), world)
     start = torch.zeros(4, 1, dtype=torch.float64)
     for number in range(rounds):
@@ -334,11 +331,10 @@ def test_local_sgd_without_delay_is_that_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-@pending
 def test_diloco_without_delay_is_that_of_the_paper(nesterov: bool) -> None:
     """Douillard et al. 2023, algorithm 1, with torch's SGD as the outer optimizer, from the weights that all began at."""
     every, rounds, world = 3, 4, 3
-    algorithm = DiLoCo(every=every, rate=0.7, momentum=0.9, nesterov=nesterov, delay=0)  # type: ignore[call-arg]
+    algorithm = DiLoCo(every=every, rate=0.7, momentum=0.9, nesterov=nesterov, delay=0)
     found = loopback(lambda rank: quadratic(rank, algorithm, every * rounds), world)
     outer = nn.Parameter(torch.zeros(4, 1, dtype=torch.float64))
     optimizer = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=nesterov)
@@ -350,7 +346,6 @@ def test_diloco_without_delay_is_that_of_the_paper(nesterov: bool) -> None:
             assert torch.allclose(found[rank][(number + 1) * every - 1], outer.detach(), rtol=1e-12, atol=1e-14)
 
 
-@pending
 def test_the_first_exchange_of_diloco_is_an_outer_step_from_where_all_began() -> None:
     """With the delay of one step, too: not a mean."""
 

@@ -93,6 +93,7 @@ POOL: dict[str, list[Any]] = {
     "server_feedback": [True, True, False],
     "history": [True, False],
     "late": [True, False],
+    "delay": [0, 1],
     "momentum": [0.0, 0.9],
     "nesterov": [True, False],
     "rate": [0.7, 1.0],

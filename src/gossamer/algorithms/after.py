@@ -133,6 +133,9 @@ class Phases(Algorithm, register=False):
         flat = (flat if again is None else flat + again).to(given.dtype)
         return bucket if flat is bucket.flat else bucket.holding(flat)
 
+    def begin(self, bucket: Bucket, state: State, ctx: Context) -> None:
+        self.phases[0][1].begin(bucket, state.scoped(_scope(0)), ctx)
+
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
         number = self._at(ctx.step)
         scope = _scope(number)

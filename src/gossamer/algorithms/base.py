@@ -87,6 +87,14 @@ class Algorithm(ABC):
         Writes to ``state`` take effect only when the whole step has succeeded.
         """
 
+    def begin(self, bucket: Bucket, state: State, ctx: Context) -> None:
+        """Remember of the weights in ``bucket``, before their first update, what exchanges that move the mean begin from.
+
+        All workers have the same weights then. Asked of algorithms whose traits have ``moves_mean``, once in a training.
+        """
+        for part in self._parts():
+            part.begin(bucket, state, ctx)
+
     def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which weights of type ``dtype`` are packed into their bucket: that of the message, if that is all that is
         made of them, so that ``bucket.flat`` is the message."""

@@ -37,8 +37,10 @@ class BySize(Algorithm, register=False):
             raise ConfigurationError(f"by_size() takes a number of bytes; got {self.threshold!r}")
         if len(parts_of(self)) < 2:
             return
-        if small.cadence.late != large.cadence.late:
-            raise ConfigurationError("by_size(): what its two parts bring must be added at one time: give both the same late=")
+        if small.cadence.late != large.cadence.late or small.cadence.delays != large.cadence.delays:
+            raise ConfigurationError(
+                "by_size(): what its two parts bring must be added at one time: give both the same late= and delay="
+            )
         if small.subject != large.subject:
             raise ConfigurationError(
                 f"by_size(): {type(small).__name__} moves {small.subject}, {type(large).__name__} moves "

@@ -20,6 +20,9 @@ class Beat:
     """Only at ``first``, where what another phase has kept is handed over."""
     ahead: float = 0.0
     """By how many updates the weights that are sent are extrapolated (SpecTrain)."""
+    delay: int = 1
+    """When the result of an exchange of weights is added: 1, before the next update; 0, in the same step, which waits for
+    it."""
     exchanges: int = 1
     """After how many exchanges bytes and messages repeat."""
     topology: Pattern | None = None
@@ -69,6 +72,15 @@ class Cadence:
     def ahead(self, step: int) -> float:
         """By how many updates the weights sent after ``step`` are extrapolated."""
         return max((beat.ahead for beat in self.beats if beat.runs(step)), default=0.0)
+
+    def delay(self, step: int) -> int:
+        """How many steps after ``step`` the result of its exchange of weights is added: the least of the beats then due."""
+        return min((beat.delay for beat in self.beats if beat.due(step)), default=1)
+
+    @property
+    def delays(self) -> frozenset[int]:
+        """All of these numbers."""
+        return frozenset(beat.delay for beat in self.beats if not beat.once)
 
     @property
     def most_ahead(self) -> float:

@@ -31,9 +31,11 @@ class DiLoCo(LocalSGD):
     ``v ← momentum·v + Δ``, ``x ← x − rate·(Δ + momentum·v)``, or ``x ← x − rate·v`` without ``nesterov``.
 
     ``rate`` 1 and ``momentum`` 0 are :class:`LocalSGD`; ``DiLoCo(rate=1.0, momentum=0.5, nesterov=False)`` is SlowMo, for an
-    inner rate that stays as it is. The first exchange is an average, and the mean is the first x. As everywhere, the new
-    weights are there just before the update after the next backward pass, which hides the exchange. Inner optimizers keep
-    what they remember.
+    inner rate that stays as it is. The first x is what the weights are before the first step: the first exchange averages
+    them too, since nothing else makes sure that all begin at the same. Where another algorithm came before (:func:`after`),
+    or a loaded state does not know x, the first exchange is an average only, and the mean is x. As
+    everywhere, the new weights are there just before the update after the next backward pass, which hides the exchange;
+    ``delay=0`` waits for them in the same step, as the papers do. Inner optimizers keep what they remember.
 
     ``averaging``: any algorithm over gradients that needs no step of its own. ``ScatterReduce(codec=Quantize(bits=4))`` sends
     an eighth of the bytes, and what it loses one exchange later. Biases, scales and whatever else it averages exactly it
@@ -79,7 +81,7 @@ class DiLoCo(LocalSGD):
 
     def route(self, name: str, tensor: Tensor) -> Algorithm:
         if is_buffer(part_of(name)[0]):
-            return LocalSGD(every=self.every, bucket_bytes=self.bucket_bytes)
+            return LocalSGD(every=self.every, delay=self.delay, bucket_bytes=self.bucket_bytes)
         return replace(self, averaging=self.averaging.route(name, tensor))
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
@@ -87,7 +89,9 @@ class DiLoCo(LocalSGD):
             return bucket.flat.zero_()
         weights, start = wide(bucket.flat), state.get(START)
         if start is None or any(state.extra(_BEGUN, segment.name) is None for segment in bucket.segments):
-            return (yield from self._begin(bucket, weights, state, ctx))
+            return (yield from self._mean(bucket, weights, state, ctx))
+        if VELOCITY not in state:
+            start = yield from mean_of(bucket, start, ctx)
         learned = torch.sub(start, weights, out=state.fresh(VELOCITY, start))
         gradient = yield from self.averaging.exchange(bucket.holding(learned), state.scoped(AVERAGING), ctx)
         broken = ~torch.linalg.vector_norm(gradient).isfinite()  # on all workers, or on none
@@ -103,14 +107,24 @@ class DiLoCo(LocalSGD):
         state.keep_where(broken)  # it is in the result; remembered, here or by what averages, it would stay for ever
         return delta.to(bucket.flat.dtype)
 
-    def _begin(self, bucket: Bucket, weights: Tensor, state: State, ctx: Context) -> Flow[Tensor]:
-        """The first exchange: the mean of all, which is where the outer optimizer begins, unless it is not finite."""
+    def begin(self, bucket: Bucket, state: State, ctx: Context) -> None:
+        if ctx.world > 1:
+            _begin_at(wide(bucket.flat).clone(), bucket, state)
+
+    def _mean(self, bucket: Bucket, weights: Tensor, state: State, ctx: Context) -> Flow[Tensor]:
+        """Where x is not known: the mean of all, at which the outer optimizer begins."""
         mean = yield from mean_of(bucket, weights, ctx)
         if mean.device.type == "meta" or mean.isfinite().all():  # the same on all workers
-            state[START], state[VELOCITY] = mean, torch.zeros_like(mean)
-            for segment in bucket.segments:
-                state.set_extra(_BEGUN, torch.ones((), device=mean.device), segment.name)
+            _begin_at(mean, bucket, state)
+            state[VELOCITY] = torch.zeros_like(mean)
         return torch.sub(mean, weights, out=weights).to(bucket.flat.dtype)
+
+
+def _begin_at(start: Tensor, bucket: Bucket, state: State) -> None:
+    """The outer optimizer begins at these weights."""
+    state[START] = start
+    for segment in bucket.segments:
+        state.set_extra(_BEGUN, torch.ones((), device=start.device), segment.name)
 
 
 def _check(averaging: object) -> None:

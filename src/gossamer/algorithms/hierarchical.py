@@ -140,6 +140,11 @@ class Hierarchical(Algorithm, register=False):
     def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.outer.message_dtype(dtype)
 
+    def begin(self, bucket: Bucket, state: State, ctx: Context) -> None:
+        leaders = leaders_of(machines_of(ctx, self.ranks_per_node))
+        if ctx.rank in leaders:
+            self.outer.begin(bucket, state.scoped(OUTER), inside(ctx, leaders))
+
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         machines = machines_of(ctx, self.ranks_per_node)
         node, leaders, most = machine(ctx, machines), leaders_of(machines), max(map(len, machines))

@@ -1,14 +1,17 @@
 """LocalSGD: every worker trains alone for some steps, and then all go on from their mean."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.blocks.meeting import Spaced
+from gossamer.algorithms.cadence import Cadence, every
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce, maximum
+from gossamer.errors import ConfigurationError
 from gossamer.memory import portions, wide
 from gossamer.state import State
 
@@ -18,7 +21,8 @@ class LocalSGD(Spaced):
     """Every ``every``-th step each worker's weights become the mean over all workers; in between, nothing is exchanged.
 
     The weights travel while the next forward and backward pass go on, and the mean is there just before the update that
-    follows: its gradient is the only one that was computed on weights of before. The optimizer's state stays each worker's own.
+    follows: its gradient is the only one that was computed on weights of before. With ``delay=0`` each worker waits at the end
+    of the step instead, and goes on from the mean itself, as in the papers. The optimizer's state stays each worker's own.
 
     Per exchange the messages of an all-reduce, and its bytes in full precision, whatever the weights are kept in: per step
     1/``every`` of those of an exact all-reduce of gradients. They come in one step: ``in_parts(8, LocalSGD(every=1))`` averages
@@ -33,6 +37,19 @@ class LocalSGD(Spaced):
     """
 
     every: int = 8
+    delay: Literal[0, 1] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.delay not in (0, 1) or isinstance(self.delay, bool):
+            raise ConfigurationError(
+                "delay must be one of 1 (the mean is added before the next update, and travels until then) and 0 (in the same "
+                f"step, which waits for it); got {self.delay!r}"
+            )
+
+    @property
+    def cadence(self) -> Cadence:
+        return every(self.every, delay=self.delay)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:

@@ -1,12 +1,15 @@
 """History: what an optimizer remembers of each weight, where that is exchanged together with the weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gossamer.buckets import is_buffer
+from gossamer.buckets import in_order, is_buffer
+from gossamer.comm.ops import maximum
+from gossamer.comm.runner import Runner
+from gossamer.engine.agreement import agree
 from gossamer.memory import as_real
 
 _OF = " of "
@@ -40,6 +43,27 @@ def skips(optimizer: Optimizer) -> bool:
     are not called then.)"""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and float(found) > 0
+
+
+def skipped_anywhere(runner: Runner, skipped: Callable[[], bool]) -> bool:
+    """Whether a ``GradScaler`` has had any rank leave the step out. If it is the first one, nobody knows yet what will be
+    remembered; asked until that is known. Collective."""
+    if runner.world == 1:
+        return False
+    mine = torch.tensor([skipped()], dtype=torch.uint8)
+    return bool(runner.run(lambda: maximum(mine, runner.world), "the question who skips the step").any())
+
+
+_WHY_HISTORIES_DIFFER = (
+    "It is known when every rank has taken a step: one that has had no batch before (in join()) remembers nothing. Give every "
+    "rank one, or leave histories where they are (history=False)"
+)
+
+
+def agree_on_history(runner: Runner, tensors: Mapping[str, Tensor]) -> None:
+    """Raise DisagreementError unless optimizers remember the same on all ranks, in the same order of memory. Collective."""
+    lines = "\n".join(f"{name}, {list(in_order(t.shape, t.stride()))}" for name, t in tensors.items()) or "nothing"
+    agree(runner, {"what the optimizer remembers": lines}, _WHY_HISTORIES_DIFFER)
 
 
 def weight_of(name: str) -> str:

@@ -101,6 +101,7 @@ class WeightSyncs(Subscriber):
                 f"rank {self._runner.rank}: optimizer.step() at step {self._all[index].steps}, but no parameter of "
                 f"{type(self._optimizers[index]).__name__} has a gradient"
             )
+        self.begin(index)
         if not self._late:
             self.prepare(index, self.clock(index))
 
@@ -111,8 +112,14 @@ class WeightSyncs(Subscriber):
 
     def exchange_without_step(self, index: int) -> None:
         """Take part in the exchange after a step that another rank takes, with the weights as they are."""
+        self.begin(index)
         self.land(index)
         self.launch(index, self.clock(index))
+
+    def begin(self, index: int) -> None:
+        """Before the first update of one optimizer's weights: see :meth:`WeightSync.begin`."""
+        self._follow(index)
+        self._all[index].begin()
 
     def land(self, index: int) -> None:
         """Add what has come for one optimizer's weights."""
@@ -131,6 +138,8 @@ class WeightSyncs(Subscriber):
         self._turns.append(index)
         with self._changing_late(index):
             self._all[index].launch(step)
+        if self._all[index].waits:
+            self.land(index)
 
     def conclude(self) -> None:
         """Wait for everything that is under way, and add it."""
@@ -152,7 +161,7 @@ class WeightSyncs(Subscriber):
 
     def exchange_again(self) -> None:
         """Take part in one more exchange, where ranks may be at different steps."""
-        self._follow(0)
+        self.begin(0)
         with changing(self._optimizers[0]):
             self._all[0].exchange_again()
 

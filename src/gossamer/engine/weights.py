@@ -16,13 +16,19 @@ from torch import Tensor
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.blocks.difference import Difference, computed
 from gossamer.buckets import in_order, make_plan
-from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
-from gossamer.engine.agreement import agree, agree_on_plan
+from gossamer.engine.agreement import agree_on_plan
 from gossamer.engine.ahead import Ahead
-from gossamer.engine.apply import apply
+from gossamer.engine.apply import apply, pack
 from gossamer.engine.exchange import Exchange, Kept
-from gossamer.engine.history import halve_at_most, keep_squares_valid, variances, weight_of
+from gossamer.engine.history import (
+    agree_on_history,
+    halve_at_most,
+    keep_squares_valid,
+    skipped_anywhere,
+    variances,
+    weight_of,
+)
 from gossamer.engine.statistics import Statistics
 from gossamer.errors import UsageError
 from gossamer.memory import wide
@@ -33,12 +39,6 @@ PENDING = "(pending)"
 
 EXCHANGES = "(exchanges)"
 """The name under which their number is saved, where ranks may lag."""
-
-
-_WHY_HISTORIES_DIFFER = (
-    "It is known when every rank has taken a step: one that has had no batch before (in join()) remembers nothing. Give every "
-    "rank one, or leave histories where they are (history=False)"
-)
 
 
 class WeightSync:
@@ -79,6 +79,8 @@ class WeightSync:
         self.steps = 0
         """Of the optimizer, as exchanges are numbered. Who meets whom follows from these, not from backward passes, of which
         there may be several to a step: with two, every second partner would never be met."""
+        self._begun = not algorithm.traits.moves_mean
+        """Whether :meth:`begin` has nothing more to do."""
         self.history_saved: list[str] | None = None
         """What was exchanged of the optimizer's history where the state was saved that this one goes on from."""
 
@@ -143,21 +145,25 @@ class WeightSync:
         if self._extended:
             self.follow(tensors)
             return
-        if self._skipped_anywhere():
+        if skipped_anywhere(self._runner, self._skipped):
             return
-        lines = "\n".join(f"{name}, {list(in_order(t.shape, t.stride()))}" for name, t in tensors.items()) or "nothing"
-        agree(self._runner, {"what the optimizer remembers": lines}, _WHY_HISTORIES_DIFFER)
+        agree_on_history(self._runner, tensors)
         self._extended = True
         self._tensors |= tensors
         self._lay_out()
 
-    def _skipped_anywhere(self) -> bool:
-        """Whether a ``GradScaler`` has had any rank leave the step out. If it is the first one, nobody knows yet what will be
-        remembered; asked until that is known."""
-        if self._runner.world == 1:
-            return False
-        skipped = torch.tensor([self._skipped()], dtype=torch.uint8)
-        return bool(self._runner.run(lambda: maximum(skipped, self._runner.world), "the question who skips the step").any())
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before the first update, when weights are equal on all ranks: let the algorithm remember them."""
+        if self._begun or self.steps:
+            return
+        self._begun = True
+        self._follow_moved()
+        with self.exchange.transaction():
+            for bucket, members in zip(self.exchange.buckets, self._members, strict=True):
+                pack(bucket, members)
+                self.exchange.handlers[bucket.index].begin(bucket, self.exchange.states[bucket.index], self.exchange.context(0))
+            self.exchange.commit()
 
     @torch.no_grad()
     def prepare(self, step: int) -> None:
@@ -196,6 +202,11 @@ class WeightSync:
         self._late = self._lag
         self.land()
         self._begin(self._cadence.step_of(self.exchanges))
+
+    @property
+    def waits(self) -> bool:
+        """Whether the exchange that is under way is added in the step that began it."""
+        return bool(self.exchange.launched) and not self._cadence.delay(self._step)
 
     @property
     def can_answer(self) -> bool:
