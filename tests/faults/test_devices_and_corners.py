@@ -13,7 +13,7 @@ import gossamer
 from contracts.cases import algorithms
 from echo import EchoRunner
 from fake_device import FakeDevice
-from faults.training import Ramp, batch, mlp, sgd, squares, vector, with_known_faults
+from faults.training import Ramp, batch, mlp, sgd, squares, vector
 from gossamer import (
     AllReduce,
     ChunkSparse,
@@ -171,13 +171,12 @@ def resumed(algorithm: Algorithm, worlds: tuple[int, int], save: int, steps: int
     return found
 
 
-WORLDS = {"4 to 4": (4, 4), "4 to 2": (4, 2), "6 to 3": (6, 3), "2 to 4": (2, 4)}
+WORLDS = {"4 to 4": (4, 4), "4 to 2": (4, 2), "6 to 3": (6, 3), "6 to 5": (6, 5), "2 to 4": (2, 4)}
 RESUMED = {f"{name}, {change}, at {save}": (name, change, save) for name in KEEP_BACK for change in WORLDS for save in (3, 5)}
-STRAYS = {"Hierarchical(ScatterReduce), 6 to 3, at 5": "what a rank keeps that leads no more is not handed over"}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("resume", with_known_faults(list(RESUMED), STRAYS))
+@pytest.mark.parametrize("resume", list(RESUMED))
 def test_nothing_is_lost_where_other_ranks_go_on_and_another_algorithm_follows(resume: str) -> None:
     """Saved before the change of algorithms, or at it. What a rank kept back is sent by some rank, whatever its part was."""
     name, change, save = RESUMED[resume]

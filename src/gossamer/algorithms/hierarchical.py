@@ -109,8 +109,8 @@ class Hierarchical(Algorithm, register=False):
         if self.subject == "weights":
             return self._counted(flat, state, ctx)
         flat = self.inner.hand_over(flat, state.scoped(_INNER), inside(ctx, node))
-        if ctx.rank in leaders and any(True for _ in state.scoped(OUTER)):
-            # What a leader sends counts for its whole machine.
+        if any(True for _ in state.scoped(OUTER)):
+            # A leader, or one that was a leader where the state was saved. What a leader sends counts for its whole machine.
             unsent = self.outer.hand_over(torch.zeros_like(wide(flat)), state.scoped(OUTER), inside(ctx, leaders))
             return wide(flat) + unsent * max(map(len, machines))
         return flat
