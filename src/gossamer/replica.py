@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from gossamer.engine.module_buffers import beside_parameters, floating, synchron
 from gossamer.engine.optimizers import OptimizerSync
 from gossamer.engine.ties import once
 from gossamer.engine.weights import WeightSync
-from gossamer.errors import CommunicationError, UsageError
+from gossamer.errors import UsageError
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.gossip_adamw import stop_telling
 
@@ -160,7 +160,7 @@ class Replica:
         """Where only weights are exchanged, ranks may have taken different numbers of steps; where all meet they are told."""
         if self._weights and self._gradients is None and self._runner.world > 1 and not self._weights.may_be_apart:
             with alarming(self._runner):
-                self._weights.even_out(self._loop.steps)
+                self._weights.even_out(self._loop.even_steps)
 
     def answer(self) -> bool:
         """Where exchanges may lag: take part in one more, if it can begin without waiting; whether it did. Between steps.
@@ -241,6 +241,7 @@ class Replica:
             step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
             checkpoint.compare_weights(state, self._runner, self._parts.parameters.values())
             self._loop.steps = [step] * len(self._parts.optimizers)
+            self._loop.even_steps = [step] * len(self._parts.optimizers)
             self._parts.scale.load(state.get("scale"))
             if self._overlap is not None:
                 self._overlap.restart()
@@ -248,10 +249,11 @@ class Replica:
     def close(self, average: bool = False) -> None:
         """Add what is still under way, remove all hooks and leave. The model stays usable, alone.
 
-        ``average``: it then holds the average of all replicas, the model of the whole run. Every rank closes with it.
+        ``average``: it then holds the average of all replicas, the model of the whole run. Every rank closes with it; for
+        gradient algorithms, whose replicas are to be equal, all parameters are compared.
 
-        Collective: for gradient algorithms, all parameters are compared. Not where an exception is on its way out; but where
-        exchanges may lag (``lag=``) a rank that fails had better end without it, so that the others are told.
+        Without it a rank may close alone: the others are told in their next exchange. Collective where exchanges may lag
+        (``lag=``): a rank that fails had better end without it, so that the others are told.
 
         Raises:
             UsageError: inside :meth:`consensus`, whose end would undo it.
@@ -290,9 +292,8 @@ class Replica:
                 )
             elif average:
                 self._bring_buffers_together()
-            if sys.exc_info()[0] is None and self._loop.task is None:  # else others wait in a pass that has ended here
-                with suppress(CommunicationError):  # others may have ended without it
-                    self._check_equal()
+            if average and sys.exc_info()[0] is None:
+                self._check_equal()
         finally:
             if self._parts.ignored is not None:
                 self._parts.ignored.release()

@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import gossamer
 from gossamer import AllReduce, Gossip
 from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.comm.torch import board as failure_board
@@ -352,7 +353,9 @@ def algorithm_raises_in_second_bucket(here: Here) -> dict[str, Any]:
 class FaultyPrompt(Faulty, register=False):
     """The same on the main thread; or something is started after a wait."""
 
-    prompt: ClassVar[bool] = True
+    @property
+    def traits(self) -> Traits:
+        return Traits(prompt=True)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         mean = yield from super().exchange(bucket, state, ctx)
@@ -374,9 +377,10 @@ def algorithm_returns_the_wrong_shape(here: Here) -> dict[str, Any]:
 
 
 def sparse_gradient(here: Here) -> dict[str, Any]:
-    model = nn.Sequential(nn.Embedding(10, 3, sparse=True))
+    model = nn.Sequential(nn.Embedding(10, 3))
     optimizer = SGD(model.parameters(), lr=0.1)
     here.replicate(model, optimizer)
+    model[0].sparse = True  # where replicate() has not seen it
     return told(lambda: model(torch.tensor([1, 2])).sum().backward())
 
 
@@ -396,7 +400,8 @@ def state_of_another_step(here: Here) -> dict[str, Any]:
     replica = here.replicas[0]
     early = replica.state_dict()
     train(2)
-    return told(lambda: replica.load_state_dict(replica.state_dict() if here.rank == 1 else early))
+    late = replica.state_dict()
+    return told(lambda: replica.load_state_dict(late if here.rank == 1 else early))
 
 
 def lanes() -> set[threading.Thread]:

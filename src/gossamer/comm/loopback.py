@@ -212,6 +212,7 @@ class LoopbackRunner(InlineRunner):
 
     def meet(self, label: str, answer: Callable[[], bool]) -> None:
         self._world.meet(self.rank, answer)
+        super().meet(label, answer)  # all are here: what it sends elsewhere counts here, too
 
     def awaited(self, label: str) -> bool:
         return True

@@ -11,6 +11,7 @@ from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
 from gossamer.engine.turns import following
 from gossamer.engine.weights import WeightSync
+from gossamer.errors import UsageError
 
 logger = logging.getLogger("gossamer")
 
@@ -38,6 +39,9 @@ def catch_up(runner: Runner, sync: WeightSync, answer: Callable[[], bool], again
 
 _TOGETHER = "the end of the steps"
 
+_MOST = 8
+"""Exchanges that a rank which waits for the others takes part in: if they need more, they are not about to come."""
+
 
 def even_out(
     runner: Runner, syncs: Sequence[WeightSync], taken: Sequence[int], turns: Sequence[int], again: Callable[[int], None]
@@ -52,9 +56,19 @@ def even_out(
     whose is next; ``again(index)`` takes part in what follows a step of another rank.
     """
 
+    answered = 0
+
     def answer() -> bool:
+        nonlocal answered
         if not runner.awaited(_TOGETHER):
             return False
+        if answered == _MOST:
+            raise UsageError(
+                f"rank {runner.rank} waits for the average of the replicas, or in another call that all ranks make, and the "
+                f"others have gone on for {_MOST} steps: not all ranks have made the same calls. Every rank enters "
+                "consensus(), calls consensus_distance(), state_dict() and close(average=True) as often as the others"
+            )
+        answered += 1
         runner.let_ranks_part()
         again(_next(turns, range(len(syncs)), syncs))
         return True

@@ -76,6 +76,8 @@ class Loop:
         self._unsynchronised_task, self._apart = -1, 0
         self.steps = [0] * len(self._optimizers)
         """How many steps each optimizer has taken."""
+        self.even_steps = [0] * len(self._optimizers)
+        """The same, without those where ranks may have different numbers of batches."""
         self._seen = [0] * len(self._optimizers)
         """Of each optimizer's last step: how many synchronised passes there had been."""
         self.connect(())
@@ -186,6 +188,7 @@ class Loop:
                 call(index)
         self._seen[index] = self.synchronised_passes
         self.steps[index] += 1
+        self.even_steps[index] += not self.uneven
 
     def begin_forward(self) -> None:
         """The model begins a forward pass."""
