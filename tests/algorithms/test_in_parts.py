@@ -91,7 +91,7 @@ def test_the_mean_is_kept_on_every_wire(algorithm: Algorithm) -> None:
         (lambda: after(3, in_parts(2, Gossip()), before=in_parts(3, Gossip())), "cut once"),
         (lambda: in_parts(2, Gossip(lag=1)), "lag"),
         (lambda: in_parts(2, Gossip), "an instance"),
-        (lambda: in_parts(2, in_parts(2, Gossip())), "all weights at once"),
+        (lambda: in_parts(2, in_parts(2, Gossip())), "all weights in one exchange"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(make, said: str) -> None:
