@@ -310,7 +310,8 @@ class Replica:
     def _check_equal(self) -> None:
         """Look whether replicas are equal in what they are to be equal in: where weights travel, in nothing; never in buffers,
         which change in every forward pass."""
-        alike = {} if self._weights else {name: p for name, p in self._parts.parameters.items() if not p.is_meta}
+        parted = bool(self._weights) or (self._gradients is not None and self._gradients.parts_replicas)
+        alike = {} if parted else {name: p for name, p in self._parts.parameters.items() if not p.is_meta}
         if alike and self._runner.world > 1:
             check_equal(self._runner, alike)
 

@@ -153,6 +153,13 @@ class GradientSync(GradientBuckets, Subscriber):
         if not self.learned and not self._idle:
             self._learn()
 
+    @property
+    def parts_replicas(self) -> bool:
+        """Whether there have been passes of which any gradient stayed this rank's own: replicas are not equal then."""
+        changes = [step for change in self._cadence.changes for step in (change - 1, change)]
+        steps = [step for step in (0, *changes, self.step - 1) if 0 <= step < self.step]
+        return any(not cadence.due(step) for cadence in (self._cadence, *self.exchange.cadences) for step in steps)
+
     def before_step(self, index: int, closure: bool) -> None:
         if self._runner.world == 1 or closure or self._over or not self._owners[index]:
             return
