@@ -30,6 +30,8 @@ LOOK_EVERY = 1.0
 """Seconds after which a waiting rank looks at the board, again and again."""
 
 
+_NOBODY = "nobody can be asked who is late"
+
 LOOKS_WITHOUT_STORE = 3
 """Looks in a row without a store after which a rank gives up."""
 
@@ -54,12 +56,14 @@ class WaitPolicy:
         """What to add where process groups cannot be opened."""
         self._board, self._rank = board, rank
         self._backlog: dict[int, float] = {}
-        self._active, self._absent = time.monotonic(), 0.0
+        self._active, self._absent, self._returned = time.monotonic(), 0.0, 0.0
 
     def active(self) -> None:
         """This rank takes part: :meth:`_was_absent` is about the longest time for which it did not."""
         now = time.monotonic()
-        self._active, self._absent = now, max(self._absent, now - self._active)
+        if now - self._active >= self._absent:
+            self._absent, self._returned = now - self._active, now
+        self._active = now
 
     def wait(
         self, ticket: Ticket[Any], broken: Callable[[], Ticket[Any] | None], meanwhile: Callable[[], bool] | None = None
@@ -84,12 +88,14 @@ class WaitPolicy:
                 wait.lost = self._look(ticket, not wait.posted, wait.lost)
                 wait.posted, wait.next_look = True, wait.next_look + LOOK_EVERY
             if waited >= self.timeout:
-                raise CommunicationTimeout(self._timeout_text(ticket))
+                gave_up = CommunicationTimeout(self._timeout_text(ticket))
+                raise (self._was_absent(gave_up) if _NOBODY in str(gave_up) else None) or gave_up
             if waited >= wait.next_warning:
                 wait.next_warning *= 2
                 self._require_same_flow(ticket)
                 self._warn(ticket, waited)
-        self._absent = 0.0
+        if time.monotonic() - self._returned > self.timeout:  # what ends sooner may have been under way before the absence
+            self._absent = 0.0
         if wait.posted:
             self._go_on()
         return ticket
@@ -128,7 +134,7 @@ class WaitPolicy:
 
     def _was_absent(self, error: BaseException | None) -> CommunicationTimeout | None:
         """What ended this rank's run, if the others had to wait for it for longer than the timeout."""
-        if self._absent < self.timeout:
+        if self._absent < max(self.timeout, LOOK_EVERY):  # less may be this rank's own look at the board
             return None
         return CommunicationTimeout(
             f"rank {self._rank} was late: for {self._absent:.0f} s it took part in no exchange (stopped, or busy "
@@ -148,7 +154,7 @@ class WaitPolicy:
         except StoreSilentError as error:
             return str(error)
         except StoreLostError as error:
-            return f"nobody can be asked who is late: {error}"
+            return f"{_NOBODY}: {error}"
         except Exception as error:
             logger.debug("could not ask who is late: %s", error)
             return ""
@@ -216,6 +222,7 @@ class WaitPolicy:
 
     def explain(self, ticket: Ticket[Any]) -> GossamerError:
         """The error to raise on the main thread for a flow that failed in its lane."""
+        self.active()
         error = ticket.error
         if isinstance(error, GossamerError):
             return error
