@@ -60,8 +60,8 @@ class Bucket:
     def __init__(self, index: int, layout: Layout) -> None:
         self.index = index
         self.layout = layout
-        self.flat = layout.allocate()
-        self.views = layout.split(self.flat)
+        self.flat: Tensor = layout.allocate()
+        self.views: list[Tensor] = layout.split(self.flat)
         self._memory = Memory()
         self._given = False
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gossamer.algorithms.base import Algorithm
 from gossamer.engine import checkpoint, mixing
 from gossamer.engine.agreement import same_from_rank
 from gossamer.engine.alarms import alarming
@@ -34,7 +35,7 @@ class Replica:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self.algorithm = parts.algorithm
+        self.algorithm: Algorithm = parts.algorithm
         self._parts, self._runner, self._loop = parts, parts.runner, parts.loop
         self._weights, self._gradients, self._overlap = parts.weights, parts.gradients, parts.overlap
         self._closed = self._at_average = False

@@ -39,7 +39,7 @@ from gossamer.memory import as_real
 from gossamer.optim.communicating import Communicating
 from gossamer.replica import Replica
 
-logger = logging.getLogger("gossamer")
+_logger = logging.getLogger("gossamer")
 
 
 def replicate(
@@ -104,7 +104,7 @@ def replicate(
         ignore=ignore,
     )
     if runner.rank == 0:
-        logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, replica.algorithm)
+        _logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, replica.algorithm)
     return replica
 
 

@@ -54,13 +54,13 @@ class Ticket(Generic[T]):
     __slots__ = ("begun", "doing", "done", "error", "event", "label", "peers", "result", "sequence")
 
     def __init__(self, sequence: int, label: str) -> None:
-        self.sequence = sequence
-        self.label = label
-        self.begun = False
+        self.sequence: int = sequence
+        self.label: str = label
+        self.begun: bool = False
         # Objects, and not yet texts: these are seldom read, and to write them costs more than to start an operation.
         self.doing: object = "nothing yet"
         self.peers: object = ""
-        self.done = threading.Event()
+        self.done: threading.Event = threading.Event()
         self.result: T | None = None
         self.error: BaseException | None = None
         self.event: Any = None

@@ -114,7 +114,7 @@ class RingShuffle(IterableDataset[Any]):
         self._epoch = self._step = 0
         self._pending: deque[tuple[Ticket[Tensor], Tensor]] = deque()
         self._closed = False
-        self.waited_seconds = 0.0
+        self.waited_seconds: float = 0.0
         """For so long the loop has stood still for a batch that had not arrived, since the start."""
         self._home = self._free = torch.empty(0, dtype=torch.int64)
         self._runner = connect(group, None, timeout)

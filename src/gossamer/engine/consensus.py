@@ -19,7 +19,7 @@ from gossamer.engine.ties import once
 from gossamer.errors import DisagreementError
 from gossamer.memory import widened
 
-logger = logging.getLogger("gossamer")
+_logger = logging.getLogger("gossamer")
 
 Weigh = Callable[[Mapping[str, Tensor]], None]
 """Makes of tensors, by name, what their mean over the ranks is made of: see ``WeightSync.weigh``."""
@@ -108,7 +108,7 @@ def check_equal(runner: Runner, tensors: Mapping[str, Tensor]) -> None:
         apart = distance(runner, some, lambda copies: None) if some else math.inf
         if not 0 < apart <= ROUNDING:
             raise
-        logger.warning("%s (so far by %.1g of their size, which may be rounding)", error, apart)
+        _logger.warning("%s (so far by %.1g of their size, which may be rounding)", error, apart)
 
 
 def contents(tensors: Mapping[str, Tensor]) -> str:

@@ -45,10 +45,11 @@ class Exchange:
         """``alone``: nothing else of this runner uses its data lanes. ``revocable``: results may turn out not to be used
         (:meth:`undo`), until :meth:`confirm` is called. ``settles``: what is not finite is not kept (:meth:`_settle`), and so
         has to be searched for."""
-        self.runner, self.algorithm = runner, algorithm
+        self.runner: Runner = runner
+        self.algorithm: Algorithm = algorithm
         self._revocable, self._settles = revocable, settles
         self._alone, self._prompt, self._overtakes = alone, False, False
-        self.plan = Plan(())
+        self.plan: Plan = Plan(())
         self.buckets: list[Bucket] = []
         self.handlers: list[Algorithm] = []
         """The algorithm for each bucket."""
@@ -56,7 +57,7 @@ class Exchange:
         """When each bucket is exchanged."""
         self.states: list[State] = []
         self.step_states: dict[str, State] = {}
-        self.exchanged_bytes = 0
+        self.exchanged_bytes: int = 0
         """Size of everything that was exchanged so far, before any encoding."""
         self._lanes: tuple[int, ...] = ()
         self.order: list[int] = []

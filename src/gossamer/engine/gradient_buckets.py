@@ -18,7 +18,7 @@ from gossamer.engine.slots import OpenStep, Slot, like_gradient
 from gossamer.engine.usage import USAGE, with_usage
 from gossamer.errors import ConfigurationError
 
-logger = logging.getLogger("gossamer")
+_logger = logging.getLogger("gossamer")
 
 
 class GradientBuckets:
@@ -35,11 +35,11 @@ class GradientBuckets:
         alone: bool,
         owners: Sequence[Set[str]],
     ) -> None:
-        self.learned = False
+        self.learned: bool = False
         """Whether the order in which gradients come is known."""
-        self.arranged = False
+        self.arranged: bool = False
         """Whether the order of the buckets was chosen for an overlap with the forward pass."""
-        self.parameters = dict(parameters)
+        self.parameters: dict[str, Parameter] = dict(parameters)
         self._runner, self._algorithm = runner, algorithm
         self._open: OpenStep | None = None
         self._late: dict[str, Slot] = {}
@@ -54,7 +54,7 @@ class GradientBuckets:
         """Where the numbers of use are, if they travel in a bucket: the place of their view."""
         several = len(owners) > 1
         self._owner_of = {name: number for number, names in enumerate(owners) for name in names} if several else {}
-        self.exchange = Exchange(runner, algorithm, alone, revocable=True)
+        self.exchange: Exchange = Exchange(runner, algorithm, alone, revocable=True)
         # Until the first step has shown the order, assume that gradients come in the reverse order of definition.
         self.adopt_plan(agree_on_plan(runner, self._make_plan(dict(reversed(list(parameters.items()))))))
 
@@ -164,7 +164,7 @@ class GradientBuckets:
         for name, handle in self._handles.items():
             last = next(reversed(self.parameters[name]._post_accumulate_grad_hooks))
             if last != handle.id:
-                logger.warning(
+                _logger.warning(
                     "rank %d: a hook was registered with register_post_accumulate_grad_hook() on parameter %r after "
                     "replicate(): it sees gradients that are already on their way to the other ranks, and must not change "
                     "them; register it before replicate()", self._runner.rank, name

@@ -23,7 +23,7 @@ from gossamer.engine.statistics import Statistics
 from gossamer.engine.usage import USAGE
 from gossamer.errors import UsageError
 
-logger = logging.getLogger("gossamer")
+_logger = logging.getLogger("gossamer")
 
 
 class GradientSync(GradientBuckets, Subscriber):
@@ -43,7 +43,7 @@ class GradientSync(GradientBuckets, Subscriber):
         owners: Sequence[Set[str]] = (),
     ) -> None:
         super().__init__(runner, algorithm, parameters, alone, owners)
-        self.step = 0
+        self.step: int = 0
         self.hold = False
         """Whether buckets stay open at the end of backward, until somebody has them placed."""
         self._share, self._share_asked = (0.0, 0.0), False
@@ -58,7 +58,7 @@ class GradientSync(GradientBuckets, Subscriber):
         """Whether any gradient does not lie in its bucket."""
         self._idle = False
         self._owners = [list(names) for names in owners] or [list(parameters)]
-        self.discarded = Discarded(self.exchange, self._slots, owners or [self._slots.keys()])
+        self.discarded: Discarded = Discarded(self.exchange, self._slots, owners or [self._slots.keys()])
 
     def hook(self) -> list[Any]:
         """Install one hook per parameter; returns the handles."""

@@ -40,9 +40,9 @@ class Join(Subscriber):
     ) -> None:
         """``after_step``: takes part in the exchange that follows the step of an optimizer; ``in_step``: takes the step of an
         optimizer that communicates by itself. None: there is no such exchange."""
-        self.shadowing = False
-        self.on = False
-        self.training = runner.world
+        self.shadowing: bool = False
+        self.on: bool = False
+        self.training: int = runner.world
         """How many ranks take part in the last event that was announced, and have not ended."""
         self._all_stop = False
         self._runner, self._loop, self._parameters = runner, loop, parameters

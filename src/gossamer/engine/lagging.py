@@ -13,7 +13,7 @@ from gossamer.engine.turns import following
 from gossamer.engine.weights import WeightSync
 from gossamer.errors import UsageError
 
-logger = logging.getLogger("gossamer")
+_logger = logging.getLogger("gossamer")
 
 _GRACE = 0.02
 """Seconds after which a rank begins to answer: mostly, all others are about to come as well."""
@@ -79,7 +79,7 @@ def even_out(
         runner.let_ranks_part()
     if bool((steps[:, : len(taken)] != steps[0, : len(taken)]).any()) and runner.rank == 0:
         said = ", ".join(f"rank {rank} {' and '.join(map(str, row[: len(taken)]))}" for rank, row in enumerate(steps.tolist()))
-        logger.warning("ranks took different numbers of optimizer steps: %s; those behind take part in what they missed", said)
+        _logger.warning("ranks took different numbers of optimizer steps: %s; those behind take part in what they missed", said)
     most = steps[:, len(taken) :].max(dim=0).values.tolist()
     while behind := [index for index, sync in enumerate(syncs) if sync.steps < most[index]]:
         again(_next(turns, behind, syncs))

@@ -54,14 +54,15 @@ class Loop:
         self._model = model
         self.synchronise = True
         """Whether passes are synchronised: not inside of ``no_sync()``."""
-        self.passes = self.synchronised_passes = 0
+        self.passes: int = 0
+        self.synchronised_passes: int = 0
         self.task: int | None = None
         """The pass that is under way and will be ended: the number of the outermost one."""
         self.first: Tensor | None = None
         """The parameter with whose gradient the pass has begun."""
-        self.nested = False
+        self.nested: bool = False
         """Whether passes ran inside a pass, as in reentrant activation checkpointing."""
-        self.accumulated = False
+        self.accumulated: bool = False
         """Whether passes inside ``no_sync()`` came between the last two synchronised ones."""
         self.partial_step = False
         """Whether a step of a part of the parameters is being taken (``overlap_forward``): it is not the user's step."""
@@ -74,9 +75,9 @@ class Loop:
         self._root: int | None = None
         self._inside: set[int] = set()
         self._unsynchronised_task, self._apart = -1, 0
-        self.steps = [0] * len(self._optimizers)
+        self.steps: list[int] = [0] * len(self._optimizers)
         """How many steps each optimizer has taken."""
-        self.even_steps = [0] * len(self._optimizers)
+        self.even_steps: list[int] = [0] * len(self._optimizers)
         """The same, without those where ranks may have different numbers of batches."""
         self._seen = [0] * len(self._optimizers)
         """Of each optimizer's last step: how many synchronised passes there had been."""

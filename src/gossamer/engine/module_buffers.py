@@ -20,7 +20,7 @@ from gossamer.engine.statistics import Statistics
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.memory import as_real, stored, wide, widened
 
-logger = logging.getLogger("gossamer")
+_logger = logging.getLogger("gossamer")
 
 Buffers = Literal["broadcast", "average", "local"]
 
@@ -129,7 +129,7 @@ class BufferSync(Subscriber):
     def end_backward(self) -> None:
         if not self._called and self._model.training:
             self._called = True
-            logger.warning(
+            _logger.warning(
                 "rank %d: a backward pass, but %s was not called: its buffers are synchronised when it is, and so not at all; "
                 "call it itself, or give replicate() buffers='local'", self._runner.rank, type(self._model).__name__
             )  # fmt: skip

@@ -29,7 +29,7 @@ class OptimizerSync:
     ) -> None:
         self._runner, self._statistics = runner, statistics
         self._tensors = dict(tensors)
-        self.exchange = Exchange(runner, algorithm)
+        self.exchange: Exchange = Exchange(runner, algorithm)
         self._exact = Exchange(runner, AllReduce(bucket_bytes=algorithm.bucket_bytes))
         self._numbers = {name: number for number, name in enumerate(tensors)}
         self._used: Callable[[], list[bool]] = lambda: [True] * len(self._tensors)

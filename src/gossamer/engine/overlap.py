@@ -25,7 +25,7 @@ from gossamer.engine.launch import agreed_order
 from gossamer.engine.loop import Loop, Subscriber
 from gossamer.errors import UsageError
 
-logger = logging.getLogger("gossamer")
+_logger = logging.getLogger("gossamer")
 
 
 class ForwardOverlap(Subscriber):
@@ -230,7 +230,7 @@ class ForwardOverlap(Subscriber):
 
     def _begin(self) -> None:
         if self._runner.rank == 0:
-            logger.info(
+            _logger.info(
                 "from now on gradients travel during the next forward pass too: between backward() and there p.grad is None, "
                 "and what clips, scales or logs gradients there (clip_grad_norm_) does nothing"
             )

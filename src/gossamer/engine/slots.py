@@ -28,9 +28,12 @@ class Slot:
     __slots__ = ("bucket", "copy", "name", "parameter", "rank", "ready", "share", "view")
 
     def __init__(self, name: str, parameter: Parameter, rank: int = 0) -> None:
-        self.rank = rank
-        self.name, self.parameter = name, parameter
-        self.bucket, self.view, self.ready = 0, parameter.detach(), False
+        self.rank: int = rank
+        self.name: str = name
+        self.parameter: Parameter = parameter
+        self.bucket: int = 0
+        self.view: Tensor = parameter.detach()
+        self.ready: bool = False
         self.share: Tensor | None = None
         self.copy: Tensor | None = None
         """The complex gradient that the last exchange has given."""

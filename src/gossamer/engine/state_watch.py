@@ -19,7 +19,7 @@ from gossamer.engine.loop import Subscriber
 from gossamer.errors import UsageError
 from gossamer.optim.gossip_adamw import AVERAGED_OVER
 
-logger = logging.getLogger("gossamer")
+_logger = logging.getLogger("gossamer")
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
 """What torch's optimizers call sums, means and bounds of a gradient's squares or magnitudes, by which they divide."""
@@ -70,7 +70,7 @@ class StateWatch(Subscriber):
         if self._told or asks or self._algorithm.traits.history or self._runner.rank != 0 or not set(keys) & set(SQUARES):
             return
         self._told = True
-        logger.warning(
+        _logger.warning(
             "%s divides by the size of this worker's own gradient, most of which may be noise that averaging would have "
             "removed: with %r, which averages weights, gossamer.optim.GossipAdamW learns faster",
             type(optimizer).__name__, self._algorithm

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from gossamer.comm.runner import Runner
 from gossamer.engine.loop import Subscriber
 
-logger = logging.getLogger("gossamer")
+_logger = logging.getLogger("gossamer")
 
 _MANY = 20
 """Gradients of one parameter without a step, after which its version is looked at."""
@@ -31,7 +31,7 @@ class UnsteppedWeights(Subscriber):
             self._version = weight._version
         self._gradients += 1
         if self._gradients == _MANY and weight._version != self._version:
-            logger.warning(
+            _logger.warning(
                 "rank %d: the weights have changed during %d backward passes, but the optimizer given to replicate() took "
                 "no step, so nothing was exchanged; give it the optimizer whose step() is called", self._rank, _MANY
             )  # fmt: skip

@@ -64,7 +64,7 @@ class WeightSync:
         self._history, self._skipped, self._extended = history, skipped, False
         self._number = number if runner.world > 1 else None
         self._tensors = dict(tensors)
-        self.exchange = Exchange(runner, algorithm, settles=False)
+        self.exchange: Exchange = Exchange(runner, algorithm, settles=False)
         self._ahead = Ahead()
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
         self._lay_out()
@@ -74,9 +74,9 @@ class WeightSync:
         """What is not added yet, by bucket."""
         self._lag, self._late = self._cadence.lag, 0
         self._changes = self._cadence.changes
-        self.exchanges = 0
+        self.exchanges: int = 0
         """How many were begun; the same on all ranks, unless they may lag."""
-        self.steps = 0
+        self.steps: int = 0
         """Of the optimizer, as exchanges are numbered. Who meets whom follows from these, not from backward passes, of which
         there may be several to a step: with two, every second partner would never be met."""
         self._begun = not algorithm.traits.moves_mean

@@ -75,7 +75,7 @@ class MasterWeights(Optimizer):
         self._constructing = True
         super().__init__([_options(inner) | own for inner, own in zip(self._inner.param_groups, groups, strict=True)], {})
         self._constructing = False
-        self.defaults = self._inner.defaults
+        self.defaults: dict[str, Any] = self._inner.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own."""

@@ -21,7 +21,7 @@ from gossamer.optim.communicating import Communicating
 from gossamer.optim.loading import State, loading, put_back
 from gossamer.optim.wide import check_dense, check_number, evaluated, fill_in
 
-logger = logging.getLogger("gossamer")
+_logger = logging.getLogger("gossamer")
 
 
 class OneBitAdam(Communicating):
@@ -191,7 +191,7 @@ class OneBitAdam(Communicating):
         state = self.state[parameter]
         if not state["exp_avg_sq"].any():
             if parameter.numel():
-                logger.warning(
+                _logger.warning(
                     "%s: a parameter of shape %s has its first gradient after the variance was frozen (at step %d), so nothing "
                     "tells how far its weights are to go, and they stay: let warmup= last until all parameters have gradients",
                     type(self).__name__, tuple(parameter.shape), self.param_groups[0]["frozen_at"]

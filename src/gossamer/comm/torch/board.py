@@ -23,7 +23,7 @@ from typing import Any
 from gossamer.comm.torch.store import Store, StoreSilentError
 from gossamer.errors import CommunicationError, CommunicationTimeout, PeerLeftError
 
-logger = logging.getLogger("gossamer")
+_logger = logging.getLogger("gossamer")
 
 WARN_AFTER = 10.0
 """Seconds after which a late peer is named in a warning; and again after twice as many, four times as many …"""
@@ -50,7 +50,7 @@ def note_exit(store: Store, member: int, reason: str) -> bool:
         store.set(f"{_exit_key()}/{member}", reason)
         store.set(_exit_key(), "1")
     except Exception as error:
-        logger.debug("could not post an exit: %s", error)
+        _logger.debug("could not post an exit: %s", error)
         return False
     return True
 
@@ -101,7 +101,7 @@ class FailureBoard:
             return text
         if not self._forged:
             self._forged = True
-            logger.warning("rank %d ignores %s in the key-value store: no rank of this run wrote it", self._rank, key)
+            _logger.warning("rank %d ignores %s in the key-value store: no rank of this run wrote it", self._rank, key)
         return ""
 
     def _post(self, name: str, text: str) -> None:
@@ -124,7 +124,7 @@ class FailureBoard:
             self._post("alarm", f"{self._store.add(self._key('alarms'), 1)} {message}")
             self._tell()
         except Exception as error:
-            logger.debug("could not post an alarm: %s", error)
+            _logger.debug("could not post an alarm: %s", error)
 
     def leave(self, sequence: int) -> None:
         """Post that this rank takes no part in flows from ``sequence`` on."""
@@ -132,7 +132,7 @@ class FailureBoard:
             self._post("left", str(sequence))
             self._tell()
         except Exception as error:
-            logger.debug("could not post that this rank leaves: %s", error)
+            _logger.debug("could not post that this rank leaves: %s", error)
 
     def check(self, sequence: int, waiting_for: str) -> None:
         """Raise if a rank has failed, or has left before flow ``sequence``; answer a roll call."""
@@ -251,7 +251,7 @@ class FailureBoard:
                 self._answers(lambda: self._check_processes(what, ended))
             if waited > warn_at:
                 warn_at *= 2
-                logger.warning("rank %d has waited %.0f s: %s: %s", self._rank, waited, what, self._not_there())
+                _logger.warning("rank %d has waited %.0f s: %s: %s", self._rank, waited, what, self._not_there())
         self._answers(lambda: self.check(0, what))  # a rank that came may have given up since
 
     @staticmethod

@@ -16,7 +16,7 @@ from gossamer.comm.torch.links import Links, slow_rank
 from gossamer.comm.torch.store import StoreLostError, StoreSilentError
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError, UsageError
 
-logger = logging.getLogger("gossamer")
+_logger = logging.getLogger("gossamer")
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ class WaitPolicy:
         try:
             self._board.wait_in(None)
         except Exception as error:
-            logger.debug("could not say that this rank goes on: %s", error)
+            _logger.debug("could not say that this rank goes on: %s", error)
 
     def _late(self, ticket: Ticket[Any]) -> str:
         """Who keeps a flow waiting, in words; empty if nobody knows."""
@@ -156,7 +156,7 @@ class WaitPolicy:
         except StoreLostError as error:
             return f"{_NOBODY}: {error}"
         except Exception as error:
-            logger.debug("could not ask who is late: %s", error)
+            _logger.debug("could not ask who is late: %s", error)
             return ""
         return f"late: {names(late)}" if late else ""
 
@@ -169,7 +169,7 @@ class WaitPolicy:
         try:
             elsewhere = self._board.elsewhere(ticket.sequence, label)
         except Exception as error:
-            logger.debug("could not ask in what others wait: %s", error)
+            _logger.debug("could not ask in what others wait: %s", error)
             return
         if elsewhere and not ticket.done.is_set():
             others = "; ".join(f"rank {rank} in {label}" for rank, label in elsewhere.items())
@@ -185,7 +185,7 @@ class WaitPolicy:
         try:
             return any(at is not None and at[1] not in ("", label) for at in self._board.waits().values())
         except Exception as error:
-            logger.debug("could not ask in what others wait: %s", error)
+            _logger.debug("could not ask in what others wait: %s", error)
             return False
 
     def _note_backlog(self, waited: float) -> None:
@@ -196,14 +196,14 @@ class WaitPolicy:
             try:
                 self._board.note_backlog(mine)
             except Exception as error:
-                logger.debug("could not say for whom bytes wait here: %s", error)
+                _logger.debug("could not say for whom bytes wait here: %s", error)
 
     def _slow(self) -> str:
         """Whose link keeps everybody waiting, in words."""
         try:
             everyone = self._board.backlogs() | {self._rank: self._backlog}
         except Exception as error:
-            logger.debug("could not ask for whom bytes wait elsewhere: %s", error)
+            _logger.debug("could not ask for whom bytes wait elsewhere: %s", error)
             everyone = {}
         rank, rates = slow_rank(everyone), [rate for row in everyone.values() for rate in row.values()]
         if rank is None:
@@ -213,7 +213,7 @@ class WaitPolicy:
     def _warn(self, ticket: Ticket[Any], waited: float) -> None:
         late = self._late(ticket) or self._slow()
         if not ticket.done.is_set():
-            logger.warning("rank %d has waited %.0f s in %s (%s)", self._rank, waited, ticket, late)
+            _logger.warning("rank %d has waited %.0f s in %s (%s)", self._rank, waited, ticket, late)
 
     def _timeout_text(self, ticket: Ticket[Any]) -> str:
         late = self._late(ticket)

@@ -14,7 +14,7 @@ from gossamer.comm.runner import Ticket
 from gossamer.comm.torch.waiting import WaitPolicy
 from gossamer.errors import GossamerError
 
-logger = logging.getLogger("gossamer")
+_logger = logging.getLogger("gossamer")
 
 
 class Issued(Ticket[None]):
@@ -91,7 +91,7 @@ def _loop(
         if fail is not None:
             fail(error)
     except Exception as error:  # what the device itself did wrong is raised where the main thread meets it
-        logger.debug("stopped watching the device: %s", error)
+        _logger.debug("stopped watching the device: %s", error)
     finally:
         ended.set()
 
