@@ -1,7 +1,11 @@
 """The public surface is one list; importing it is cheap."""
 
+import importlib
+import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +52,16 @@ def test_the_public_surface_is_this_list() -> None:
     assert set(gossamer.__all__) == PUBLIC
     assert sorted(set(gossamer.__all__)) == sorted(gossamer.__all__)
     assert all(getattr(gossamer, name) is not None for name in PUBLIC)
+
+
+def test_the_reference_names_the_public_modules() -> None:
+    """Exactly those at the top that say what they export."""
+    text = (Path(__file__).parents[1] / "docs" / "reference.md").read_text()
+    section = text.split("## What is public\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"^\| `([\w.]+)` \|", section, re.M))
+    top = (module.name for module in pkgutil.iter_modules(gossamer.__path__))
+    exporting = {f"gossamer.{name}" for name in top if hasattr(importlib.import_module(f"gossamer.{name}"), "__all__")}
+    assert named == {"gossamer"} | exporting
 
 
 def test_every_algorithm_is_public() -> None:
