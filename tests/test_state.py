@@ -236,11 +236,11 @@ def test_state_survives_another_layout_of_the_buckets() -> None:
     for index, state in enumerate(exchange.states):
         state["smooth"] = torch.randn(exchange.buckets[index].flat.shape)
         state.commit()
-    before = {name: tensor.clone() for name, tensor in exchange.state_by_name()["smooth"].items()}
+    before = {name: tensor.clone() for name, tensor in exchange.states.by_name()["smooth"].items()}
     for order in (list(parameters), sorted(parameters)):
         for size in (1, 100, 10**6):
             exchange.adopt(make_plan({name: parameters[name] for name in order}, Remembering(bucket_bytes=size)))
-            after = exchange.state_by_name()["smooth"]
+            after = exchange.states.by_name()["smooth"]
             assert before.keys() == after.keys()
             assert all(same_bits(before[name], after[name]) for name in before)
             assert all(after[name].stride() == parameters[name].stride() for name in before if after[name].numel() > 1)
@@ -274,5 +274,5 @@ def test_an_aborted_exchange_of_weights_is_forgotten(where: str) -> None:
     assert all(same_bits(state["smooth"], kept) for state, kept in zip(sync.exchange.states, before, strict=True))
     sync.land()
     assert all(not same_bits(after, kept) for after, kept in zip(step(3), before, strict=True) if kept.any())
-    (of_the_step,) = sync.exchange.step_states.values()
+    (of_the_step,) = sync.exchange.states.of_steps.values()
     assert of_the_step["steps"] == 2

@@ -198,7 +198,7 @@ class Replica:
         in every optimizer step would have sent, divided by ``bytes_sent``; and, as of now, ``residual_norm``, the L2 norm of
         what is not sent yet, relative to that of the last exchange. (With ``overlap_forward``: of the last step that was
         complete after it was asked for before.)"""
-        shares = [sync.exchange.residual_share() for sync in self._weights]
+        shares = [sync.exchange.states.residual_share() for sync in self._weights]
         shares += [link.residual_share() for link in self._parts.links]
         if self._gradients is not None:
             shares.append(self._gradients.residual_share())

@@ -21,7 +21,7 @@ from gossamer.algorithms.hierarchical import OUTER
 from gossamer.comm.ops import Group
 from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree, checksum
-from gossamer.engine.exchange import Kept
+from gossamer.engine.bucket_states import Kept
 from gossamer.engine.gradients import GradientSync
 from gossamer.engine.optimizers import OptimizerSync
 from gossamer.engine.settings import other_settings
@@ -94,10 +94,10 @@ def collect(
         for key, tensors in sync.state_by_name().items():
             own.setdefault(prefix + key, {}).update(tensors)
     if gradients is not None:
-        own |= gradients.exchange.state_by_name(confirmed=True)
+        own |= gradients.exchange.states.by_name(confirmed=True)
         order = gradients.exchange.order if gradients.arranged else None
         plan = gradients.next_plan.to_dict() | {"learned": gradients.learned, "order": order}
-    extras = [_copied(gradients.extras_to_save() if sync is gradients else sync.exchange.extras_by_name()) for sync in syncs]
+    extras = [gradients.extras_to_save() if sync is gradients else sync.exchange.states.extras_by_name() for sync in syncs]
     return {
         "format": FORMAT,
         "algorithm": repr(algorithm),
@@ -107,7 +107,7 @@ def collect(
         "steps": [sync.steps for sync in weights if isinstance(sync, WeightSync)],
         "history": [sync.history_names for sync in weights if isinstance(sync, WeightSync)],
         "plan": plan,
-        rank_key(runner.rank): (_copied(own), extras, of_weights),
+        rank_key(runner.rank): (_copied(own), [_copied(each) for each in extras], of_weights),
     }
 
 
@@ -153,7 +153,7 @@ def restore(
         each.history_saved = names
     for sync, kept in zip(_syncs(gradients, weights), extras, strict=True):
         if isinstance(sync, GradientSync):
-            sync.exchange.load_state_by_name(of_gradients, kept)
+            sync.exchange.states.load_by_name(of_gradients, kept)
         else:
             sync.load_state_by_name(of_weights, kept)
     return int(state["step"])

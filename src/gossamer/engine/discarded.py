@@ -34,7 +34,7 @@ class Discarded:
         before, self._versions = self._versions, self._count()
         for index, names in enumerate(self._owners):
             if index not in waiting or self._versions[index] != before[index]:
-                self._exchange.confirm(names)
+                self._exchange.states.confirm(names)
 
     def undo(self, waiting: Collection[int], first: Tensor | None, accumulated: bool) -> None:
         """A pass begins with the gradient of ``first``: forget what was not used, unless a gradient is there.
@@ -45,7 +45,7 @@ class Discarded:
         for index in waiting:
             names = self._owners[index]
             if next(self._held(names), None) is None and (accumulated or not self._replaced(names, first)):
-                self._exchange.undo(self._owners[index])
+                self._exchange.states.undo(self._owners[index])
 
     def refuse_sums(self, waiting: Collection[int], step: int) -> None:
         """Raise if the pass that begins at ``step`` adds to gradients that have the momentum in them: those of these

@@ -1,34 +1,26 @@
-"""Exchange: the buckets of one plan, what the algorithm remembers about them, and the flows under way.
+"""Exchange: one algorithm over the buckets of a plan, and the flows of one step that are under way.
 
 What gradients, weights and optimizers have in common. Threads and ownership: see the note in ``gossamer.comm.torch.lanes``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import NOTHING, Algorithm, Context, finishes, wrong_shape
 from gossamer.algorithms.blocks.difference import Difference
-from gossamer.algorithms.blocks.momentum_all_reduce import MOMENTUM
 from gossamer.algorithms.cadence import Cadence
 from gossamer.buckets import Bucket, Plan, Segment
 from gossamer.comm.ops import Flow
-from gossamer.comm.runner import CONTROL, Runner, Ticket
+from gossamer.comm.runner import Runner, Ticket
+from gossamer.engine.bucket_states import BucketStates
+from gossamer.engine.finishing import Finishing
 from gossamer.engine.finite import any_non_finite, where_they_are
 from gossamer.engine.turns import in_turn
-from gossamer.memory import wide
-from gossamer.state import RESIDUAL, WHOLE, State, named
-
-Kept = dict[str, dict[str, Tensor]]
-"""``{key: {parameter name: tensor}}``."""
-
-
-_BUCKET = "bucket "
-_STEP = "step "
+from gossamer.state import State
 
 
 class Exchange:
@@ -42,9 +34,9 @@ class Exchange:
         revocable: bool = False,
         settles: bool = True,
     ) -> None:
-        """``alone``: nothing else of this runner uses its data lanes. ``revocable``: results may turn out not to be used
-        (:meth:`undo`), until :meth:`confirm` is called. ``settles``: what is not finite is not kept (:meth:`_settle`), and so
-        has to be searched for."""
+        """``alone``: nothing else of this runner uses its data lanes. ``revocable``: results may turn out not to be used,
+        until they are confirmed (:meth:`BucketStates.undo`). ``settles``: what is not finite is not kept (:meth:`_settle`), and
+        so has to be searched for."""
         self.runner: Runner = runner
         self.algorithm: Algorithm = algorithm
         self._revocable, self._settles = revocable, settles
@@ -55,8 +47,8 @@ class Exchange:
         """The algorithm for each bucket."""
         self.cadences: list[Cadence] = []
         """When each bucket is exchanged."""
-        self.states: list[State] = []
-        self.step_states: dict[str, State] = {}
+        self._finishing = Finishing(runner)
+        self.states: BucketStates = BucketStates(self._finishing.complete)
         self.exchanged_bytes: int = 0
         """Size of everything that was exchanged so far, before any encoding."""
         self._lanes: tuple[int, ...] = ()
@@ -68,8 +60,6 @@ class Exchange:
         """One for each bucket that was launched."""
         self._finishers: dict[str, list[int]] = {}
         """By group, the buckets of an algorithm that does something once per step."""
-        self._finishing: list[tuple[Ticket[None], list[tuple[State, State]]]] = []
-        """Flows that finish a step, and the states that take what they write, each with where it is written."""
         self._seen: set[int] = set()
         """Which results and drafts were searched for what is not finite; they are alive until they are committed."""
         self._poisoned: list[int] = []
@@ -77,16 +67,14 @@ class Exchange:
 
     def adopt(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
-        kept, extras = self.state_by_name(), of_any_plan(self.extras_by_name())
+        self.land()
         self.plan, self.buckets = plan, [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
         self.handlers = [layout.handler for layout in plan.layouts]
         self.cadences = [handler.cadence for handler in self.handlers]
         self.arrange(range(len(plan.layouts)))
-        for layout in plan.layouts:
-            self.step_states.setdefault(layout.group, State(torch.zeros(())))
         self._prompt = self._alone and all(handler.traits.prompt for handler in self.handlers)
         self._finishers = self._by_group(index for index, handler in enumerate(self.handlers) if finishes(handler))
-        self.load_state_by_name(kept, extras)
+        self.states.adopt(self.buckets)
 
     def _by_group(self, indices: Iterable[int]) -> dict[str, list[int]]:
         """Buckets of one handler (and one optimizer) together."""
@@ -188,23 +176,18 @@ class Exchange:
     def finish(self, step: int) -> None:
         """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`."""
         for group, mine in self._finishers.items():
-            handler, state = self.handlers[mine[0]], self.step_states[group]
+            handler, state = self.handlers[mine[0]], self.states.of_steps[group]
             if not self.due(mine[0], step):
                 continue
             buckets, own = [self.buckets[i] for i in mine], [*(self.states[i] for i in mine), state]
             *states, whole = [each.later() for each in own]
             flow = handler.finish(buckets, states, whole, self.context(step))
             if flow is not None:
-                ticket = self.runner.submit(lambda flow=flow: flow, f"finish of step {step}", CONTROL)  # type: ignore[misc]
-                self._finishing.append((ticket, list(zip(own, [*states, whole], strict=True))))
+                self._finishing.begin(flow, f"finish of step {step}", zip(own, [*states, whole], strict=True))
 
     def land(self) -> None:
         """Wait for what :meth:`finish` began, and keep what it wrote."""
-        finishing, self._finishing = self._finishing, []
-        for ticket, states in finishing:
-            self.runner.wait(ticket)
-            for state, later in states:
-                state.take(later)
+        self._finishing.complete()
 
     @property
     def finishing(self) -> bool:
@@ -246,9 +229,9 @@ class Exchange:
 
         The results are the same on all ranks, so all of them drop it, or none does.
         """
-        drafts = self.drafts()
+        drafts = self.states.drafts()
         unseen = [tensor for tensor in (*drafts, *results) if id(tensor) not in self._seen]
-        if not any(state.changed for state in self.all_states()):
+        if not self.states.changed:
             return
         if not self._poisoned and self._on_one_device([*drafts, *unseen]):
             self._settle_there([tensor for tensor in unseen if tensor.is_floating_point() and tensor.numel()])
@@ -264,119 +247,18 @@ class Exchange:
     def _settle_there(self, unseen: Sequence[Tensor]) -> None:
         """The device keeps what was written, or what was there before, and the host does not ask which."""
         if unseen:
-            broken = where_they_are(unseen) > 0
-            for state in self.all_states():
-                state.keep_where(broken)
-
-    # -- state ------------------------------------------------------------------------------------------------------
-
-    @property
-    def remembers(self) -> bool:
-        """Whether anything is kept per element."""
-        return any(state.flats.kept or state.flats.before for state in self.states)
-
-    def rescale(self, factor: Tensor) -> None:
-        """Gradients are ``factor`` (one number) times as large from now on: what is owed, and momenta, become so too."""
-        if factor.device.type == "cpu" and factor == 1:
-            return
-        for state in self.states:
-            for name in (RESIDUAL, MOMENTUM):
-                for kept in named(name, state.flats.kept) + named(name, state.flats.before):
-                    largest = torch.finfo(kept.dtype).max
-                    kept.copy_((wide(kept) * factor.to(kept.device)).clamp(-largest, largest))
-
-    def all_states(self) -> list[State]:
-        """Of the buckets, then of the step."""
-        return [*self.states, *self.step_states.values()]
-
-    def confirm(self, names: Set[str]) -> None:
-        """The results that exchanges had for these parameters are used: what was remembered of them stays."""
-        for state in self._states_of(names):
-            state.confirm()
-
-    def undo(self, names: Set[str]) -> None:
-        """The results that exchanges had for these parameters since the last :meth:`confirm` are not going to be used: remember
-        what was remembered of them then."""
-        for state in self._states_of(names):
-            state.undo()
-
-    def _states_of(self, names: Set[str]) -> Iterator[State]:
-        """Of the buckets with these parameters, and of their steps. No bucket that remembers anything holds others, too."""
-        for layout, state in zip(self.plan.layouts, self.states, strict=True):
-            if any(segment.name in names for segment in layout.segments):
-                yield from (state, self.step_states[layout.group])
+            self.states.keep_where(where_they_are(unseen) > 0)
 
     def commit(self) -> None:
         """Keep what the flows wrote."""
-        for state in self.all_states():
-            if not state.at_rest:
-                state.commit(self._revocable)
+        self.states.commit(self._revocable)
         self._unsee()
 
     def rollback(self) -> None:
         """Drop what the flows wrote."""
-        for state in self.all_states():
-            state.rollback()
-        self._finishing = [(ticket, []) for ticket, _ in self._finishing]  # it began with what is forgotten now
+        self.states.rollback()
+        self._finishing.drop()  # it began with what is forgotten now
         self._unsee()
 
     def _unsee(self) -> None:
         self._seen, self._poisoned = set(), []
-
-    def drafts(self) -> list[Tensor]:
-        """What the flows wrote and is not yet kept."""
-        return [tensor for state in self.all_states() for tensor in state.drafts()]
-
-    def state_by_name(self, confirmed: bool = False) -> Kept:
-        """The elementwise state: tensors in the shape of their parameters. ``confirmed``: what :meth:`undo` would keep."""
-        self.land()
-        kept: Kept = {}
-        for bucket, state in zip(self.buckets, self.states, strict=True):
-            for key, flat in state.flats.items(confirmed):
-                kept.setdefault(key, {}).update(zip(bucket.layout.names, bucket.split(flat), strict=True))
-        return kept
-
-    def residual_share(self, sent: Sequence[Tensor] = ()) -> tuple[float, float]:
-        """Squared L2 norms: of all residuals, and of ``sent``, or what the buckets hold (at a step's end, the gradients).
-        Without any: 0."""
-        residuals = [flat for state in self.states for flat in named(RESIDUAL, state.flats.kept)]
-        if not residuals:
-            return 0.0, 0.0
-        return _squared(residuals), _squared(list(sent) or [bucket.flat for bucket in self.buckets])
-
-    def extras_by_name(self, confirmed: bool = False) -> Kept:
-        """Everything else: by key, or by bucket and key; then by parameter. ``confirmed``: what :meth:`undo` would keep."""
-        self.land()
-        kept: Kept = {}
-        for index, state in enumerate(self.states):
-            for (key, owner), value in state.extras.items(confirmed):
-                kept.setdefault(f"{_BUCKET}{index}: {key}" if owner == WHOLE else key, {})[owner] = value
-        for group, state in self.step_states.items():
-            kept |= {f"{_STEP}{group}: {key}": {WHOLE: value} for key, value in state.flats.items(confirmed)}
-        return kept
-
-    def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Put back what :meth:`state_by_name` and :meth:`extras_by_name` returned, whatever the plan is now."""
-        self.land()
-        self.states = [State(bucket.flat) for bucket in self.buckets]
-        for bucket, state in zip(self.buckets, self.states, strict=True):
-            state.load({key: bucket.gather(tensors) for key, tensors in kept.items()})
-            names = set(bucket.layout.names)
-            state.extras.load({(k, n): t.clone() for k, owned in extras.items() for n, t in owned.items() if n in names})
-            own = _of_place(extras, f"{_BUCKET}{bucket.index}: ")
-            state.extras.kept |= {(key, WHOLE): value for key, value in own.items()}
-        for group, state in self.step_states.items():
-            state.load(_of_place(extras, f"{_STEP}{group}: "))
-
-
-def _squared(tensors: list[Tensor]) -> float:
-    return sum(float(torch.linalg.vector_norm(wide(tensor))) ** 2 for tensor in tensors)
-
-
-def of_any_plan(extras: Kept) -> Kept:
-    """Of :meth:`Exchange.extras_by_name`, what does not belong to buckets as they are cut."""
-    return {key: owned for key, owned in extras.items() if not key.startswith(_BUCKET)}
-
-
-def _of_place(extras: Mapping[str, Mapping[str, Tensor]], place: str) -> dict[str, Tensor]:
-    return {key.removeprefix(place): owned[WHOLE].clone() for key, owned in extras.items() if key.startswith(place)}

@@ -13,7 +13,8 @@ from gossamer.buckets import Bucket, Plan, make_plan, plan_from_names
 from gossamer.comm.ops import broadcast
 from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree_on_plan
-from gossamer.engine.exchange import Exchange, Kept, of_any_plan
+from gossamer.engine.bucket_states import Kept, of_any_plan
+from gossamer.engine.exchange import Exchange
 from gossamer.engine.slots import OpenStep, Slot, like_gradient
 from gossamer.engine.usage import USAGE, with_usage
 from gossamer.errors import ConfigurationError
@@ -83,7 +84,7 @@ class GradientBuckets:
 
     def _put_away(self, over: bool, idle: bool) -> None:
         """Keep no copy of the gradients where they are not exchanged any more, and nothing is left unsent."""
-        if over and self.exchange.buckets and not self.exchange.remembers:
+        if over and self.exchange.buckets and not self.exchange.states.remembers:
             plan = self.exchange.plan
             self.adopt_plan(Plan(()))
             self._shelved = plan
@@ -128,7 +129,7 @@ class GradientBuckets:
 
     def extras_to_save(self) -> Kept:
         """What the algorithm keeps in other shapes than the parameters', as far as the next pass will know it."""
-        extras = self.exchange.extras_by_name(confirmed=True)
+        extras = self.exchange.states.extras_by_name(confirmed=True)
         return extras if self._learned_plan is None else of_any_plan(extras)
 
     def adopt_learned(self) -> None:

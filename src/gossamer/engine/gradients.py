@@ -218,13 +218,13 @@ class GradientSync(GradientBuckets, Subscriber):
             self.exchange.forget()
             self.exchange.conclude([bucket.flat for bucket in self.exchange.buckets], self.step - 1)
         if self._share_asked:
-            self._share, self._share_asked = self.exchange.residual_share(), False
+            self._share, self._share_asked = self.exchange.states.residual_share(), False
 
     def residual_share(self) -> tuple[float, float]:
         """As that of the exchange. While buckets are open they are not read: then it is that of the last step that was
         concluded after somebody had asked."""
         if self._open is None:
-            return self.exchange.residual_share()
+            return self.exchange.states.residual_share()
         self._share_asked = True
         return self._share
 

@@ -59,7 +59,7 @@ class LossScale(Subscriber):
 
     def begin_backward(self) -> None:
         if self._exchange is not None:
-            self.follow(self._exchange.rescale if self._exchange.remembers else None)
+            self.follow(self._exchange.states.rescale if self._exchange.states.remembers else None)
 
     def end_backward(self) -> None:
         agree_on_overflow(self._runner, self._scaler, self._owners)
@@ -104,7 +104,7 @@ class LossScale(Subscriber):
         """Residuals that were loaded are in units of the scale that they were ``saved`` with (None: it is not known)."""
         self._last = torch.tensor(saved) if saved is not None and self.on else None
         if saved is not None and not self.on and self._exchange is not None:
-            self._exchange.rescale(torch.tensor(1 / saved))
+            self._exchange.states.rescale(torch.tensor(1 / saved))
 
 
 def scale_of(scaler: Any) -> Tensor:

@@ -11,7 +11,8 @@ from gossamer.algorithms.base import Algorithm
 from gossamer.buckets import Plan, make_plan
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import CONTROL, Runner
-from gossamer.engine.exchange import Exchange, Kept
+from gossamer.engine.bucket_states import Kept
+from gossamer.engine.exchange import Exchange
 from gossamer.engine.statistics import Statistics
 from gossamer.memory import wide
 from gossamer.optim.communicating import Write
@@ -105,15 +106,15 @@ class OptimizerSync:
         }
 
     def residual_share(self) -> tuple[float, float]:
-        """See ``Exchange.residual_share``: relative to the means, because a bucket's memory may be its residual's by now."""
-        return self.exchange.residual_share(self._results)
+        """See ``BucketStates.residual_share``: relative to the means, as a bucket's memory may be its residual's by now."""
+        return self.exchange.states.residual_share(self._results)
 
     def state_by_name(self) -> Kept:
         """What the compressed means remember."""
-        return self.exchange.state_by_name()
+        return self.exchange.states.by_name()
 
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` returned."""
         if kept:
             self._adopt(self.exchange)
-        self.exchange.load_state_by_name(kept, extras)
+        self.exchange.states.load_by_name(kept, extras)

@@ -61,7 +61,7 @@ class Statistics(Subscriber):
     def read(self, step: int, shares: Sequence[tuple[float, float]]) -> dict[str, float]:
         """All counters: totals since the start, what the last step took, and how much the algorithm saves and keeps back.
 
-        ``shares``: see ``Exchange.residual_share``.
+        ``shares``: see ``BucketStates.residual_share``.
         """
         totals, world = self.totals(), self.runner.world
         exact, sent = 2 * (world - 1) / world * self.gradient_bytes, totals["bytes_sent"]

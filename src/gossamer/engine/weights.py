@@ -20,7 +20,8 @@ from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree_on_plan
 from gossamer.engine.ahead import Ahead
 from gossamer.engine.apply import apply, pack
-from gossamer.engine.exchange import Exchange, Kept
+from gossamer.engine.bucket_states import Kept
+from gossamer.engine.exchange import Exchange
 from gossamer.engine.history import (
     agree_on_history,
     halve_at_most,
@@ -299,7 +300,7 @@ class WeightSync:
     def state_by_name(self) -> Kept:
         """The algorithm's state and the delta not yet added, ``{key: {parameter name: tensor}}``."""
         self.arrive()
-        kept = self.exchange.state_by_name()
+        kept = self.exchange.states.by_name()
         for index in self._deltas:
             bucket = self.exchange.buckets[index]
             kept.setdefault(PENDING, {}).update(zip(bucket.layout.names, bucket.split(self._brought(index)), strict=True))
@@ -315,6 +316,6 @@ class WeightSync:
         if self._history is not None and self._history():  # otherwise it comes with the first step
             self._follow_history()
         own = {key: tensors for key, tensors in kept.items() if key not in (PENDING, EXCHANGES)}
-        self.exchange.load_state_by_name(own, extras)
+        self.exchange.states.load_by_name(own, extras)
         deltas = {bucket.index: bucket.gather(kept.get(PENDING, {})) for bucket in self.exchange.buckets}
         self._deltas = {index: delta for index, delta in deltas.items() if delta is not None}

@@ -1,0 +1,164 @@
+"""Bucket states: what an algorithm remembers about the buckets of one plan, and about their steps."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+
+import torch
+from torch import Tensor
+
+from gossamer.algorithms.blocks.momentum_all_reduce import MOMENTUM
+from gossamer.buckets import Bucket
+from gossamer.memory import wide
+from gossamer.state import RESIDUAL, WHOLE, State, named
+
+Kept = dict[str, dict[str, Tensor]]
+"""``{key: {parameter name: tensor}}``."""
+
+
+_BUCKET = "bucket "
+_STEP = "step "
+
+
+class BucketStates:
+    """A state for each bucket, in the plan's order, and one for the steps of each group of buckets of one handler.
+
+    ``complete`` waits for the flows that still write to them; it is called before they are read or replaced by name.
+    """
+
+    def __init__(self, complete: Callable[[], None]) -> None:
+        self._complete = complete
+        self._buckets: list[Bucket] = []
+        self._of_buckets: list[State] = []
+        self.of_steps: dict[str, State] = {}
+        """By group."""
+
+    def __getitem__(self, index: int) -> State:
+        return self._of_buckets[index]
+
+    def __iter__(self) -> Iterator[State]:
+        return iter(self._of_buckets)
+
+    def __len__(self) -> int:
+        return len(self._of_buckets)
+
+    def adopt(self, buckets: list[Bucket]) -> None:
+        """Be the states of ``buckets``, carrying over by parameter name what was remembered about others."""
+        kept, extras = self.by_name(), of_any_plan(self.extras_by_name())
+        self._buckets = buckets
+        for bucket in buckets:
+            self.of_steps.setdefault(bucket.layout.group, State(torch.zeros(())))
+        self.load_by_name(kept, extras)
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything was written, or is to be dropped, since the last commit."""
+        return any(state.changed for state in self.all())
+
+    def commit(self, revocable: bool) -> None:
+        """Keep what the flows wrote; ``revocable``: :meth:`undo` may still forget it."""
+        for state in self.all():
+            if not state.at_rest:
+                state.commit(revocable)
+
+    def rollback(self) -> None:
+        """Drop what the flows wrote."""
+        for state in self.all():
+            state.rollback()
+
+    def keep_where(self, broken: Tensor) -> None:
+        """Drop it where ``broken`` holds, without asking whether it holds."""
+        for state in self.all():
+            state.keep_where(broken)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether anything is kept per element."""
+        return any(state.flats.kept or state.flats.before for state in self._of_buckets)
+
+    def rescale(self, factor: Tensor) -> None:
+        """Gradients are ``factor`` (one number) times as large from now on: residuals and momenta become so too."""
+        if factor.device.type == "cpu" and factor == 1:
+            return
+        for state in self._of_buckets:
+            for name in (RESIDUAL, MOMENTUM):
+                for kept in named(name, state.flats.kept) + named(name, state.flats.before):
+                    largest = torch.finfo(kept.dtype).max
+                    kept.copy_((wide(kept) * factor.to(kept.device)).clamp(-largest, largest))
+
+    def all(self) -> list[State]:
+        """Those of the buckets, then those of the steps."""
+        return [*self._of_buckets, *self.of_steps.values()]
+
+    def confirm(self, names: Set[str]) -> None:
+        """The results that exchanges had for these parameters are used: what was remembered of them stays."""
+        for state in self._states_of(names):
+            state.confirm()
+
+    def undo(self, names: Set[str]) -> None:
+        """The results that exchanges had for these parameters since the last :meth:`confirm` are not going to be used: remember
+        what was remembered of them then."""
+        for state in self._states_of(names):
+            state.undo()
+
+    def _states_of(self, names: Set[str]) -> Iterator[State]:
+        """Of the buckets with these parameters, and of their steps. No bucket that remembers anything holds others, too."""
+        for bucket, state in zip(self._buckets, self._of_buckets, strict=True):
+            if any(segment.name in names for segment in bucket.segments):
+                yield from (state, self.of_steps[bucket.layout.group])
+
+    def drafts(self) -> list[Tensor]:
+        """What the flows wrote and is not yet kept."""
+        return [tensor for state in self.all() for tensor in state.drafts()]
+
+    def by_name(self, confirmed: bool = False) -> Kept:
+        """The elementwise state: tensors in the shape of their parameters. ``confirmed``: what :meth:`undo` would keep."""
+        self._complete()
+        kept: Kept = {}
+        for bucket, state in zip(self._buckets, self._of_buckets, strict=True):
+            for key, flat in state.flats.items(confirmed):
+                kept.setdefault(key, {}).update(zip(bucket.layout.names, bucket.split(flat), strict=True))
+        return kept
+
+    def residual_share(self, sent: Sequence[Tensor] = ()) -> tuple[float, float]:
+        """Squared L2 norms: of all residuals, and of ``sent``, or what the buckets hold (at a step's end, the gradients).
+        Without any: 0."""
+        residuals = [flat for state in self._of_buckets for flat in named(RESIDUAL, state.flats.kept)]
+        if not residuals:
+            return 0.0, 0.0
+        return _squared(residuals), _squared(list(sent) or [bucket.flat for bucket in self._buckets])
+
+    def extras_by_name(self, confirmed: bool = False) -> Kept:
+        """Everything else: by key, or by bucket and key; then by parameter. ``confirmed``: what :meth:`undo` would keep."""
+        self._complete()
+        kept: Kept = {}
+        for index, state in enumerate(self._of_buckets):
+            for (key, owner), value in state.extras.items(confirmed):
+                kept.setdefault(f"{_BUCKET}{index}: {key}" if owner == WHOLE else key, {})[owner] = value
+        for group, state in self.of_steps.items():
+            kept |= {f"{_STEP}{group}: {key}": {WHOLE: value} for key, value in state.flats.items(confirmed)}
+        return kept
+
+    def load_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Put back what :meth:`by_name` and :meth:`extras_by_name` returned, whatever the plan is now."""
+        self._complete()
+        self._of_buckets = [State(bucket.flat) for bucket in self._buckets]
+        for bucket, state in zip(self._buckets, self._of_buckets, strict=True):
+            state.load({key: bucket.gather(tensors) for key, tensors in kept.items()})
+            names = set(bucket.layout.names)
+            state.extras.load({(k, n): t.clone() for k, owned in extras.items() for n, t in owned.items() if n in names})
+            own = _of_place(extras, f"{_BUCKET}{bucket.index}: ")
+            state.extras.kept |= {(key, WHOLE): value for key, value in own.items()}
+        for group, state in self.of_steps.items():
+            state.load(_of_place(extras, f"{_STEP}{group}: "))
+
+
+def _squared(tensors: list[Tensor]) -> float:
+    return sum(float(torch.linalg.vector_norm(wide(tensor))) ** 2 for tensor in tensors)
+
+
+def of_any_plan(extras: Kept) -> Kept:
+    """Of :meth:`BucketStates.extras_by_name`, what does not belong to buckets as they are cut."""
+    return {key: owned for key, owned in extras.items() if not key.startswith(_BUCKET)}
+
+
+def _of_place(extras: Mapping[str, Mapping[str, Tensor]], place: str) -> dict[str, Tensor]:
+    return {key.removeprefix(place): owned[WHOLE].clone() for key, owned in extras.items() if key.startswith(place)}
