@@ -109,7 +109,7 @@ class Exchange:
         """Whether nothing is under way that has to be waited for."""
         return all(map(self.runner.arrived, self._tickets.values()))
 
-    def due(self, index: int, step: int) -> bool:
+    def _due(self, index: int, step: int) -> bool:
         """Whether a bucket is exchanged at this step."""
         return self.cadences[index].due(step)
 
@@ -120,7 +120,7 @@ class Exchange:
     def launch(self, step: int, when: str) -> None:
         """Start the flow of the bucket that is next; ``when`` describes the step. One that is not due stays as it is."""
         index = self.order[len(self._tickets)]
-        self._submit(index, self.handlers[index].exchange if self.due(index, step) else NOTHING.exchange, step, when)
+        self._submit(index, self.handlers[index].exchange if self._due(index, step) else NOTHING.exchange, step, when)
 
     def launch_due(self, index: int, step: int, when: str, number: int | None = None) -> None:
         """Start the flow of one of :meth:`due_at`; the others have none. ``number``: of the optimizer, if all ranks say first
@@ -177,7 +177,7 @@ class Exchange:
         """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`."""
         for group, mine in self._finishers.items():
             handler, state = self.handlers[mine[0]], self.states.of_steps[group]
-            if not self.due(mine[0], step):
+            if not self._due(mine[0], step):
                 continue
             buckets, own = [self.buckets[i] for i in mine], [*(self.states[i] for i in mine), state]
             *states, whole = [each.later() for each in own]
@@ -205,12 +205,12 @@ class Exchange:
             yield
         except BaseException:
             self.forget()
-            self.rollback()
+            self._rollback()
             raise
 
     def take_back(self, index: int, segment: Segment) -> None:
         """Nobody will use this part of a bucket's result: what had been kept back and was sent with it is owed again."""
-        if self.due(index, self._step):
+        if self._due(index, self._step):
             mean = segment.view(self.buckets[index].flat)
             self.handlers[index].put_back(mean, segment, self.states[index], self.context(self._step))
 
@@ -236,7 +236,7 @@ class Exchange:
         if not self._poisoned and self._on_one_device([*drafts, *unseen]):
             self._settle_there([tensor for tensor in unseen if tensor.is_floating_point() and tensor.numel()])
         elif self._poisoned or any_non_finite(unseen).item() > 0:
-            self.rollback()
+            self._rollback()
 
     @staticmethod
     def _on_one_device(tensors: Sequence[Tensor]) -> bool:
@@ -254,7 +254,7 @@ class Exchange:
         self.states.commit(self._revocable)
         self._unsee()
 
-    def rollback(self) -> None:
+    def _rollback(self) -> None:
         """Drop what the flows wrote."""
         self.states.rollback()
         self._finishing.drop()  # it began with what is forgotten now

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.blocks.difference import Difference, computed
-from gossamer.buckets import in_order, make_plan
+from gossamer.buckets import make_plan
 from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree_on_plan
 from gossamer.engine.ahead import Ahead
@@ -27,13 +27,12 @@ from gossamer.engine.history import (
     halve_at_most,
     keep_squares_valid,
     skipped_anywhere,
-    variances,
     weight_of,
 )
+from gossamer.engine.members import Members
 from gossamer.engine.statistics import Statistics
-from gossamer.errors import UsageError
 from gossamer.memory import wide
-from gossamer.pieces import cut, part_of
+from gossamer.pieces import part_of
 
 PENDING = "(pending)"
 """The name under which the delta that is not yet added is saved, beside the algorithm's own names."""
@@ -64,7 +63,7 @@ class WeightSync:
         self._cadence = algorithm.cadence  # worked out through all parts, so not in every step
         self._history, self._skipped, self._extended = history, skipped, False
         self._number = number if runner.world > 1 else None
-        self._tensors = dict(tensors)
+        self._members = Members(runner.rank, tensors, self._cadence.parts)
         self.exchange: Exchange = Exchange(runner, algorithm, settles=False)
         self._ahead = Ahead()
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
@@ -88,53 +87,16 @@ class WeightSync:
     @property
     def history_names(self) -> list[str] | None:
         """What the optimizer remembers and is exchanged; None as long as that is not known."""
-        return [name for name in self._tensors if weight_of(name) != name] if self._extended else None
+        return [name for name in self._members.tensors if weight_of(name) != name] if self._extended else None
 
     def _lay_out(self) -> None:
-        self.exchange.adopt(make_plan(self._pieces(), self._algorithm, at_once=True))
-        self._orders = self._order()
+        self.exchange.adopt(make_plan(self._members.pieces(), self._algorithm, at_once=True))
         self._ahead.forget()
-        self._gather_members()
-
-    def _pieces(self) -> dict[str, Tensor]:
-        return cut(self._tensors, self._cadence.parts, weight_of)
-
-    def _gather_members(self) -> None:
-        self._places = self._where()
-        self._check_order()
-        pieces = self._pieces()
-        self._members = [[pieces[s.name] for s in bucket.segments] for bucket in self.exchange.buckets]
-        self._variances = variances(self._tensors)
-
-    def _where(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Where the tensors lie, and in which order, if pieces are views of their memory; an assignment to ``.data`` moves
-        them."""
-        return [] if self._cadence.parts == 1 else [(t.data_ptr(), t.stride()) for t in self._tensors.values()]
-
-    def _follow_moved(self) -> None:
-        if self._where() != self._places:
-            self._gather_members()
-
-    def _check_order(self) -> None:
-        """Raise if a tensor that is cut into pieces lies in another order than where they were planned: the same piece would be
-        other elements, for this rank and for what has not been added yet."""
-        for name, order in self._order().items() if self._cadence.parts > 1 else ():
-            if order != self._orders.get(name, order):
-                raise UsageError(
-                    f"rank {self._runner.rank}: parameter {name!r} has another order of strides ({order}, before "
-                    f"{self._orders[name]}), and in_parts() cuts it along its memory: choose the memory format before "
-                    "replicate()"
-                )
-
-    def _order(self) -> dict[str, tuple[int, ...]]:
-        return {name: in_order(tensor.shape, tensor.stride()) for name, tensor in self._tensors.items()}
+        self._members.adopt(self.exchange.buckets)
 
     def follow(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with ``tensors`` where they have replaced others (a module may assign a new tensor to a buffer)."""
-        replaced = {name: t for name, t in tensors.items() if name in self._tensors and self._tensors[name] is not t}
-        if replaced:
-            self._tensors |= replaced
-            self._gather_members()
+        """Go on with ``tensors`` where they have replaced others."""
+        self._members.follow(tensors)
 
     def _follow_history(self) -> None:
         """The optimizer makes its history in its first step, and other tensors when it is loaded."""
@@ -150,7 +112,7 @@ class WeightSync:
             return
         agree_on_history(self._runner, tensors)
         self._extended = True
-        self._tensors |= tensors
+        self._members.tensors |= tensors
         self._lay_out()
 
     @torch.no_grad()
@@ -159,10 +121,10 @@ class WeightSync:
         if self._begun or self.steps:
             return
         self._begun = True
-        self._follow_moved()
+        self._members.follow_moved()
         with self.exchange.transaction():
-            for bucket, members in zip(self.exchange.buckets, self._members, strict=True):
-                pack(bucket, members)
+            for bucket in self.exchange.buckets:
+                pack(bucket, self._members[bucket.index])
                 self.exchange.handlers[bucket.index].begin(bucket, self.exchange.states[bucket.index], self.exchange.context(0))
             self.exchange.commit()
 
@@ -174,7 +136,7 @@ class WeightSync:
         upcoming = self._following(step)
         for index in self.exchange.due_at(upcoming):
             if self.exchange.cadences[index].ahead(upcoming):
-                self._follow_moved()
+                self._members.follow_moved()
                 self._ahead.remember(self.exchange.buckets[index], self._members[index])
 
     @torch.no_grad()
@@ -218,7 +180,7 @@ class WeightSync:
         self._step, self._late = step, 0
         self.exchanges += 1
         self._follow_history()
-        self._follow_moved()
+        self._members.follow_moved()
         with self.exchange.transaction():
             due = self.exchange.due_at(step)
             first = set() if self._number is None else self.exchange.first_on_lanes(due)
@@ -250,7 +212,7 @@ class WeightSync:
             return
         if self._extended and self._history is not None:
             self.follow(self._history())
-        self._follow_moved()
+        self._members.follow_moved()
         with self._adding():
             for index, delta in self._deltas.items():
                 apply(self._members[index], delta, self.exchange.buckets[index])
@@ -259,12 +221,12 @@ class WeightSync:
     @contextmanager
     def _adding(self) -> Iterator[None]:
         """Inside, deltas are added; what may not be negative is not, afterwards."""
-        before = [tensor.clone() for tensor in self._variances]
+        before = [tensor.clone() for tensor in self._members.variances]
         yield
         if before:
-            halve_at_most(self._variances, before)
+            halve_at_most(self._members.variances, before)
         if self._extended:
-            keep_squares_valid(self._tensors)
+            keep_squares_valid(self._members.tensors)
 
     @torch.no_grad()
     def weigh(self, tensors: Mapping[str, Tensor], arrived: bool = True) -> None:
@@ -277,8 +239,7 @@ class WeightSync:
         moved = arrived and traits.moves_mean and bool(self._deltas)
         if not (traits.weighted or traits.nodes or moved):
             return
-        places = {name: tensors.get(name, tensor) for name, tensor in self._tensors.items()}
-        pieces = cut(places, self._cadence.parts, weight_of)
+        pieces = self._members.pieces(tensors)
         for index, bucket in enumerate(self.exchange.buckets):
             copies = {name: pieces[name] for name in bucket.layout.names if part_of(name)[0] in tensors}
             flat = bucket.gather(copies)
@@ -305,7 +266,7 @@ class WeightSync:
             bucket = self.exchange.buckets[index]
             kept.setdefault(PENDING, {}).update(zip(bucket.layout.names, bucket.split(self._brought(index)), strict=True))
         if self._lag:
-            kept[EXCHANGES] = {next(iter(self._tensors)): torch.tensor(self.exchanges)}
+            kept[EXCHANGES] = {next(iter(self._members.tensors)): torch.tensor(self.exchanges)}
         return kept
 
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:

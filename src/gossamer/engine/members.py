@@ -1,0 +1,74 @@
+"""Members: the tensors whose values one optimizer's exchanges move, whole or in pieces, bucket by bucket."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from gossamer.buckets import Bucket, in_order
+from gossamer.engine.history import variances, weight_of
+from gossamer.errors import UsageError
+from gossamer.pieces import cut
+
+
+class Members:
+    """Tensors by name; ``members[index]`` are those of a bucket, in its order: views of their memory if they are in pieces."""
+
+    def __init__(self, rank: int, tensors: Mapping[str, Tensor], parts: int) -> None:
+        self._rank, self._parts = rank, parts
+        self.tensors = dict(tensors)
+        self.variances: list[Tensor] = []
+        """Those that are a module's running variance."""
+        self._buckets: Sequence[Bucket] = ()
+        self._of_buckets: list[list[Tensor]] = []
+        self._orders: dict[str, tuple[int, ...]] = {}
+        self._places: list[tuple[int, tuple[int, ...]]] = []
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return self._of_buckets[index]
+
+    def pieces(self, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """What a plan is made of, by name: of these tensors, or of ``others`` where they have one of that name."""
+        tensors = self.tensors if others is None else {name: others.get(name, t) for name, t in self.tensors.items()}
+        return cut(tensors, self._parts, weight_of)
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Be the members of ``buckets``, which were planned for :meth:`pieces`."""
+        self._buckets, self._orders = buckets, self._order()
+        self._gather()
+
+    def follow(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with ``tensors`` where they have replaced others (a module may assign a new tensor to a buffer)."""
+        replaced = {name: t for name, t in tensors.items() if name in self.tensors and self.tensors[name] is not t}
+        if replaced:
+            self.tensors |= replaced
+            self._gather()
+
+    def follow_moved(self) -> None:
+        """Take pieces anew where an assignment to ``.data`` has moved a tensor."""
+        if self._where() != self._places:
+            self._gather()
+
+    def _gather(self) -> None:
+        self._places = self._where()
+        self._check_order()
+        pieces = self.pieces()
+        self._of_buckets = [[pieces[s.name] for s in bucket.segments] for bucket in self._buckets]
+        self.variances = variances(self.tensors)
+
+    def _where(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Where the tensors lie, and in which order, if pieces are views of their memory."""
+        return [] if self._parts == 1 else [(t.data_ptr(), t.stride()) for t in self.tensors.values()]
+
+    def _check_order(self) -> None:
+        """Raise if a tensor that is cut into pieces lies in another order than where they were planned: the same piece would be
+        other elements, for this rank and for what has not been added yet."""
+        for name, order in self._order().items() if self._parts > 1 else ():
+            if order != self._orders.get(name, order):
+                raise UsageError(
+                    f"rank {self._rank}: parameter {name!r} has another order of strides ({order}, before "
+                    f"{self._orders[name]}), and in_parts() cuts it along its memory: choose the memory format before "
+                    "replicate()"
+                )
+
+    def _order(self) -> dict[str, tuple[int, ...]]:
+        return {name: in_order(tensor.shape, tensor.stride()) for name, tensor in self.tensors.items()}
