@@ -2,10 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,25 +15,18 @@ from gossamer.comm.connect import connect
 from gossamer.comm.ops import permute
 from gossamer.comm.runner import Ticket, lane_for
 from gossamer.comm.topology import shift
+from gossamer.data.answering import Answering, answering
 from gossamer.data.collation import collated_again
-from gossamer.data.deal import dealt, dealt_sizes
+from gossamer.data.opening import opened
 from gossamer.data.options import Options, place_in
-from gossamer.data.shares import batches_of, cut, drawn, gathered, in_full
-from gossamer.data.table import Layout, Table, count, load
+from gossamer.data.shares import batches_in, drawn
+from gossamer.data.table import Layout
 from gossamer.engine.agreement import agree
 from gossamer.engine.alarms import alarming, give_up
-from gossamer.engine.lagging import patiently
-from gossamer.errors import ConfigurationError, UsageError
+from gossamer.errors import UsageError
 
 UNDER_WAY = 4
 """Batches that may travel at once: what arrives is needed in the next local epoch only, so a neighbour may be late."""
-
-
-class Answering(Protocol):
-    """A :class:`gossamer.Replica`, as far as a shuffle knows of it."""
-
-    def answer(self) -> bool:
-        """Take part in one more exchange that others may wait for, if it could begin at once; whether it did."""
 
 
 class RingShuffle(IterableDataset[Any]):
@@ -130,26 +123,14 @@ class RingShuffle(IterableDataset[Any]):
             raise
 
     def _open(self, dataset: Any) -> None:
-        total, runner, options = count(dataset), self._runner, self._options
-        if options.split:
-            agree(runner, {"the size of the dataset to split": f"{total} samples"})
-            chosen = drawn(total, f"{options.seed}/split")[runner.rank :: runner.world].tolist()
-        else:
-            chosen = list(range(total))
-        brought = gathered(runner, len(chosen))
-        if 0 in brought:
-            raise ConfigurationError(f"rank {brought.index(0)} holds no sample; every rank needs a share of the data")
-        self._sizes = dealt_sizes(brought) if options.deal else brought
-        self._steps = batches_of(self._sizes, options.batch_size, options.drop_last)
+        runner, options = self._runner, self._options
+        self._sizes, self._steps, table = opened(runner, dataset, options)
         self._widest = max(options.batch_size, -(-max(self._sizes) // self._steps))  # with what is left over behind a batch
-        table: Table = load(dataset, chosen)
-        agree(runner, {"samples": str(table.layout), "their structure": str(table.layout.structure)})
         self._layout: Layout = table.layout
-        rows = dealt(runner, table.rows, brought, f"{options.seed}/deal") if options.deal else table.rows
         self._storage = torch.zeros(self._steps * self._widest, table.layout.row_bytes, dtype=torch.uint8)
-        self._place(rows)
+        self._place(table.rows)
         if options.shuffle:  # samples stay where they are, and have other numbers
-            self._home = drawn(len(rows), f"{options.seed}/order of {runner.rank}")
+            self._home = drawn(len(table.rows), f"{options.seed}/order of {runner.rank}")
         self._begin_epoch()
 
     # -- what the user calls ------------------------------------------------------------------------------------
@@ -257,22 +238,11 @@ class RingShuffle(IterableDataset[Any]):
         while self._pending and (len(self._pending) > at_most or self._runner.arrived(self._pending[0][0])):
             ticket, indices = self._pending.popleft()
             begin = time.perf_counter()
-            rows = self._runner.wait(ticket, None if self._replica is None else self._answering(self._replica))
+            rows = self._runner.wait(ticket, None if self._replica is None else answering(self._replica))
             self.waited_seconds += time.perf_counter() - begin
             places, self._free = self._free[: len(indices)], self._free[len(indices) :]
             self._storage[places] = rows[: len(indices)]
             self._next_home[indices] = places
-
-    @staticmethod
-    def _answering(replica: Answering) -> Callable[[], bool]:
-        """What to do during a wait. It is not what is waited for: the wait ends with its timeout all the same."""
-        answer = patiently(replica.answer)
-
-        def meanwhile() -> bool:
-            answer()
-            return False
-
-        return meanwhile
 
     # -- local epochs -------------------------------------------------------------------------------------------
 
@@ -288,13 +258,7 @@ class RingShuffle(IterableDataset[Any]):
 
     def _batches(self, share: int) -> tuple[Tensor, ...]:
         """The samples of each batch of a share in this local epoch, as numbers within the share."""
-        size, options = self._sizes[share], self._options
-        order = drawn(size, f"{options.seed}/{share}/{self._epoch}") if options.mix else torch.arange(size)
-        if not options.drop_last:
-            return torch.split(order, cut(size, self._steps, options.batch_size))
-        if not options.mix:  # where the last local epoch stopped
-            order = order.roll(-self._epoch * self._steps * options.batch_size)
-        return in_full(order, self._steps, options.batch_size)
+        return batches_in(self._epoch, share, self._sizes[share], self._steps, self._options)
 
     def _next_epoch(self) -> None:
         self._land()

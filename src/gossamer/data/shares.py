@@ -5,6 +5,7 @@ from torch import Tensor
 
 from gossamer.comm.ops import all_gather
 from gossamer.comm.runner import Runner
+from gossamer.data.options import Options
 from gossamer.engine.agreement import digest
 from gossamer.errors import ConfigurationError
 
@@ -22,6 +23,16 @@ def in_full(order: Tensor, batches: int, batch_size: int) -> tuple[Tensor, ...]:
     used = batches * batch_size
     pairs = zip(order[:used].split(batch_size), order[used:].tensor_split(batches), strict=True)
     return tuple(torch.cat(pair) for pair in pairs)
+
+
+def batches_in(epoch: int, share: int, size: int, batches: int, options: Options) -> tuple[Tensor, ...]:
+    """The samples of each batch of a share of ``size`` in a local epoch, as numbers within the share."""
+    order = drawn(size, f"{options.seed}/{share}/{epoch}") if options.mix else torch.arange(size)
+    if not options.drop_last:
+        return torch.split(order, cut(size, batches, options.batch_size))
+    if not options.mix:  # where the last local epoch stopped
+        order = order.roll(-epoch * batches * options.batch_size)
+    return in_full(order, batches, options.batch_size)
 
 
 def batches_of(sizes: list[int], batch_size: int, drop_last: bool = False) -> int:
