@@ -9,23 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.engine import checkpoint, mixing
-from gossamer.engine.agreement import same_from_rank
+from gossamer.engine import checkpoint, joining, mixing
 from gossamer.engine.alarms import alarming
-from gossamer.engine.assembly import Parts, remove_hooks
-from gossamer.engine.attach import detach
-from gossamer.engine.checks import held_by, named_buffers
-from gossamer.engine.consensus import at_average, become_average, check_equal, distance, equal
-from gossamer.engine.exact import changing
-from gossamer.engine.join import state_from_rank
-from gossamer.engine.loop import Subscriber
-from gossamer.engine.module_buffers import beside_parameters, floating, synchronise_buffers
+from gossamer.engine.assembly import Parts, disassemble
+from gossamer.engine.averages import Averages
 from gossamer.engine.optimizers import OptimizerSync
-from gossamer.engine.ties import once
 from gossamer.engine.weights import WeightSync
 from gossamer.errors import UsageError
-from gossamer.optim.communicating import Communicating
-from gossamer.optim.gossip_adamw import stop_telling
 
 
 class Replica:
@@ -38,7 +28,8 @@ class Replica:
         self.algorithm: Algorithm = parts.algorithm
         self._parts, self._runner, self._loop = parts, parts.runner, parts.loop
         self._weights, self._gradients, self._overlap = parts.weights, parts.gradients, parts.overlap
-        self._closed = self._at_average = False
+        self._averages = Averages(parts)
+        self._closed = False
         if self._weights and self._runner.world > 1:
             mixing.refuse_for(self._differing, self._runner.rank)
 
@@ -80,23 +71,9 @@ class Replica:
         ``throw_on_early_termination=True`` raises a :class:`UsageError` on all ranks once one of them has left the block and
         another begins a further step.
         """
-        if self.algorithm.cadence.lag:
-            raise UsageError("join() is not needed where exchanges may lag: a rank may have as many batches as it likes")
-        if self._parts.scale.on:
-            raise UsageError("join() cannot be used with scaler=: a rank without batches would not know by what others scale")
-        if self._gradients is not None and self._weights:
-            raise UsageError(f"join() cannot be used with {self.algorithm!r}, which moves both gradients and weights")
-        if self._overlap is not None:
-            raise UsageError("join() cannot be used with overlap_forward: a rank without batches has no forward pass")
-        if self._gradients is None and not divide_by_initial_world_size:
-            raise UsageError("join(divide_by_initial_world_size=False) is for algorithms that average gradients")
-        own = set(map(id, self._parts.parameters.values()))
-        if self._gradients is not None and any(id(p) not in own for each in self._parts.optimizers for p in held_by(each)):
-            raise UsageError(
-                "join() cannot be used where an optimizer holds parameters that are ignored: what it remembers of them is this "
-                "rank's own, and would be replaced by another one's; give them an optimizer of their own"
-            )
-        active = self._parts.join.active(self._conclude_join, divide_by_initial_world_size, throw_on_early_termination)
+        joining.refuse(self._parts, divide_by_initial_world_size)
+        conclude = partial(joining.conclude, self._parts)
+        active = self._parts.join.active(conclude, divide_by_initial_world_size, throw_on_early_termination)
         with alarming(self._runner), active:
             yield
 
@@ -111,23 +88,18 @@ class Replica:
         an optimizer's step inside is refused, because it would be undone. The average of a whole run is left in the model by
         ``close(average=True)``.
         """
-        if self._runner.world == 1 or self._at_average:
+        if self._runner.world == 1 or self._averages.on:
             yield self._parts.model
             return
         if not self._weights:
-            self._bring_buffers_together()
+            self._averages.bring_buffers_together()
             yield self._parts.model
             return
-        self._refuse_in_join("consensus()")
+        joining.refuse_inside(self._parts, "consensus()")
         self._even_out()
         self.wait_for_exchanges()
-        tensors = once({**floating(self._parts.trainable), **beside_parameters(self._parts.model)})
-        self._at_average = True
-        try:
-            with self._loop.including(NoStep()), at_average(self._runner, self._parts.optimizers, tensors, self._weights.weigh):
-                yield self._parts.model
-        finally:
-            self._at_average = False
+        with self._averages.inside():
+            yield self._parts.model
 
     def consensus_distance(self) -> float:
         """How far the replicas are apart now: the root mean square over workers of ‖w − w̄‖ / ‖w̄‖, w̄ the mean of the weights
@@ -136,16 +108,12 @@ class Replica:
         Zero for gradient algorithms, unless something has gone wrong, and inside :meth:`consensus`. Collective, and costs an
         all-reduce of the weights (a checksum where they are equal, and gradients travel): for now and then.
         """
-        if self._runner.world == 1 or self._at_average:
+        if self._runner.world == 1 or self._averages.on:
             return 0.0
-        self._refuse_in_join("consensus_distance()")
+        joining.refuse_inside(self._parts, "consensus_distance()")
         self._even_out()
         self.wait_for_exchanges()
-        tensors = floating(self._parts.trainable)
-        if not self._weights and equal(self._runner, tensors):
-            return 0.0
-        weigh = partial(self._weights.weigh, arrived=False)
-        return distance(self._runner, once(tensors) if self._weights else tensors, weigh)
+        return self._averages.distance()
 
     def catch_up(self) -> None:
         """Where exchanges may lag (``lag=``): wait until every rank is here and all have taken part in the same ones.
@@ -155,7 +123,7 @@ class Replica:
         """
         if self._weights.may_be_apart:
             with alarming(self._runner):
-                self._weights.catch_up(self._at_average)
+                self._weights.catch_up(self._averages.on)
 
     def _even_out(self) -> None:
         """Where only weights are exchanged, ranks may have taken different numbers of steps; where all meet they are told."""
@@ -169,7 +137,7 @@ class Replica:
         For a loop that waits for other ranks in its own way: calling this meanwhile lets the others go on.
         ``RingShuffle(…, replica=replica)`` does.
         """
-        if self._closed or self._at_average or not self._weights.may_be_apart:
+        if self._closed or self._averages.on or not self._weights.may_be_apart:
             return False
         with alarming(self._runner):
             return self._weights.answer()
@@ -219,7 +187,7 @@ class Replica:
         weights = checkpoint.fingerprint(self._parts.parameters.values()) if self._weights else ""
         syncs = [*self._weights, *self._parts.links]
         if not self._parts.join.on:
-            self._check_equal()
+            self._averages.check_equal()
         state = checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, syncs, weights)
         return state | {"scale": self._parts.scale.saved()}
 
@@ -263,7 +231,7 @@ class Replica:
         """
         if self._closed:
             return
-        if self._at_average:
+        if self._averages.on:
             raise UsageError("close() inside consensus() would be undone at its end: close the replica after that block")
         self._closed = True
         try:
@@ -274,84 +242,31 @@ class Replica:
             self._release(average)
 
     def _release(self, average: bool) -> None:
-        detach(self.algorithm, self._parts.optimizers)
-        for optimizer in self._parts.optimizers:
-            stop_telling(optimizer)
-            if isinstance(optimizer, Communicating):
-                optimizer.link = None
-        remove_hooks(self._parts)
-        self._parts.watch.release()
+        disassemble(self._parts)
         try:
             self.catch_up()
             if average and sys.exc_info()[0] is None:
                 self._even_out()
             self._weights.conclude()
-            if average and self._weights and self._runner.world > 1:
-                beside = beside_parameters(self._parts.model)
-                become_average(
-                    self._runner, self._parts.optimizers, floating(self._parts.trainable), beside, self._weights.weigh
-                )
-            elif average:
-                self._bring_buffers_together()
+            if average:
+                self._averages.become()
             if average and sys.exc_info()[0] is None:
-                self._check_equal()
+                self._averages.check_equal()
         finally:
             if self._parts.ignored is not None:
                 self._parts.ignored.release()
             self._runner.close()
 
-    def _bring_buffers_together(self) -> None:
-        """Where gradients travel: before the model is used outside of training, so that it is one model on all ranks."""
-        if self._parts.buffers != "local" and self._runner.world > 1 and named_buffers(self._parts.model):
-            self._refuse_in_join("consensus() of a model with buffers")
-            if self._overlap is not None:
-                self._overlap.complete()
-            synchronise_buffers(self._runner, self._parts.model, self._parts.buffers)
-
-    def _check_equal(self) -> None:
-        """Look whether replicas are equal in what they are to be equal in: where weights travel, in nothing; never in buffers,
-        which change in every forward pass."""
-        parted = bool(self._weights) or (self._gradients is not None and self._gradients.parts_replicas)
-        alike = {} if parted else {name: p for name, p in self._parts.parameters.items() if not p.is_meta}
-        if alike and self._runner.world > 1:
-            check_equal(self._runner, alike)
-
-    def _conclude_join(self, last: int, uneven: bool) -> None:
-        if self._gradients is not None:
-            self._gradients.discarded.confirm(())
-        if self._weights:
-            return
-        buffers = [] if self._parts.buffers == "local" else named_buffers(self._parts.model).values()
-        same_from_rank(self._runner, [*self._parts.parameters.values(), *buffers], last)
-        if uneven and not self._parts.links:  # those that communicate took their steps on all ranks
-            for optimizer in self._parts.optimizers:
-                with changing(optimizer):
-                    what = f"the state of {type(optimizer).__name__}"
-                    optimizer.load_state_dict(dict(state_from_rank(self._runner, optimizer.state_dict(), last, what)))
-
     def _differing(self) -> Mapping[str, Tensor]:
         """The weights, where they are not the same on all ranks now."""
-        return {} if self._closed or self._at_average else self._parts.parameters
-
-    def _refuse_in_join(self, what: str) -> None:
-        if self._parts.join.on:
-            raise UsageError(
-                f"{what} inside join(): a rank whose batches have ended would not take part; call it after the block"
-            )
+        return {} if self._closed or self._averages.on else self._parts.parameters
 
     def _require_own_weights(self, what: str) -> None:
         """Raise where the algorithm's state would not be that of the weights that the model has."""
         if self._closed:
             raise UsageError("the replica is closed")
-        if self._at_average:
+        if self._averages.on:
             raise UsageError(
                 f"{what} inside consensus(): a replica's state belongs to the model's own weights, and not to the average; "
                 "call it after the block"
             )
-
-
-class NoStep(Subscriber):
-    """Refuses steps inside ``consensus()``."""
-
-    def before_step(self, index: int, closure: bool) -> None:
-        raise UsageError("optimizer.step() inside replica.consensus(): the model's own weights come back after it")

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
+from gossamer.engine.attach import detach
 from gossamer.engine.checks import Ignored, Watch, held_by, named_parameters
 from gossamer.engine.gradients import GradientSync
 from gossamer.engine.join import Join
@@ -24,6 +25,7 @@ from gossamer.engine.unaveraged import UnaveragedGradients, ask_how_many
 from gossamer.engine.unstepped import UnsteppedWeights
 from gossamer.engine.weight_syncs import WeightSyncs
 from gossamer.optim.communicating import Communicating
+from gossamer.optim.gossip_adamw import stop_telling
 
 
 @dataclass
@@ -108,8 +110,19 @@ def assemble(
     return parts
 
 
-def remove_hooks(parts: Parts) -> None:
+def disassemble(parts: Parts) -> None:
     """The model and the optimizers train alone from now on."""
+    detach(parts.algorithm, parts.optimizers)
+    for optimizer in parts.optimizers:
+        stop_telling(optimizer)
+        if isinstance(optimizer, Communicating):
+            optimizer.link = None
+    remove_hooks(parts)
+    parts.watch.release()
+
+
+def remove_hooks(parts: Parts) -> None:
+    """Nothing is called any more."""
     for handle in parts.handles:
         handle.remove()
 

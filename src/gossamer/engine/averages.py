@@ -1,0 +1,77 @@
+"""Averages: the average of a replica and all others in its model, their distance, and whether they are equal."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from gossamer.engine import joining
+from gossamer.engine.assembly import Parts
+from gossamer.engine.checks import named_buffers
+from gossamer.engine.consensus import at_average, become_average, check_equal, distance, equal
+from gossamer.engine.loop import Subscriber
+from gossamer.engine.module_buffers import beside_parameters, floating, synchronise_buffers
+from gossamer.engine.ties import once
+from gossamer.errors import UsageError
+
+
+class Averages:
+    """What is asked of all replicas of one model together. Collective, while no exchange is under way."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._runner, self._weights = parts, parts.runner, parts.weights
+        self.on = False
+        """Whether the model holds the average now, in place of its own weights."""
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside, the model holds the average of the weights of all replicas, and no step may be taken."""
+        parts = self._parts
+        tensors = once({**floating(parts.trainable), **beside_parameters(parts.model)})
+        self.on = True
+        try:
+            with parts.loop.including(NoStep()), at_average(self._runner, parts.optimizers, tensors, self._weights.weigh):
+                yield
+        finally:
+            self.on = False
+
+    def become(self) -> None:
+        """Leave the average in the model; where gradients are exchanged, only buffers may differ from it."""
+        parts = self._parts
+        if self._weights and self._runner.world > 1:
+            beside = beside_parameters(parts.model)
+            become_average(self._runner, parts.optimizers, floating(parts.trainable), beside, self._weights.weigh)
+        else:
+            self.bring_buffers_together()
+
+    def distance(self) -> float:
+        """How far the replicas are apart: see :meth:`gossamer.Replica.consensus_distance`."""
+        tensors = floating(self._parts.trainable)
+        if not self._weights and equal(self._runner, tensors):
+            return 0.0
+        weigh = partial(self._weights.weigh, arrived=False)
+        return distance(self._runner, once(tensors) if self._weights else tensors, weigh)
+
+    def bring_buffers_together(self) -> None:
+        """Where gradients are exchanged: before the model is used outside of training, so that it is one model on all ranks."""
+        parts = self._parts
+        if parts.buffers != "local" and self._runner.world > 1 and named_buffers(parts.model):
+            joining.refuse_inside(parts, "consensus() of a model with buffers")
+            if parts.overlap is not None:
+                parts.overlap.complete()
+            synchronise_buffers(self._runner, parts.model, parts.buffers)
+
+    def check_equal(self) -> None:
+        """Raise DisagreementError unless replicas are equal in what they are to be equal in: where weights are exchanged, in
+        nothing; never in buffers, which change in every forward pass."""
+        gradients = self._parts.gradients
+        parted = bool(self._weights) or (gradients is not None and gradients.parts_replicas)
+        alike = {} if parted else {name: p for name, p in self._parts.parameters.items() if not p.is_meta}
+        if alike and self._runner.world > 1:
+            check_equal(self._runner, alike)
+
+
+class NoStep(Subscriber):
+    """Refuses steps inside ``consensus()``."""
+
+    def before_step(self, index: int, closure: bool) -> None:
+        raise UsageError("optimizer.step() inside replica.consensus(): the model's own weights come back after it")
