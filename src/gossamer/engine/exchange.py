@@ -151,12 +151,9 @@ class Exchange:
                 self._poisoned.append(bucket.index)
         return result
 
-    def collect(self) -> list[Tensor]:
-        """Wait for everything that was launched; the results in the plan's order, without what stays as it is."""
-        return list(self.collect_due().values())
-
-    def collect_due(self) -> dict[int, Any]:
-        """The same, by bucket: tensors, or of weights a :class:`Difference`."""
+    def collect(self) -> dict[int, Any]:
+        """Wait for everything that was launched; the results by bucket, in the plan's order, without what stays as it is:
+        tensors, or of weights a :class:`Difference`."""
         under_way = sorted(self._tickets.items())
         came = {index: self.runner.wait(ticket) for index, ticket in under_way}
         results = {index: self._check(index, result) for index, result in came.items()}

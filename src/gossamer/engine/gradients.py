@@ -177,7 +177,7 @@ class GradientSync(GradientBuckets, Subscriber):
         unused = self._flush()
         asked = self._ask_for_usage(unused)
         with self._statistics.exposed():
-            results = self.exchange.collect()
+            results = list(self.exchange.collect().values())
             self._place(results, unused, asked)
         self.exchange.conclude([bucket.flat for bucket in self.exchange.buckets], self.step)
 

@@ -78,7 +78,7 @@ class OptimizerSync:
                 write(self._numbers[segment.name], view)
             exchange.launch(step, f"of the optimizer's step {step}")
         with self._statistics.exposed():
-            results = exchange.collect()
+            results = list(exchange.collect().values())
         self._take_back(exchange, results, write, step)
         exchange.conclude(results, step)
         return results

@@ -196,7 +196,7 @@ class WeightSync:
             return
         with self.exchange.transaction():
             with self._statistics.exposed():
-                deltas = self.exchange.collect_due()
+                deltas = self.exchange.collect()
             self.exchange.finish(self._step)
             self.exchange.land()
             self._deltas = deltas
