@@ -1,0 +1,166 @@
+"""Cluster: the machines that train together, their links at every level, and how unequal their workers are."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gossamer.checks import is_number, is_whole
+from gossamer.errors import ConfigurationError
+from gossamer.simulate.profile import Link
+
+Distribution = Literal["lognormal", "exponential"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """``count`` machines with ``devices`` workers each. Worker r is on machine r // devices.
+
+    ``speed`` of a device: relative to the one that the computation was measured on. ``sites``: in how many places of as many
+    machines they stand, consecutive ones together; machines of different sites reach each other over ``Cluster.across``.
+    """
+
+    count: int
+    devices: int = 1
+    device: str = ""
+    speed: float = 1.0
+    sites: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("count", "devices", "sites"):
+            if not is_whole(getattr(self, name), 1):
+                raise ConfigurationError(f"{name} must be a whole number, at least 1; got {getattr(self, name)!r}")
+        if not isinstance(self.device, str):
+            raise ConfigurationError(f"device must be a name; got {self.device!r}")
+        _check_above_zero(speed=self.speed)
+        if self.count % self.sites:
+            raise ConfigurationError(f"{self.count} machines cannot stand in {self.sites} sites of as many machines each")
+
+    @property
+    def world(self) -> int:
+        """Number of workers."""
+        return self.count * self.devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """What a machine's workers share for all that is no forward and backward pass: codecs, copies and optimizer steps.
+
+    ``cores``: how many such tasks run at the same time; more than these queue. ``copy``: bytes per second that one of them
+    copies; infinite: nothing of this takes time. ``kernels``: bytes of gradient per second by the name of a kernel, as in the
+    table of ``benchmarks/results/kernels.md`` ("8 bits, encode"). Those without an entry take their share of a copy there.
+    """
+
+    cores: int = 1
+    copy: float = math.inf
+    kernels: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.cores, 1):
+            raise ConfigurationError(f"cores must be a whole number, at least 1; got {self.cores!r}")
+        _check_above_zero(copy=self.copy, **{f"kernels[{name!r}]": speed for name, speed in self.kernels.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pauses:
+    """Every worker stands still for ``seconds``, once in ``every`` seconds of computing in the mean, at random."""
+
+    every: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _check_above_zero(every=self.every, seconds=self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """How the times of workers differ.
+
+    ``jitter``: the standard deviation of the time that a worker computes in a step, as a share of its mean, drawn anew for
+    every worker and step. ``distribution``: "lognormal", or "exponential" (a fixed part and an exponential one, so that jitter
+    1 is an exponential time). ``slow``: by which factor machines, by number, take longer. ``seed``: of what is drawn.
+    """
+
+    jitter: float = 0.0
+    distribution: Distribution = "lognormal"
+    slow: Mapping[int, float] = field(default_factory=dict)
+    pauses: Pauses | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.jitter) and 0 <= self.jitter <= 1):
+            raise ConfigurationError(f"jitter must be a share of the mean, from 0 to 1; got {self.jitter!r}")
+        if self.distribution not in ("lognormal", "exponential"):
+            raise ConfigurationError(f"distribution must be 'lognormal' or 'exponential'; got {self.distribution!r}")
+        _check_machines("slow", self.slow)
+        _check_above_zero(**{f"slow[{number}]": factor for number, factor in self.slow.items()})
+        if not (self.pauses is None or isinstance(self.pauses, Pauses)):
+            raise ConfigurationError(f"pauses must be Pauses(every=, seconds=); got {self.pauses!r}")
+        if not is_whole(self.seed):
+            raise ConfigurationError(f"seed must be an integer; got {self.seed!r}")
+
+    @property
+    def none(self) -> bool:
+        """Whether all workers are equal in every step."""
+        return self.jitter == 0 and self.pauses is None and all(factor == 1 for factor in self.slow.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What :func:`gossamer.simulate.step_time` must know of a cluster.
+
+    ``between``: the link of each machine to the others, which its workers share; ``own``: of single machines, by number, where
+    it is another one. ``inside``: the link of each worker to the others of its machine; None: without delay. ``across``: the
+    link of each site to the others, which its machines share; None: that of a machine is the only limit.
+    """
+
+    name: str = ""
+    machines: Machines
+    between: Link
+    inside: Link | None = None
+    across: Link | None = None
+    own: Mapping[int, Link] = field(default_factory=dict)
+    processor: Processor = field(default_factory=Processor)
+    stragglers: Stragglers = field(default_factory=Stragglers)
+
+    def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if not (isinstance(value, kind) or (value is None and name in ("inside", "across"))):
+                raise ConfigurationError(f"{name} must be an instance of {kind.__name__}; got {value!r}")
+        _check_machines("own", self.own)
+        if not all(isinstance(link, Link) for link in self.own.values()):
+            raise ConfigurationError(f"own must hold a Link of each machine that it names; got {dict(self.own)!r}")
+        count = self.machines.count
+        for name, numbers in (("own", self.own), ("stragglers.slow", self.stragglers.slow)):
+            unknown = sorted(number for number in numbers if number >= count)
+            if unknown:
+                raise ConfigurationError(f"{name} names machine {unknown[0]}; there are {count}, from 0 to {count - 1}")
+        if self.across is not None and self.machines.sites == 1:
+            raise ConfigurationError("across= is the link between sites, and there is one: say machines.sites, or leave it out")
+
+    @property
+    def world(self) -> int:
+        """Number of workers."""
+        return self.machines.world
+
+
+_KINDS = {
+    "machines": Machines,
+    "between": Link,
+    "inside": Link,
+    "across": Link,
+    "processor": Processor,
+    "stragglers": Stragglers,
+}
+
+
+def _check_above_zero(**numbers: object) -> None:
+    for name, value in numbers.items():
+        if not (is_number(value) and value > 0):
+            raise ConfigurationError(f"{name} must be a number above 0; got {value!r}")
+
+
+def _check_machines(name: str, numbers: Mapping[int, object]) -> None:
+    if not isinstance(numbers, Mapping) or not all(is_whole(number, 0) for number in numbers):
+        raise ConfigurationError(f"{name} must be a mapping of machine numbers, from 0 on; got {numbers!r}")
