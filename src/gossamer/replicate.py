@@ -22,7 +22,7 @@ from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree, checksum, same_from_rank
 from gossamer.engine.alarms import give_up
 from gossamer.engine.apply import prepare
-from gossamer.engine.arguments import check_arguments, check_lag, check_overlap
+from gossamer.engine.arguments import check_arguments, check_delay, check_lag, check_overlap
 from gossamer.engine.assembly import assemble
 from gossamer.engine.attach import attach, detach
 from gossamer.engine.checks import (
@@ -127,6 +127,7 @@ def replicate_over(
         algorithm = algorithm if algorithm is not None else _default(optimizers)
         mode = resolve_buffers(buffers, algorithm.subject)
         algorithm.check(runner.world)
+        check_delay(algorithm)
         check_lag(algorithm, optimizers, mode, scaler)
         check_buffers(algorithm, model, mode)
         _load_kernels(algorithm, model)

@@ -299,7 +299,8 @@ def test_what_is_not_finite_is_seen_by_all_and_remembered_by_none(averaging: Alg
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LocalSGD(delay=2), r"delay must be one of 1 .* and 0 .*got 2"),
+        (lambda: LocalSGD(delay=-1), r"delay must be one of 1 .* and 0 .*got -1"),
+        (lambda: LocalSGD(merge=1.0), "merge must be the share .*got 1.0"),
         (lambda: DiLoCo(delay=False), r"delay must be one of 1 .* and 0 .*got False"),
         (lambda: by_size(100, small=LocalSGD(delay=0), large=Gossip()), "added at one time.*delay="),
         (lambda: LocalSGD(every=0), "every must be a number of steps, at least 1"),

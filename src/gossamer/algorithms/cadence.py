@@ -21,8 +21,11 @@ class Beat:
     ahead: float = 0.0
     """By how many updates the weights that are sent are extrapolated (SpecTrain)."""
     delay: int = 1
-    """When the result of an exchange of weights is added: 1, before the next update; 0, in the same step, which waits for
-    it."""
+    """How many steps after its own an exchange of weights is added: before the update of that step (with ``Cadence.late``,
+    after it); 0: in the same step, which waits for it."""
+    merge: float | None = None
+    """The share that stays of the weights w where a result is added: w ← merge·w + (1 - merge)·x, with x what the exchange
+    makes of the weights that were sent. None: what it changes of those is added to w."""
     exchanges: int = 1
     """After how many exchanges bytes and messages repeat."""
     topology: Pattern | None = None
@@ -59,7 +62,7 @@ class Cadence:
     late: bool = False
     """The result of an exchange of weights is added after the next update, not before it."""
     parts: int = 1
-    """Into how many even fragments the weights are cut."""
+    """Into how many even parts the weights are cut."""
 
     def due(self, step: int) -> bool:
         """Whether anything is exchanged at ``step``; if not, gradients or weights stay this worker's own."""
@@ -76,6 +79,10 @@ class Cadence:
     def delay(self, step: int) -> int:
         """How many steps after ``step`` the result of its exchange of weights is added: the least of the beats then due."""
         return min((beat.delay for beat in self.beats if beat.due(step)), default=1)
+
+    def merge(self, step: int) -> float | None:
+        """The share of the weights of then that is kept where the result of the exchange after ``step`` is added."""
+        return next((beat.merge for beat in self.beats if beat.due(step)), None)
 
     @property
     def delays(self) -> frozenset[int]:
@@ -113,15 +120,16 @@ class Cadence:
         clipped = [replace(beat, first=max(beat.first, first), until=min(beat.until, until)) for beat in self.beats]
         return replace(self, beats=tuple(beat for beat in clipped if beat.first < beat.until))
 
-    def in_parts(self, count: int, part: int | None) -> "Cadence":
-        """The same for each of ``count`` fragments in turn, one step each; or for one of them."""
+    def in_parts(self, count: int, part: int | None, strides: int = 1) -> "Cadence":
+        """The same for each of ``count`` fragments in turn, evenly spaced; or for one of them. The exchanges of one fragment
+        take the steps of ``count`` times as many. A fragment is made of ``strides`` parts of the weights."""
         numbers = range(count) if part is None else (part,)
         beats = [
-            replace(beat, every=beat.every * count, offset=beat.offset * count + number)
+            replace(beat, every=beat.every * count, offset=beat.offset * count + number * beat.every)
             for beat in self.beats
             for number in numbers
         ]
-        return replace(self, beats=tuple(beats), parts=count)
+        return replace(self, beats=tuple(beats), parts=count * strides)
 
 
 NEVER = Cadence(())

@@ -81,7 +81,7 @@ class DiLoCo(LocalSGD):
 
     def route(self, name: str, tensor: Tensor) -> Algorithm:
         if is_buffer(part_of(name)[0]):
-            return LocalSGD(every=self.every, delay=self.delay, bucket_bytes=self.bucket_bytes)
+            return LocalSGD(every=self.every, delay=self.delay, merge=self.merge, bucket_bytes=self.bucket_bytes)
         return replace(self, averaging=self.averaging.route(name, tensor))
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:

@@ -1,7 +1,6 @@
 """LocalSGD: every worker trains alone for some steps, and then all go on from their mean."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from gossamer.algorithms.base import Context
 from gossamer.algorithms.blocks.meeting import Spaced
 from gossamer.algorithms.cadence import Cadence, every
 from gossamer.buckets import Bucket
+from gossamer.checks import is_number, is_whole
 from gossamer.comm.ops import Flow, all_reduce, maximum
 from gossamer.errors import ConfigurationError
 from gossamer.memory import portions, wide
@@ -22,7 +22,10 @@ class LocalSGD(Spaced):
 
     The weights travel while the next forward and backward pass go on, and the mean is there just before the update that
     follows: its gradient is the only one that was computed on weights of before. With ``delay=0`` each worker waits at the end
-    of the step instead, and goes on from the mean itself, as in the papers. The optimizer's state stays each worker's own.
+    of the step instead, and goes on from the mean itself, as in the papers. With a ``delay`` of more steps, at most ``every``,
+    so many steps hide the exchange; counted in steps, whatever the network does. What a worker learns meanwhile is kept: the
+    difference that the exchange makes to the weights that were sent is added; with ``merge`` the weights become
+    ``merge·w + (1 − merge)·mean`` instead. The optimizer's state stays each worker's own.
 
     Per exchange the messages of an all-reduce, and its bytes in full precision, whatever the weights are kept in: per step
     1/``every`` of those of an exact all-reduce of gradients. They come in one step: ``in_parts(8, LocalSGD(every=1))`` averages
@@ -37,19 +40,25 @@ class LocalSGD(Spaced):
     """
 
     every: int = 8
-    delay: Literal[0, 1] = 1
+    delay: int = 1
+    merge: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.delay not in (0, 1) or isinstance(self.delay, bool):
+        if not is_whole(self.delay, 0):
             raise ConfigurationError(
-                "delay must be one of 1 (the mean is added before the next update, and travels until then) and 0 (in the same "
-                f"step, which waits for it); got {self.delay!r}"
+                "delay must be one of 1 (the mean is added before the next update, and travels until then), more steps, and 0 "
+                f"(in the same step, which waits for it); got {self.delay!r}"
+            )
+        if self.merge is not None and not (is_number(self.merge) and 0 <= self.merge < 1):
+            raise ConfigurationError(
+                "merge must be the share of its own weights that a worker keeps, from 0 to below 1, or None; got "
+                f"{self.merge!r}"
             )
 
     @property
     def cadence(self) -> Cadence:
-        return every(self.every, delay=self.delay)
+        return every(self.every, delay=self.delay, merge=self.merge)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:

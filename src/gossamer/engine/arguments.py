@@ -43,6 +43,16 @@ def check_arguments(model: Any, optimizer_or_optimizers: Any, algorithm: Any, sc
     return optimizers
 
 
+def check_delay(algorithm: Algorithm) -> None:
+    """Refuse an exchange that ends after the next one of the same weights begins."""
+    for beat in algorithm.cadence.beats:
+        if beat.delay > beat.every:
+            raise ConfigurationError(
+                f"{algorithm!r}: the result of an exchange would be added after {beat.delay} steps (delay=), and the same "
+                f"weights are exchanged every {beat.every} steps: set delay to at most that"
+            )
+
+
 def check_lag(algorithm: Algorithm, optimizers: Sequence[Optimizer], buffers: Buffers, scaler: Any) -> None:
     """Refuse what binds all ranks to the same step, or to one order of several exchanges, where they may lag."""
     if not algorithm.cadence.lag:

@@ -3,7 +3,7 @@
 What gradients, weights and optimizers have in common. Threads and ownership: see the note in ``gossamer.comm.torch.lanes``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -151,13 +151,13 @@ class Exchange:
                 self._poisoned.append(bucket.index)
         return result
 
-    def collect(self) -> dict[int, Any]:
-        """Wait for everything that was launched; the results by bucket, in the plan's order, without what stays as it is:
-        tensors, or of weights a :class:`Difference`."""
-        under_way = sorted(self._tickets.items())
+    def collect(self, indices: Collection[int] | None = None) -> dict[int, Any]:
+        """Wait for everything that was launched, of these buckets only if ``indices`` are given; the results by bucket, in the
+        plan's order, without what stays as it is: tensors, or of weights a :class:`Difference`."""
+        under_way = [(index, t) for index, t in sorted(self._tickets.items()) if indices is None or index in indices]
         came = {index: self.runner.wait(ticket) for index, ticket in under_way}
         results = {index: self._check(index, result) for index, result in came.items()}
-        self._tickets = {}
+        self._tickets = {index: ticket for index, ticket in self._tickets.items() if index not in results}
         return results
 
     def result(self, index: int) -> Tensor:
@@ -246,9 +246,13 @@ class Exchange:
         if unseen:
             self.states.keep_where(where_they_are(unseen) > 0)
 
-    def commit(self) -> None:
-        """Keep what the flows wrote."""
-        self.states.commit(self._revocable)
+    def commit(self, indices: Collection[int] = ()) -> None:
+        """Keep what the flows wrote; where others are under way, that of ``indices``."""
+        if self._tickets and indices:
+            for index in indices:
+                self.states[index].commit()
+        else:
+            self.states.commit(self._revocable)
         self._unsee()
 
     def _rollback(self) -> None:

@@ -1,5 +1,6 @@
 """The exchanges of weights of a replica: one for each optimizer, because each takes its steps when it likes."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -107,13 +108,13 @@ class WeightSyncs(Subscriber):
 
     def after_step(self, index: int) -> None:
         if self._late:
-            self.land(index)
+            self.land(index, self._all[index].following(self.clock(index)))
         self.launch(index, self.clock(index))
 
     def exchange_without_step(self, index: int) -> None:
         """Take part in the exchange after a step that another rank takes, with the weights as they are."""
         self.begin(index)
-        self.land(index)
+        self.land(index, self._all[index].following(self.clock(index)))
         self.launch(index, self.clock(index))
 
     def begin(self, index: int) -> None:
@@ -121,11 +122,11 @@ class WeightSyncs(Subscriber):
         self._follow(index)
         self._all[index].begin()
 
-    def land(self, index: int) -> None:
-        """Add what has come for one optimizer's weights."""
+    def land(self, index: int, step: float = math.inf) -> None:
+        """Add what is due by an optimizer's ``step`` to its weights; everything by default."""
         self._follow(index)
         with changing(self._optimizers[index]):
-            self._all[index].land()
+            self._all[index].land(step)
 
     def prepare(self, index: int, step: int) -> None:
         """One optimizer is about to update its weights: add what has come for them."""
@@ -139,7 +140,7 @@ class WeightSyncs(Subscriber):
         with self._changing_late(index):
             self._all[index].launch(step)
         if self._all[index].waits:
-            self.land(index)
+            self.land(index, self._all[index].steps)
 
     def conclude(self) -> None:
         """Wait for everything that is under way, and add it."""

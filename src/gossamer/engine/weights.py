@@ -2,24 +2,25 @@
 
 Between the two the message travels while forward and backward go on. Adding the average just before the next local
 update (and not after it) keeps the learning rate's meaning: the gradient that is then applied was computed on the
-weights that were sent. Where an exchange may lag, it is added before the first update at which it is there; the next one
-begins then, so that ranks at different steps meet in the exchange of the same number. Threads and ownership: see the
-note in ``gossamer.comm.torch.lanes``.
+weights that were sent. With a delay of several steps (``Beat.delay``) each bucket is added at a step of its own, whatever the
+network does, so that a resumed run is bit-identical. Where an exchange may lag, it is added before the first update at which
+it is there; the next one begins then, so that ranks at different steps meet in the exchange of the same number. Threads and
+ownership: see the note in ``gossamer.comm.torch.lanes``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.algorithms.blocks.difference import Difference, computed
 from gossamer.buckets import make_plan
 from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree_on_plan
 from gossamer.engine.ahead import Ahead
-from gossamer.engine.apply import apply, pack
+from gossamer.engine.apply import pack
 from gossamer.engine.bucket_states import Kept
 from gossamer.engine.exchange import Exchange
 from gossamer.engine.history import (
@@ -30,12 +31,10 @@ from gossamer.engine.history import (
     weight_of,
 )
 from gossamer.engine.members import Members
+from gossamer.engine.pending import PENDING, Pending, loaded, saved
 from gossamer.engine.statistics import Statistics
 from gossamer.memory import wide
 from gossamer.pieces import part_of
-
-PENDING = "(pending)"
-"""The name under which the delta that is not yet added is saved, beside the algorithm's own names."""
 
 EXCHANGES = "(exchanges)"
 """The name under which their number is saved, where ranks may lag."""
@@ -70,9 +69,9 @@ class WeightSync:
         self._lay_out()
         agree_on_plan(runner, self.exchange.plan)
         self._step = 0
-        self._deltas: dict[int, Tensor | Difference] = {}
-        """What is not added yet, by bucket."""
-        self._lag, self._late = self._cadence.lag, 0
+        self._pending: dict[int, Pending] = {}
+        """By bucket, what is under way or has come, and is not added yet."""
+        self._lag = self._cadence.lag
         self._changes = self._cadence.changes
         self.exchanges: int = 0
         """How many were begun; the same on all ranks, unless they may lag."""
@@ -130,10 +129,10 @@ class WeightSync:
 
     @torch.no_grad()
     def prepare(self, step: int) -> None:
-        """An update is about to be made: add what the last exchange brought, and remember what those weights were that are sent
-        ahead after it. ``step``: as for :meth:`launch`."""
-        self.land()
-        upcoming = self._following(step)
+        """An update is about to be made: add what is due, and remember what those weights were that are sent ahead after it.
+        ``step``: as for :meth:`launch`."""
+        upcoming = self.following(step)
+        self.land(upcoming)
         for index in self.exchange.due_at(upcoming):
             if self.exchange.cadences[index].ahead(upcoming):
                 self._members.follow_moved()
@@ -141,19 +140,19 @@ class WeightSync:
 
     @torch.no_grad()
     def launch(self, step: int) -> None:
-        """Send the weights as they are now, if the algorithm wants to at this step, and nothing is under way.
+        """Send the weights as they are now, if the algorithm wants to at this step; where exchanges may lag, only if nothing is
+        under way.
 
         ``step``: of the replica.
         """
-        self.land()
-        self.steps = self._following(step)
-        if self.exchange.launched:
-            self._late += 1
-        elif self._cadence.due(self.steps):
+        upcoming = self.following(step)
+        self.land(upcoming)
+        self.steps = upcoming
+        if not (self._lag and self.exchange.launched) and self._cadence.due(self.steps):
             self._begin(self._cadence.step_of(self.exchanges) if self._lag else self.steps)
         self._ahead.drop()
 
-    def _following(self, step: int) -> int:
+    def following(self, step: int) -> int:
         """The optimizer's next step: one more, but on the side of every change of parts on which the replica's ``step`` is."""
         begun = [change for change in self._changes if change <= step]
         ahead = [change for change in self._changes if change > step]
@@ -162,14 +161,13 @@ class WeightSync:
     @torch.no_grad()
     def exchange_again(self) -> None:
         """Take part in one more exchange, because others do, whatever step this rank is at."""
-        self._late = self._lag
         self.land()
         self._begin(self._cadence.step_of(self.exchanges))
 
     @property
     def waits(self) -> bool:
-        """Whether the exchange that is under way is added in the step that began it."""
-        return bool(self.exchange.launched) and not self._cadence.delay(self._step)
+        """Whether an exchange that is under way is added in the step that began it."""
+        return any(each.until <= self.steps for each in self._pending.values())
 
     @property
     def can_answer(self) -> bool:
@@ -177,46 +175,61 @@ class WeightSync:
         return self.exchange.arrived and (self._extended or self._history is None)
 
     def _begin(self, step: int) -> None:
-        self._step, self._late = step, 0
+        self._step = step
         self.exchanges += 1
         self._follow_history()
         self._members.follow_moved()
-        with self.exchange.transaction():
+        with self._forgetting(), self.exchange.transaction():
             due = self.exchange.due_at(step)
             first = set() if self._number is None else self.exchange.first_on_lanes(due)
             for index in due:
-                ahead = self.exchange.cadences[index].ahead(step)
-                self._ahead.pack(self.exchange.buckets[index], self._members[index], ahead)
+                bucket, cadence = self.exchange.buckets[index], self.exchange.cadences[index]
+                self._ahead.pack(bucket, self._members[index], cadence.ahead(step))
+                merge = cadence.merge(step)
+                sent = None if merge is None else bucket.flat.to(bucket.layout.dtype, copy=True)
+                self._pending[index] = Pending(self.steps + cadence.delay(step) + self._lag, merge, sent)
                 self.exchange.launch_due(index, step, f"after step {step}", self._number if index in first else None)
 
     @torch.no_grad()
-    def arrive(self) -> None:
-        """Wait for the exchange that is under way; its result stays pending."""
+    def arrive(self, indices: Collection[int] | None = None) -> None:
+        """Wait for what is under way, of these buckets only if ``indices`` are given; the results stay pending."""
         if not self.exchange.launched:
             return
-        with self.exchange.transaction():
+        with self._forgetting(), self.exchange.transaction():
             with self._statistics.exposed():
-                deltas = self.exchange.collect()
+                came = self.exchange.collect(indices)
+            for index, result in came.items():
+                self._pending[index].arrived(result)
             self.exchange.finish(self._step)
             self.exchange.land()
-            self._deltas = deltas
-            self.exchange.commit()
+            self.exchange.commit(came)
+
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """After an error inside, nothing is pending but what has come."""
+        try:
+            yield
+        except BaseException:
+            self._pending = {index: each for index, each in self._pending.items() if each.result is not None}
+            raise
 
     @torch.no_grad()
-    def land(self) -> None:
-        """Add what the last exchange brought; one that may lag is left alone until it has ended, or must."""
-        if self._late < self._lag and not self.exchange.arrived:
+    def land(self, step: float = math.inf) -> None:
+        """Add what is due by the optimizer's ``step``, and what is exchanged again after it; where exchanges may lag, what has
+        come."""
+        if self._lag and self.exchange.arrived:
+            step = math.inf
+        again = set() if self._lag or not self.steps < step < math.inf else set(self.exchange.due_at(int(step)))
+        due = [index for index, each in self._pending.items() if each.until <= step or index in again]
+        if not due:
             return
-        self.arrive()
-        if not self._deltas:
-            return
+        self.arrive(due)
         if self._extended and self._history is not None:
             self.follow(self._history())
         self._members.follow_moved()
         with self._adding():
-            for index, delta in self._deltas.items():
-                apply(self._members[index], delta, self.exchange.buckets[index])
-        self._deltas = {}
+            for index in due:
+                self._pending.pop(index).add_to(self._members[index], self.exchange.buckets[index])
 
     @contextmanager
     def _adding(self) -> Iterator[None]:
@@ -236,7 +249,7 @@ class WeightSync:
         mean, what has arrived and is not added to the weights is added to the copies.
         """
         traits = self._algorithm.traits
-        moved = arrived and traits.moves_mean and bool(self._deltas)
+        moved = arrived and traits.moves_mean and bool(self._pending)
         if not (traits.weighted or traits.nodes or moved):
             return
         pieces = self._members.pieces(tensors)
@@ -245,8 +258,8 @@ class WeightSync:
             flat = bucket.gather(copies)
             if flat is None:
                 continue
-            if index in self._deltas:
-                flat += self._brought(index)
+            if index in self._pending:
+                flat = self._pending[index].added(flat)
             counted = self.exchange.handlers[index].hand_over(
                 wide(flat), self.exchange.states[index], self.exchange.context(self.steps)
             )
@@ -254,17 +267,10 @@ class WeightSync:
                 if segment.name in copies:
                     copies[segment.name].copy_(segment.view(counted))
 
-    def _brought(self, index: int) -> Tensor:
-        """What is not yet added to the weights of a bucket."""
-        return computed(self._deltas[index], self.exchange.buckets[index].layout.dtype)
-
     def state_by_name(self) -> Kept:
         """The algorithm's state and the delta not yet added, ``{key: {parameter name: tensor}}``."""
         self.arrive()
-        kept = self.exchange.states.by_name()
-        for index in self._deltas:
-            bucket = self.exchange.buckets[index]
-            kept.setdefault(PENDING, {}).update(zip(bucket.layout.names, bucket.split(self._brought(index)), strict=True))
+        kept = self.exchange.states.by_name() | saved(self._pending, self.exchange.buckets, self.steps + 1)
         if self._lag:
             kept[EXCHANGES] = {next(iter(self._members.tensors)): torch.tensor(self.exchanges)}
         return kept
@@ -272,11 +278,10 @@ class WeightSync:
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` returned."""
         self.arrive()
-        self._deltas = {}
+        self._pending = {}
         self.exchanges = max((int(number) for number in kept.get(EXCHANGES, {}).values()), default=0)
         if self._history is not None and self._history():  # otherwise it comes with the first step
             self._follow_history()
-        own = {key: tensors for key, tensors in kept.items() if key not in (PENDING, EXCHANGES)}
+        own = {key: tensors for key, tensors in kept.items() if not key.startswith((PENDING, EXCHANGES))}
         self.exchange.states.load_by_name(own, extras)
-        deltas = {bucket.index: bucket.gather(kept.get(PENDING, {})) for bucket in self.exchange.buckets}
-        self._deltas = {index: delta for index, delta in deltas.items() if delta is not None}
+        self._pending = loaded(kept, self.exchange.buckets, self.steps + 1)
