@@ -45,6 +45,7 @@ PUBLIC = {
     "__version__",
     "loopback",
     "replicate",
+    "streaming_diloco",
 }
 
 

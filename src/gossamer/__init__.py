@@ -22,6 +22,7 @@ from gossamer.algorithms import (
     after,
     by_size,
     in_parts,
+    streaming_diloco,
 )
 from gossamer.comm.loopback import loopback
 from gossamer.errors import (
@@ -70,4 +71,5 @@ __all__ = [
     "in_parts",
     "loopback",
     "replicate",
+    "streaming_diloco",
 ]

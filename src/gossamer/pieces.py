@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from gossamer.errors import ConfigurationError
+
 _PIECE = re.compile(r"(.*) \[part (\d+)\]", re.DOTALL)
 
 
@@ -40,6 +42,11 @@ def cut(tensors: Mapping[str, Tensor], parts: int, weight_of: Callable[[str], st
     pieces: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         pieces |= _pieces(name, tensor, offsets[owners[name]], ends)
+    if missing := set(range(parts)) - {part_of(name)[1] for name in pieces}:
+        raise ConfigurationError(
+            f"in_parts(): part {min(missing)} of {parts} of {total} weights (from {next(iter(tensors), 'none')!r} on) would be "
+            "empty: cut them into fewer parts"
+        )
     return pieces
 
 

@@ -31,6 +31,7 @@ from gossamer.algorithms import (
     by_size,
     in_parts,
     registry,
+    streaming_diloco,
 )
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.blocks.difference import Difference, computed, narrow
@@ -114,6 +115,8 @@ def mixed() -> list[Algorithm]:
         in_parts(2, DiLoCo(every=1)),
         Hierarchical(DiLoCo(every=2, averaging=ScatterReduce()), ranks_per_node=2),
         after(2, LocalSGD(every=2)),
+        streaming_diloco(every=4, fragments=2, delay=3),
+        Hierarchical(streaming_diloco(every=4, fragments=2, delay=3), ranks_per_node=2),
     ]
 
 

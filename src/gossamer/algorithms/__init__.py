@@ -27,6 +27,7 @@ from gossamer.algorithms.push_sum import PushSum  # noqa: E402
 from gossamer.algorithms.qsgd import QSGD  # noqa: E402
 from gossamer.algorithms.quantized_gossip import QuantizedGossip  # noqa: E402
 from gossamer.algorithms.scatter_reduce import ScatterReduce  # noqa: E402
+from gossamer.algorithms.streaming_diloco import streaming_diloco  # noqa: E402
 
 __all__ = [
     "QSGD",
@@ -50,4 +51,5 @@ __all__ = [
     "by_size",
     "in_parts",
     "registry",
+    "streaming_diloco",
 ]

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from gossamer import codecs, optim
-from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, in_parts, registry
+from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, in_parts, registry, streaming_diloco
 from gossamer.bench.peers import PEERS, Joined
 from gossamer.bench.spelled import value_of
 from gossamer.comm import digraph, topology
@@ -97,6 +97,7 @@ def known_names() -> dict[str, Any]:
         "in_parts": in_parts,
         "overlap_forward": OverlapForward,
         "rotated": topology.rotated,
+        "streaming_diloco": streaming_diloco,
         "with_optimizer": WithOptimizer,
     }
     return made_of | dict(registry()) | {name: partial(partial, kind) for name, kind in KINDS.items()}

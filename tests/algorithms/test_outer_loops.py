@@ -1,0 +1,212 @@
+"""Outer loops: overlap of several steps, fragments, merging and what a resumed run goes on with."""
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gossamer
+from gossamer import DiLoCo, Gossip, LocalSGD, after, in_parts, loopback, streaming_diloco
+from gossamer.algorithms import Algorithm
+from gossamer.errors import ConfigurationError
+
+from ..contracts.cases import weights
+
+WORLD, STEPS, SIZE, PERIOD = 3, 31, 12, 8
+
+
+class Pull(nn.Module):
+    """Each worker's loss pulls the weights to a place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
+
+    def forward(self, pull: float) -> Tensor:
+        return ((self.weight - torch.arange(SIZE) * (1.0 + pull)) ** 2).sum()
+
+
+def inner(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
+
+
+def trained(algorithm: Algorithm, world: int = WORLD, resume_at: int | None = None, steps: int = STEPS) -> Tensor:
+    """The weights after each step, rank by rank: ``(world, steps, size)``; saved and loaded again before one step."""
+
+    def body(rank: int) -> Tensor:
+        model = Pull()
+        optimizer = inner(model)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        seen = []
+        for step in range(steps):
+            if step == resume_at:
+                states = [copy.deepcopy(part.state_dict()) for part in (model, optimizer, replica)]
+                replica.close()
+                model = Pull()
+                optimizer = inner(model)
+                optimizer.load_state_dict(states[1])
+                replica = gossamer.replicate(model, optimizer, algorithm)
+                model.load_state_dict(states[0])
+                replica.load_state_dict(states[2])
+            optimizer.zero_grad()
+            model(rank).backward()
+            optimizer.step()
+            seen.append(model.weight.detach().clone())
+        replica.close()
+        return torch.stack([*seen, weights(model)])
+
+    return torch.stack(loopback(body, world))
+
+
+def reference(fragments: list[list[int]], spacing: int, delay: int, merge: float | None, outer: Any) -> Tensor:
+    """Streaming DiLoCo in one loop where nothing travels; ``fragments``: the elements of each, exchanged ``spacing`` steps
+    apart and added just before an update. ``outer``: makes torch's optimizer of a fragment's outer weights."""
+    models = [Pull() for _ in range(WORLD)]
+    optimizers = [inner(model) for model in models]
+    starts = [nn.Parameter(models[0].weight.detach()[f].clone()) for f in fragments]
+    outers = [outer(start) for start in starts]
+    pending: list[tuple[int, int, Tensor, Tensor]] = []
+    seen = []
+
+    def add(until: int) -> None:
+        for due in [each for each in pending if each[0] <= until]:
+            pending.remove(due)
+            for model, sent in zip(models, due[3], strict=True):
+                now = model.weight.data[fragments[due[1]]]
+                merged = now + due[2] - sent if merge is None else merge * now + (1 - merge) * due[2]
+                model.weight.data[fragments[due[1]]] = merged
+
+    for step in range(1, STEPS + 1):
+        for rank, model in enumerate(models):
+            optimizers[rank].zero_grad()
+            model(rank).backward()
+        add(step)
+        for optimizer in optimizers:
+            optimizer.step()
+        period = spacing * len(fragments)
+        for number, places in enumerate(fragments):
+            if (step - number * spacing) % period == 0:
+                sent = torch.stack([model.weight.detach()[places] for model in models])
+                starts[number].grad = starts[number].detach() - sent.mean(0)
+                outers[number].step()
+                pending.append((step + delay, number, starts[number].detach().clone(), sent))
+        add(step)
+        seen.append(torch.stack([model.weight.detach().clone() for model in models]))
+    return torch.stack(seen, 1)
+
+
+def nesterov(start: nn.Parameter) -> torch.optim.Optimizer:
+    return torch.optim.SGD([start], lr=0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("merge", [None, 0.0, 0.5])
+@pytest.mark.parametrize("delay", [0, 1, 2, 5, 8])
+@pytest.mark.parametrize(("count", "strides"), [(1, 1), (2, 1), (4, 1), (2, 3)])
+def test_streaming_is_the_loop_in_one_process(count: int, strides: int, delay: int, merge: float | None) -> None:
+    """With four fragments and a delay of more than two steps several are under way together."""
+    cuts = [SIZE * piece // (count * strides) for piece in range(count * strides + 1)]
+    pieces = [range(*ends) for ends in pairwise(cuts)]
+    fragments = [[place for piece in pieces[number::count] for place in piece] for number in range(count)]
+    expected = reference(fragments, PERIOD // count, delay, merge, nesterov)
+    algorithm = streaming_diloco(every=PERIOD, fragments=count, delay=delay, merge=merge, strides=strides)
+    torch.testing.assert_close(trained(algorithm)[:, :-1], expected, rtol=0, atol=1e-12)
+
+
+def test_one_fragment_without_delay_is_diloco() -> None:
+    plain, streaming = (
+        trained(algorithm)
+        for algorithm in (DiLoCo(every=PERIOD, delay=0), streaming_diloco(every=PERIOD, fragments=1, delay=0, merge=0.0))
+    )
+    torch.testing.assert_close(streaming, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        streaming_diloco(every=PERIOD, fragments=4, delay=3),
+        streaming_diloco(every=PERIOD, fragments=2, delay=7, merge=None, strides=2),
+        LocalSGD(every=5, delay=4),
+        after(6, DiLoCo(every=5, delay=3, merge=0.25)),
+    ],
+    ids=repr,
+)
+def test_a_run_resumed_anywhere_is_the_run(algorithm: Algorithm) -> None:
+    """In the middle of a period, of a fragment's turn and of exchanges under way: the same bits."""
+    steps = 19
+    through = trained(algorithm, 2, steps=steps)
+    for resume_at in range(1, steps):
+        assert torch.equal(trained(algorithm, 2, resume_at, steps=steps), through), resume_at
+
+
+@pytest.mark.parametrize("delay", [1, 3, 5])
+def test_the_mean_of_workers_that_keep_what_they_learn_is_kept(delay: int) -> None:
+    """However long the exchange takes, the mean moves by the mean update: as without any exchange, for a loss of this form."""
+    together, alone = trained(LocalSGD(every=5, delay=delay)), trained(LocalSGD(every=1000))
+    torch.testing.assert_close(together[:, -2].mean(0), alone[:, -2].mean(0), rtol=0, atol=1e-12)
+    assert (together[0, -2] - together[1, -2]).abs().max() < (alone[0, -2] - alone[1, -2]).abs().max()
+
+
+def test_what_is_under_way_at_a_change_is_added_before_others_are_sent() -> None:
+    changed = trained(after(9, Gossip(wire="fp32"), before=LocalSGD(every=8, delay=6)))
+    kept = trained(LocalSGD(every=1000))
+    torch.testing.assert_close(changed[:, -1].mean(0), kept[:, -1].mean(0), rtol=0, atol=1e-12)
+
+
+def test_what_is_under_way_when_a_replica_closes_is_added() -> None:
+    last = trained(LocalSGD(every=30, delay=20))
+    assert (last[:, -2] - last[0, -2]).abs().max() > 0.1
+    own = last[:, -2] - trained(LocalSGD(every=30, delay=20), steps=30)[:, -2]  # the update after what was sent
+    torch.testing.assert_close(last[:, -1] - own, (last[:, -1] - own).mean(0).expand(WORLD, -1), rtol=0, atol=1e-12)
+
+
+def peak_and_total(algorithm: Algorithm) -> tuple[float, float]:
+    """The most bytes per step that a rank must send to keep what its exchanges promise, and the bytes of three periods."""
+
+    def body(rank: int) -> list[float]:
+        model = nn.Linear(64, 64)
+        optimizer = inner(model)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        seen = [0.0]
+        for _ in range(97):
+            optimizer.zero_grad()
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            seen.append(replica.metrics()["bytes_sent"])
+        replica.wait_for_exchanges()
+        replica.close()
+        return [after - before for before, after in pairwise(seen)]
+
+    sent = loopback(body, 4)[0][1:]
+    delay = max(1, *algorithm.cadence.delays)
+    windows = [sum(sent[first : first + delay]) for first in range(len(sent) - delay + 1)]
+    return max(windows) / delay, sum(sent)
+
+
+def test_streaming_needs_a_tenth_of_the_rate_of_diloco() -> None:
+    whole, streaming = DiLoCo(every=32), streaming_diloco(every=32, fragments=4, delay=4)
+    (plain, all_of_it), (spread, as_much) = peak_and_total(whole), peak_and_total(streaming)
+    assert spread <= plain / 10
+    assert as_much == pytest.approx(all_of_it, rel=0.3), "fragments are exchanged as often, in other steps"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: streaming_diloco(every=0), "every must be a whole number, at least 1"),
+        (lambda: streaming_diloco(fragments=0), "fragments must be a whole number, at least 1"),
+        (lambda: streaming_diloco(every=10, fragments=4), "cannot be spread evenly"),
+        (lambda: streaming_diloco(every=8, fragments=4, delay=9), "more than the every=8"),
+        (lambda: streaming_diloco(merge=1.0), "merge must be the share"),
+        (lambda: in_parts(2, Gossip(), strides=0), "strides must be a number"),
+        (lambda: trained(LocalSGD(every=4, delay=5)), "added after 5 steps .* exchanged every 4 steps"),
+        (lambda: trained(in_parts(2, DiLoCo(every=4, delay=9))), "added after 9 steps .* exchanged every 8 steps"),
+        (lambda: trained(streaming_diloco(every=32, fragments=16)), "part 0 of 16 of 12 weights .* would be empty"),
+    ],
+)
+def test_bad_values(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
