@@ -185,7 +185,7 @@ class WeightSync:
             for index in due:
                 bucket, cadence = self.exchange.buckets[index], self.exchange.cadences[index]
                 self._ahead.pack(bucket, self._members[index], cadence.ahead(step))
-                merge = cadence.merge(step)
+                merge = cadence.merge(step) if self._runner.world > 1 else None
                 sent = None if merge is None else bucket.flat.to(bucket.layout.dtype, copy=True)
                 self._pending[index] = Pending(self.steps + cadence.delay(step) + self._lag, merge, sent)
                 self.exchange.launch_due(index, step, f"after step {step}", self._number if index in first else None)
