@@ -69,7 +69,8 @@ def stored(tensor: Tensor) -> list[Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [plain for name in names for plain in stored(getattr(tensor, name))]
+    inside = [getattr(tensor, name) for name in names]  # a DTensor names its mesh too
+    return [plain for each in inside if isinstance(each, Tensor) for plain in stored(each)]
 
 
 def is_stored(tensor: Tensor) -> bool:

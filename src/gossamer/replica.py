@@ -55,6 +55,15 @@ class Replica:
         finally:
             self._loop.synchronise = before
 
+    def synchronize(self) -> None:
+        """Exchange the gradients that passes have accumulated since the last exchange, if any have. Collective.
+
+        With ``synchronize="step"`` the optimizer's step begins with it; call it before, where gradients are clipped or logged.
+        """
+        if self._gradients is not None and self._loop.ended_apart:
+            with alarming(self._runner):
+                self._loop.pass_without_gradients()
+
     @contextmanager
     def join(self, *, divide_by_initial_world_size: bool = True, throw_on_early_termination: bool = False) -> Iterator[None]:
         """Train inside when ranks may have different numbers of batches; every rank enters.

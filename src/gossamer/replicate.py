@@ -22,7 +22,14 @@ from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree, checksum, same_from_rank
 from gossamer.engine.alarms import give_up
 from gossamer.engine.apply import prepare
-from gossamer.engine.arguments import check_arguments, check_delay, check_lag, check_overlap
+from gossamer.engine.arguments import (
+    Synchronize,
+    check_arguments,
+    check_delay,
+    check_lag,
+    check_overlap,
+    check_synchronize,
+)
 from gossamer.engine.assembly import assemble
 from gossamer.engine.attach import attach, detach
 from gossamer.engine.checks import (
@@ -35,6 +42,7 @@ from gossamer.engine.checks import (
 )
 from gossamer.engine.exact import copies_from_rank
 from gossamer.engine.module_buffers import Buffers, averaged, check_buffers, resolve_buffers
+from gossamer.engine.sharding import check_sharding, described, local, reshard
 from gossamer.memory import as_real
 from gossamer.optim.communicating import Communicating
 from gossamer.replica import Replica
@@ -54,6 +62,7 @@ def replicate(
     timeout: float | timedelta | None = None,
     overlap_forward: bool = False,
     ignore: Sequence[str | nn.Module] = (),
+    synchronize: Synchronize | None = None,
 ) -> Replica:
     """Make the training of ``model`` data-parallel over the ranks of a process group.
 
@@ -62,7 +71,8 @@ def replicate(
     copied to all. Then train as on one worker.
 
     Args:
-        model: any module; not wrapped in DDP or FSDP.
+        model: any module; not wrapped in DDP or FSDP1. Its parameters may be sharded over other dimensions of a mesh (DTensors:
+            ``fully_shard``, ``parallelize_module``): then ``group`` or ``mesh`` has the ranks with the same part of the model.
         optimizer_or_optimizers: the optimizer, or a sequence of them; together they hold the trainable parameters.
         algorithm: the relaxation; exact :class:`AllReduce` by default.
         group: a process group; the default group if none is given. Without any, a world of one. What moves tensors is the
@@ -87,6 +97,10 @@ def replicate(
             parameters or buffers. It is neither copied nor exchanged nor compared, and may have another shape on each rank; the
             optimizers may hold it. Beside what the model names for DDP (``_ddp_params_and_buffers_to_ignore``), where it is
             named until the replica is closed.
+        synchronize: when gradients are exchanged: ``"backward"`` (the default), during each pass outside of ``no_sync()``, or
+            ``"step"``, all that have accumulated once, when an optimizer's step begins, or in :meth:`Replica.synchronize`
+            before it (where gradients are clipped, say). For pipelines (``torch.distributed.pipelining``), whose micro-batches
+            are backward passes, and for accumulation without ``no_sync()``. Weights are exchanged once per step anyway.
 
     Raises:
         ConfigurationError: arguments that cannot work, with the reason.
@@ -102,6 +116,7 @@ def replicate(
         buffers=buffers,
         overlap_forward=overlap_forward,
         ignore=ignore,
+        synchronize=synchronize,
     )
     if runner.rank == 0:
         _logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, replica.algorithm)
@@ -118,11 +133,14 @@ def replicate_over(
     buffers: Buffers | None = None,
     overlap_forward: bool = False,
     ignore: Sequence[str | nn.Module] = (),
+    synchronize: Synchronize | None = None,
 ) -> Replica:
     """:func:`replicate` over a runner that is there; it is closed if this fails."""
     ignored = None
     try:
         ignored = Ignored(model, ignore)
+        if isinstance(model, nn.Module):
+            reshard(model)
         optimizers = check_arguments(model, optimizer_or_optimizers, algorithm, scaler)
         algorithm = algorithm if algorithm is not None else _default(optimizers)
         mode = resolve_buffers(buffers, algorithm.subject)
@@ -131,6 +149,7 @@ def replicate_over(
         check_lag(algorithm, optimizers, mode, scaler)
         check_buffers(algorithm, model, mode)
         _load_kernels(algorithm, model)
+        at_step = check_synchronize(synchronize, algorithm, scaler, overlap_forward, model)
         if overlap_forward:
             check_overlap(algorithm, optimizers, scaler, model)
         if algorithm.part("gradients") is not None:
@@ -138,13 +157,14 @@ def replicate_over(
         parameters = named_parameters(model)
         beside = averaged(model) if mode == "average" and algorithm.part("weights") else {}
         travelling = {name: p for name, p in parameters.items() if p.requires_grad} | beside
-        prepare(algorithm, {name: as_real(tensor.detach()) for name, tensor in travelling.items()})
+        prepare(algorithm, {name: as_real(local(tensor.detach())) for name, tensor in travelling.items()})
+        check_sharding(parameters, runner.members if runner.world > 1 else (), runner.rank)
         runner.agree_on_opening(devices={tensor.device for tensor in (*parameters.values(), *beside.values())})
         if runner.nodes is not None:
             algorithm.check(runner.world, runner.nodes)
-        agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward))
+        agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward, at_step))
         _start_equal(runner, model, optimizers)
-        replica = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward, ignored)
+        replica = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward, ignored, at_step)
     except BaseException as error:
         if ignored is not None:
             ignored.release()
@@ -199,10 +219,11 @@ def _attached(
     scaler: Any,
     overlap_forward: bool,
     ignored: Ignored,
+    at_step: bool,
 ) -> Replica:
     """The replica. If it cannot be made, model and optimizers are as they were: another algorithm may be tried."""
     try:
-        parts = assemble(model, optimizers, attach(algorithm, optimizers), runner, buffers, scaler, overlap_forward)
+        parts = assemble(model, optimizers, attach(algorithm, optimizers), runner, buffers, scaler, overlap_forward, at_step)
         parts.ignored = ignored
         return Replica(parts)
     except BaseException:
@@ -222,6 +243,7 @@ def _facts(
     buffers: Buffers,
     scaler: Any,
     overlap_forward: bool,
+    at_step: bool,
 ) -> dict[str, str]:
     parameters = named_parameters(model)
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -230,9 +252,10 @@ def _facts(
         "versions": f"gossamer {__version__}, torch {torch.__version__.split('+')[0]}",
         "kernels": ", ".join(f"{kind}: {compiler_for(kind)}" for kind in devices),
         "algorithm": repr(algorithm),
-        "options": f"buffers={buffers!r}, scaler={'yes' if scaler is not None else 'no'}, overlap_forward={overlap_forward}",
+        "options": f"buffers={buffers!r}, scaler={'yes' if scaler is not None else 'no'}, overlap_forward={overlap_forward}, "
+        f"synchronize={'step' if at_step else 'backward'!r}",
         "model parameters": "\n".join(
-            f"{name}: {p.dtype} {list(p.shape)} {'trainable' if p.requires_grad else 'frozen'}"
+            f"{name}: {p.dtype} {list(p.shape)} {'trainable' if p.requires_grad else 'frozen'}{described(p)}"
             for name, p in parameters.items()
         ),
         "model buffers": "\n".join(f"{name}: {b.dtype} {list(b.shape)}" for name, b in named_buffers(model).items()),

@@ -1,7 +1,7 @@
 """Arguments of ``replicate()``: which cannot work, by themselves or with each other."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -10,6 +10,7 @@ from gossamer.algorithms.base import Algorithm
 from gossamer.checks import hint_at_class
 from gossamer.engine.checks import check_held, check_model, check_optimizers, held_by, named_parameters
 from gossamer.engine.module_buffers import Buffers
+from gossamer.engine.sharding import is_sharded, offloads
 from gossamer.errors import ConfigurationError
 from gossamer.optim.communicating import Communicating
 
@@ -35,6 +36,11 @@ def check_arguments(model: Any, optimizer_or_optimizers: Any, algorithm: Any, sc
         raise ConfigurationError(
             f"{type(communicating[0]).__name__} communicates for all parameters that it holds: give those that are ignored to "
             "another replica's optimizer, or to one that gossamer does not see"
+        )
+    if communicating and any(map(is_sharded, named_parameters(model).values())):
+        raise ConfigurationError(
+            f"{type(communicating[0]).__name__} communicates for whole parameters, and some of this model are sharded "
+            "(DTensors): take another optimizer, and an algorithm"
         )
     if communicating and any(parameter.is_complex() for parameter in named_parameters(model).values()):
         raise ConfigurationError(f"{type(communicating[0]).__name__} takes real parameters, and some of this model are complex")
@@ -67,6 +73,34 @@ def check_lag(algorithm: Algorithm, optimizers: Sequence[Optimizer], buffers: Bu
             raise ConfigurationError(f"{algorithm!r} lets ranks be at different steps, but {reason}; set lag=0, or change that")
 
 
+Synchronize = Literal["backward", "step"]
+
+
+def check_synchronize(
+    synchronize: Synchronize | None, algorithm: Algorithm, scaler: Any, overlap_forward: bool, model: nn.Module
+) -> bool:
+    """Whether gradients are exchanged when a step begins. Raises ConfigurationError where that, or the other, cannot work."""
+    if synchronize not in (None, *get_args(Synchronize)):
+        raise ConfigurationError(f"synchronize must be one of {', '.join(get_args(Synchronize))}; got {synchronize!r}")
+    if algorithm.part("gradients") is None:
+        return False  # weights are exchanged once per step anyway
+    if synchronize != "step":
+        if offloads(model):
+            raise ConfigurationError(
+                "FSDP2 keeps gradients on the host (CPUOffloadPolicy), where they may arrive after the end of the backward "
+                "pass: give replicate() synchronize='step', or take an algorithm that exchanges weights"
+            )
+        return False
+    reasons = {
+        "a GradScaler looks at gradients before the step begins": scaler is not None,
+        "overlap_forward lets the step begin before gradients have come": overlap_forward,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigurationError(f"synchronize='step' cannot be used: {reason}")
+    return True
+
+
 def check_overlap(algorithm: Algorithm, optimizers: Sequence[Optimizer], scaler: Any, model: nn.Module) -> None:
     """Refuse what needs all gradients at once, or has none to wait for."""
     reasons = {
@@ -76,6 +110,9 @@ def check_overlap(algorithm: Algorithm, optimizers: Sequence[Optimizer], scaler:
         ),
         "there is more than one optimizer, so parts of a step would not be known to belong together": len(optimizers) > 1,
         "a GradScaler looks at all gradients before the step": scaler is not None,
+        "parameters are sharded (DTensors), and gathered before the modules that hold them are called": any(
+            map(is_sharded, model.parameters())
+        ),
         "a compiled model calls its modules inside of compiled code: give the model as it is, uncompiled": (
             hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
         ),

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
+from gossamer.engine.at_step import AtStep
 from gossamer.engine.attach import detach
 from gossamer.engine.checks import Ignored, Watch, held_by, named_parameters
 from gossamer.engine.gradients import GradientSync
@@ -19,6 +20,7 @@ from gossamer.engine.loss_scale import LossScale
 from gossamer.engine.module_buffers import Buffers, BufferSync, hook_forward, named_buffers
 from gossamer.engine.optimizers import OptimizerSync
 from gossamer.engine.overlap import ForwardOverlap
+from gossamer.engine.sharding import local, with_elements
 from gossamer.engine.state_watch import StateWatch
 from gossamer.engine.statistics import Statistics
 from gossamer.engine.unaveraged import UnaveragedGradients, ask_how_many
@@ -61,13 +63,15 @@ def assemble(
     buffers: Buffers,
     scaler: Any = None,
     overlap_forward: bool = False,
+    at_step: bool = False,
 ) -> Parts:
     """Make the parts, connect them to the loop and install the hooks."""
     parameters = named_parameters(model)
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-    owned = [_owned(trainable, optimizer) for optimizer in optimizers]
-    sizes = [sum(p.numel() * p.element_size() for p in each.values()) for each in owned]
-    statistics, loop = Statistics(runner, sizes), Loop(runner, optimizers, model)
+    travelling = with_elements(trainable)
+    owned = [_owned(travelling, optimizer) for optimizer in optimizers]
+    sizes = [sum(local(p).numel() * p.element_size() for p in each.values()) for each in owned]
+    statistics, loop = Statistics(runner, sizes), Loop(runner, optimizers, model, at_step)
     weights = WeightSyncs(runner, algorithm, model, optimizers, owned, buffers == "average", statistics)
     links = _links(runner, optimizers, parameters, statistics)
     join = Join(
@@ -96,7 +100,7 @@ def assemble(
     of_gradients = algorithm.part("gradients")
     if of_gradients is not None:
         names = [each.keys() for each in owned]
-        parts.gradients = GradientSync(runner, loop, of_gradients, trainable, statistics, not weights and not links, names)
+        parts.gradients = GradientSync(runner, loop, of_gradients, travelling, statistics, not weights and not links, names)
         if overlap_forward:
             parts.overlap = ForwardOverlap(runner, loop, model, optimizers[0], parts.gradients)
         weights.clock = lambda index: parts.gradients.step  # type: ignore[union-attr]
@@ -151,6 +155,8 @@ def _connect(parts: Parts) -> None:
     """Say who is called, in which order, and install the hooks."""
     loop, runner = parts.loop, parts.runner
     subscribers: list[Subscriber] = [parts.watch]
+    if loop.at_step:
+        subscribers.append(AtStep(runner.rank, loop, parts.optimizers))
     by_forward = parts.buffers == "broadcast" or (parts.buffers == "average" and not parts.weights)
     if by_forward and runner.world > 1 and named_buffers(parts.model):
         subscribers.append(BufferSync(runner, loop, parts.model, parts.buffers, parts.statistics))
@@ -164,7 +170,7 @@ def _connect(parts: Parts) -> None:
         subscribers.append(UnaveragedGradients(runner, parts.weights, parts.optimizers, clock))
     if parts.weights:
         if runner.world > 1:
-            owned = [_owned(parts.trainable, optimizer) for optimizer in parts.optimizers]
+            owned = [_owned(with_elements(parts.trainable), optimizer) for optimizer in parts.optimizers]
             subscribers.append(StateWatch(runner, parts.algorithm, parts.optimizers, owned))
         subscribers.append(parts.weights)
     if parts.gradients is None and parts.weights:

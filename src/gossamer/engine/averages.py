@@ -4,13 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from torch import Tensor
+
 from gossamer.engine import joining
 from gossamer.engine.assembly import Parts
 from gossamer.engine.checks import named_buffers
 from gossamer.engine.consensus import at_average, become_average, check_equal, distance, equal
 from gossamer.engine.loop import Subscriber
 from gossamer.engine.module_buffers import beside_parameters, floating, synchronise_buffers
-from gossamer.engine.ties import once
+from gossamer.engine.sharding import is_sharded, local_of, reshard
+from gossamer.engine.ties import once, ties
 from gossamer.errors import UsageError
 
 
@@ -28,10 +31,12 @@ class Averages:
         parts = self._parts
         tensors = once({**floating(parts.trainable), **beside_parameters(parts.model)})
         self.on = True
+        reshard(parts.model)
         try:
             with parts.loop.including(NoStep()), at_average(self._runner, parts.optimizers, tensors, self._weights.weigh):
                 yield
         finally:
+            reshard(parts.model)
             self.on = False
 
     def become(self) -> None:
@@ -39,17 +44,20 @@ class Averages:
         parts = self._parts
         if self._weights and self._runner.world > 1:
             beside = beside_parameters(parts.model)
-            become_average(self._runner, parts.optimizers, floating(parts.trainable), beside, self._weights.weigh)
+            become_average(self._runner, parts.optimizers, parts.trainable, beside, self._weights.weigh)
+            reshard(parts.model)
         else:
             self.bring_buffers_together()
 
     def distance(self) -> float:
         """How far the replicas are apart: see :meth:`gossamer.Replica.consensus_distance`."""
-        tensors = floating(self._parts.trainable)
-        if not self._weights and equal(self._runner, tensors):
+        tensors: dict[str, Tensor] = dict(self._parts.trainable)
+        parted = any(map(is_sharded, tensors.values()))  # then all parts are asked, or none
+        if not self._weights and not parted and equal(self._runner, floating(tensors)):
             return 0.0
         weigh = partial(self._weights.weigh, arrived=False)
-        return distance(self._runner, once(tensors) if self._weights else tensors, weigh)
+        tied = ties(local_of(tensors)) if self._weights else {}
+        return distance(self._runner, {name: t for name, t in tensors.items() if name not in tied}, weigh)
 
     def bring_buffers_together(self) -> None:
         """Where gradients are exchanged: before the model is used outside of training, so that it is one model on all ranks."""

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gossamer.engine.loop import Subscriber
+from gossamer.engine.sharding import reshard
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.memory import is_stored
 from gossamer.optim.communicating import Communicating
@@ -137,8 +138,6 @@ def _check_wrapper(module: nn.Module) -> None:
 
 
 def _check_parameter(name: str, parameter: Parameter) -> None:
-    if type(parameter.data).__name__ == "DTensor":
-        raise ConfigurationError(f"parameter {name!r} is a DTensor; sharded parameters are not supported yet")
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ConfigurationError(f"parameter {name!r} is lazy and has no shape yet: run one forward pass before replicate()")
     if parameter.layout is not torch.strided:
@@ -234,7 +233,7 @@ class Watch(Subscriber):
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:
-        modules = list(model.modules())
+        modules, self._model = list(model.modules()), model
         self._places: list[dict[str, Any]] = [place for module in modules for place in (module._parameters, module._modules)]
         self._before, self._ids = [dict(place) for place in self._places], _ids(self._places)
         self._groups = [(optimizer, [id(p) for p in held_by(optimizer)]) for optimizer in optimizers]
@@ -248,6 +247,8 @@ class Watch(Subscriber):
 
     def before_step(self, index: int, closure: bool) -> None:
         """Raise :class:`UsageError` if the model or an optimizer is not what was replicated."""
+        if _ids(self._places) != self._ids:
+            reshard(self._model)  # a forward pass after backward has left FSDP2's outermost parameters whole
         if _ids(self._places) != self._ids:
             pairs = zip(self._places, self._before, strict=True)
             changed = [key for now, before in pairs for key in {**now, **before} if now.get(key) is not before.get(key)]

@@ -15,6 +15,7 @@ from gossamer.engine.agreement import agree, checksum, digest
 from gossamer.engine.checks import held_by
 from gossamer.engine.exact import changing, exact
 from gossamer.engine.module_buffers import average, floating
+from gossamer.engine.sharding import local, sum_of_parts
 from gossamer.engine.ties import once
 from gossamer.errors import DisagreementError
 from gossamer.memory import widened
@@ -36,7 +37,7 @@ def at_average(runner: Runner, optimizers: Iterable[Optimizer], tensors: Mapping
 
     What optimizers keep of them in more bits follows them when a state is saved inside, and would come back rounded.
     """
-    copies = [copy.detach() for each in optimizers for p in held_by(each) if (copy := exact(each, p)) is not p]
+    copies = [local(copy.detach()) for each in optimizers for p in held_by(each) if (copy := exact(each, p)) is not p]
     kept = [copy.clone() for copy in copies]
     places = {name: tensor.detach() for name, tensor in tensors.items()}
     own = [place.clone() for place in places.values()]
@@ -63,7 +64,7 @@ def become_average(
         for optimizer in optimizers:
             stack.enter_context(changing(optimizer))
             kept |= {id(parameter): exact(optimizer, parameter) for parameter in held_by(optimizer)}
-        places = {name: kept.get(id(parameter), parameter).detach() for name, parameter in parameters.items()}
+        places = floating({name: kept.get(id(parameter), parameter).detach() for name, parameter in parameters.items()})
         travelling = once({**places, **buffers})
         weigh(travelling)
         average(runner, list(travelling.values()), WHAT)
@@ -71,18 +72,21 @@ def become_average(
 
 @torch.no_grad()
 def distance(runner: Runner, tensors: Mapping[str, Tensor], weigh: Weigh) -> float:
-    """The root mean square over ranks of ‖w − w̄‖ / ‖w̄‖, w̄ the mean of ``tensors`` over them. Collective."""
-    own = [tensor.detach() for tensor in tensors.values()]
-    copies = {name: tensor.to(widened(tensor.dtype), copy=True) for name, tensor in zip(tensors, own, strict=True)}
-    weigh(copies)
-    means = list(copies.values())
-    average(runner, means, WHAT)
-    squares = torch.zeros(1, dtype=torch.float64, device=own[0].device)
-    for mine, mean in zip(own, means, strict=True):
-        squares += torch.linalg.vector_norm(mine - mean, dtype=torch.float64).square()
-    average(runner, [squares], WHAT)
-    whole = sum(float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2 for mean in means)
-    return math.sqrt(float(squares) / whole) if whole else 0.0
+    """The root mean square over ranks of ‖w − w̄‖ / ‖w̄‖, w̄ the mean of ``tensors`` over them. Collective; of sharded tensors
+    also over the ranks that have the other parts."""
+    own = {name: tensor.detach() for name, tensor in floating(tensors).items()}
+    means = {name: tensor.to(widened(tensor.dtype), copy=True) for name, tensor in own.items()}
+    weigh(means)
+    average(runner, list(means.values()), WHAT)
+    apart = {name: _square(own[name] - mean) for name, mean in means.items()}
+    average(runner, list(apart.values()), WHAT)
+    whole = sum_of_parts({name: _square(mean) for name, mean in means.items()}, tensors)
+    return math.sqrt(sum_of_parts(apart, tensors) / whole) if whole else 0.0
+
+
+def _square(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm.square()
 
 
 def equal(runner: Runner, tensors: Mapping[str, Tensor]) -> bool:

@@ -15,6 +15,7 @@ from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree_on_plan
 from gossamer.engine.bucket_states import Kept, of_any_plan
 from gossamer.engine.exchange import Exchange
+from gossamer.engine.sharding import local
 from gossamer.engine.slots import OpenStep, Slot, like_gradient
 from gossamer.engine.usage import USAGE, with_usage
 from gossamer.errors import ConfigurationError
@@ -66,7 +67,7 @@ class GradientBuckets:
     def adopt_plan(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
         for slot in self._slots.values():
-            slot.view = slot.parameter.detach()  # nothing is to hold the old buckets while the new ones are made
+            slot.view = local(slot.parameter.detach())  # nothing is to hold the old buckets while the new ones are made
         self.exchange.adopt(plan)
         self._usage = self._learned_plan = self._shelved = None
         # As a tensor: torch takes longer to wrap a number than to scale a small gradient.

@@ -264,7 +264,7 @@ class GradientSync(GradientBuckets, Subscriber):
 
     def _ask_for_usage(self, unused: set[str]) -> Ticket[Tensor] | None:
         """Ask who uses what; None if the numbers of use travel in a bucket."""
-        if self._usage is not None:
+        if self._usage is not None or not self._slots:
             return None
         used, world = self._numbers_of_use(unused), self._runner.world
         return self._runner.submit(lambda: maximum(used, world), f"use of parameters at step {self.step}", CONTROL)

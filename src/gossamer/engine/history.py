@@ -10,6 +10,7 @@ from gossamer.buckets import in_order, is_buffer
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree
+from gossamer.engine.sharding import local
 from gossamer.memory import as_real
 
 _OF = " of "
@@ -28,7 +29,7 @@ def history(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str,
     """
     state = getattr(optimizer, "exact_state", None) or (lambda parameter: optimizer.state.get(parameter, {}))
     return {
-        f"{key}{_OF}{name}": as_real(value)
+        f"{key}{_OF}{name}": as_real(local(value))
         for name, parameter in parameters.items()
         for key, value in sorted(state(parameter).items())
         if isinstance(value, Tensor)

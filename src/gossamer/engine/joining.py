@@ -5,6 +5,7 @@ from gossamer.engine.assembly import Parts
 from gossamer.engine.checks import held_by, named_buffers
 from gossamer.engine.exact import changing
 from gossamer.engine.join import state_from_rank
+from gossamer.engine.sharding import is_sharded
 from gossamer.errors import UsageError
 
 
@@ -20,6 +21,11 @@ def refuse(parts: Parts, of_all: bool) -> None:
         raise UsageError("join() cannot be used with overlap_forward: a rank without batches has no forward pass")
     if parts.gradients is None and not of_all:
         raise UsageError("join(divide_by_initial_world_size=False) is for algorithms that average gradients")
+    if parts.gradients is not None and any(map(is_sharded, parts.parameters.values())):
+        raise UsageError(
+            "join() cannot be used with sharded parameters (DTensors) where gradients are exchanged: what an optimizer "
+            "remembers of them cannot be sent to the ranks that ended early; give all ranks as many batches"
+        )
     own = set(map(id, parts.parameters.values()))
     if parts.gradients is not None and any(id(p) not in own for each in parts.optimizers for p in held_by(each)):
         raise UsageError(

@@ -21,37 +21,27 @@ from gossamer.comm.runner import Runner
 from gossamer.engine.alarms import alarming
 from gossamer.engine.hooks import OwnHook
 from gossamer.engine.nesting import current_task, is_nested
+from gossamer.engine.sharding import sharded_modules
+from gossamer.engine.subscriber import Subscriber as Subscriber
 from gossamer.errors import UsageError
 from gossamer.optim.nested import in_nested_step
 
-
-class Subscriber:
-    """What takes part in a training step: the events of a :class:`Loop`, in the order in which they come."""
-
-    def forward(self) -> None:
-        """The model begins a forward pass in training mode, outside of ``no_sync()``."""
-
-    def begin_backward(self) -> None:
-        """A synchronised backward pass has produced its first gradient."""
-
-    def end_backward(self) -> None:
-        """The synchronised backward pass is over, with every pass that ran inside it."""
-
-    def before_step(self, index: int, closure: bool) -> None:
-        """An optimizer is about to take its step; ``closure``: backward runs inside the step."""
-
-    def after_step(self, index: int) -> None:
-        """An optimizer has taken its step."""
+_NONE = -2
+"""The number of no backward pass; -1 is that of what is called outside of any."""
 
 
 class Loop:
     """Counts backward passes and optimizer steps, and calls the subscribers.
 
     ``passes`` counts the backward passes that reached a parameter, ``synchronised_passes`` those outside of ``no_sync()``.
+    ``at_step``: no pass is synchronised; what passes have accumulated is exchanged when a step begins.
     """
 
-    def __init__(self, runner: Runner, optimizers: Sequence[Optimizer], model: nn.Module | None = None) -> None:
-        self._model = model
+    def __init__(
+        self, runner: Runner, optimizers: Sequence[Optimizer], model: nn.Module | None = None, at_step: bool = False
+    ) -> None:
+        self._model, self.at_step = model, at_step
+        self._sharded = model is not None and bool(sharded_modules(model))
         self.synchronise = True
         """Whether passes are synchronised: not inside of ``no_sync()``."""
         self.passes: int = 0
@@ -74,7 +64,9 @@ class Loop:
         self._subscribers: list[Subscriber] = []
         self._root: int | None = None
         self._inside: set[int] = set()
-        self._unsynchronised_task, self._apart = -1, 0
+        self._unsynchronised_task, self._apart = _NONE, 0
+        self._forward_due = True
+        """Whether no forward pass has come since the last exchange."""
         self.steps: list[int] = [0] * len(self._optimizers)
         """How many steps each optimizer has taken."""
         self.even_steps: list[int] = [0] * len(self._optimizers)
@@ -111,7 +103,7 @@ class Loop:
     @property
     def synchronises(self) -> bool:
         """Whether the next pass is synchronised. Scripts for DDP say that by an attribute of the model."""
-        return self.synchronise and bool(getattr(self._model, "require_backward_grad_sync", True))
+        return self.synchronise and not self.at_step and bool(getattr(self._model, "require_backward_grad_sync", True))
 
     @property
     def watches_passes(self) -> bool:
@@ -193,7 +185,8 @@ class Loop:
 
     def begin_forward(self) -> None:
         """The model begins a forward pass."""
-        if self.synchronises:
+        if self.synchronises or (self.at_step and self._forward_due):
+            self._forward_due = False
             with alarming(self._runner):
                 for call in self._forward:
                     call()
@@ -222,6 +215,11 @@ class Loop:
         return True
 
     def _begin(self, parameter: Tensor, task: int) -> None:
+        if task == -1:
+            raise UsageError(
+                f"rank {self._runner.rank}: a gradient came outside of any backward pass, so its end cannot be known, as in a "
+                "pipeline over modules of FSDP2: give replicate() synchronize='step'"
+            )
         if self.task is not None and self._runner.world > 1:  # alone, nobody waits for what an error has ended half-way
             raise UsageError(
                 f"rank {self._runner.rank}: the previous backward pass has not ended: it raised an error half-way through its "
@@ -250,7 +248,11 @@ class Loop:
         self.accumulated, self._apart = apart != self._apart, apart
         return self._begin_backward
 
-    def _ended(self, task: int) -> None:
+    def _ended(self, task: int, deferred: bool = False) -> None:
+        if self._sharded and not deferred:
+            # FSDP2 reduces what is left of the gradients in such a callback too, which may come after this one.
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._ended, task, True))
+            return
         if task == self._root:
             self._root = None
         if task == self.task:
@@ -260,12 +262,12 @@ class Loop:
     def _end(self) -> None:
         for call in self._end_backward:
             call()
-        self.task = None
+        self.task, self._unsynchronised_task, self._forward_due = None, _NONE, True
         self.passes += 1
         self.synchronised_passes += 1
 
     def pass_without_gradients(self) -> None:
-        """A synchronised pass of a rank that has no batch: no parameter gets a gradient from it."""
+        """A synchronised pass that computes no gradient: those that are there are exchanged, or zeros."""
         self.first = None
         for call in self._begin_pass():
             call()

@@ -12,6 +12,7 @@ from gossamer.comm.runner import Runner
 from gossamer.engine.exchange import Exchange
 from gossamer.engine.finite import any_non_finite
 from gossamer.engine.loop import Loop, Subscriber
+from gossamer.engine.sharding import local
 from gossamer.errors import UsageError
 from gossamer.memory import as_real
 
@@ -34,6 +35,7 @@ def agree_on_overflow(runner: Runner, scaler: Any, owners: Sequence[Iterable[Par
 
 def _values(gradient: Tensor) -> Tensor:
     """What a gradient consists of: real numbers; of a sparse one its values, which may be several for one place."""
+    gradient = local(gradient)
     return as_real(gradient.detach()._values() if gradient.is_sparse else gradient.detach())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gossamer.engine.sharding import local
 from gossamer.errors import UsageError
 
 Differing = Callable[[], Mapping[str, Tensor]]
@@ -44,14 +45,14 @@ def refuse_for(differing: Differing, rank: int) -> None:
 
 def _check(states: Any, rank: int) -> None:
     places = {
-        tensor.untyped_storage().data_ptr(): name
+        local(tensor).untyped_storage().data_ptr(): name
         for known in _known
         if (differing := known()) is not None
         for name, tensor in differing().items()
-        if tensor.numel()
+        if local(tensor).numel()
     }
     for tensor in _tensors(states) if places else ():
-        name = places.get(tensor.untyped_storage().data_ptr()) if tensor.device.type != "meta" else None
+        name = places.get(local(tensor).untyped_storage().data_ptr()) if tensor.device.type != "meta" else None
         if name is not None:
             raise UsageError(
                 f"rank {rank}: torch.distributed.checkpoint would write one model of ranks whose weights differ (parameter "

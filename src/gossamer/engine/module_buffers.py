@@ -16,6 +16,7 @@ from gossamer.engine.agreement import PORTION, in_portions, same_from_rank
 from gossamer.engine.checks import named_buffers as named_buffers
 from gossamer.engine.hooks import OwnHook
 from gossamer.engine.loop import Loop, Subscriber
+from gossamer.engine.sharding import local_of
 from gossamer.engine.statistics import Statistics
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.memory import as_real, stored, wide, widened
@@ -44,9 +45,10 @@ def check_buffers(algorithm: Algorithm, model: nn.Module, buffers: Buffers) -> N
 
 
 def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that can be averaged, complex ones as views of their real numbers. Torch does not compute with 8-bit numbers, and
-    what wraps other tensors may not be written to."""
-    real = {name: as_real(tensor.detach()) if tensor.is_complex() else tensor for name, tensor in tensors.items()}
+    """Those that can be averaged: complex ones as views of their real numbers, of sharded ones what this rank holds. Torch does
+    not compute with 8-bit numbers, and what else wraps other tensors may not be written to."""
+    held = local_of(tensors)
+    real = {name: as_real(tensor.detach()) if tensor.is_complex() else tensor for name, tensor in held.items()}
     own = {name: t for name, t in real.items() if t.numel() > 0 and next(iter(stored(t)), None) is t}
     return {name: t for name, t in own.items() if t.is_floating_point() and t.element_size() > 1}
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
 from gossamer.engine.loop import Subscriber
+from gossamer.engine.sharding import local
 from gossamer.errors import UsageError
 from gossamer.optim.gossip_adamw import AVERAGED_OVER
 
@@ -114,13 +115,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _is_like(tensor: Tensor, parameter: Parameter) -> bool:
     """Whether it could be another value of the parameter, and is not the parameter itself."""
     own = tensor.is_floating_point() or tensor.is_complex()
-    return own and tensor.shape == parameter.shape and tensor.data_ptr() != parameter.data_ptr()
+    return own and tensor.shape == parameter.shape and local(tensor).data_ptr() != local(parameter).data_ptr()
 
 
 @torch.no_grad()
 def _near(weights: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> bool:
     apart = size = 0.0
-    for name, weight in weights.items():
-        apart += float(torch.linalg.vector_norm(kept[name].to(weight.device) - weight)) ** 2
+    for name, whole in weights.items():
+        weight = local(whole)
+        apart += float(torch.linalg.vector_norm(local(kept[name]).to(weight.device) - weight)) ** 2
         size += float(torch.linalg.vector_norm(weight)) ** 2
     return size > 0 and apart <= NEAR**2 * size

@@ -18,6 +18,7 @@ from gossamer.engine.history import history, skips
 from gossamer.engine.lagging import catch_up, even_out
 from gossamer.engine.loop import Subscriber
 from gossamer.engine.module_buffers import averaged, beside_parameters, check_shapes, shapes_of
+from gossamer.engine.sharding import is_sharded, local, sharded_modules
 from gossamer.engine.statistics import Statistics
 from gossamer.engine.ties import called, ties
 from gossamer.engine.turns import REMEMBERED
@@ -63,7 +64,8 @@ class WeightSyncs(Subscriber):
             return
         beside = averaged(model) if with_buffers else {}
         self._buffers_travel, self._shapes = bool(beside), shapes_of(beside)
-        self._named = owned
+        self._views = [{n: p for n, p in held.items() if p.is_complex() or is_sharded(p)} for held in owned]
+        self._sharded = sharded_modules(model)
         exact_weights = [{n: self._real(number, p) for n, p in held.items()} for number, held in enumerate(owned)]
         self._tensors = dict(chain.from_iterable(map(dict.items, [*exact_weights, beside])))
         self._ties = ties(self._tensors)
@@ -77,8 +79,9 @@ class WeightSyncs(Subscriber):
             self._all.append(WeightSync(runner, of_weights, tensors, statistics, remembered, partial(skips, optimizer), number))
 
     def _real(self, number: int, parameter: Parameter) -> Tensor:
-        """What an optimizer keeps of a parameter exactly; of a complex one a view of its real numbers."""
-        kept = exact(self._optimizers[number], parameter)
+        """What an optimizer keeps of a parameter exactly; of a sharded one this rank's part, of a complex one a view of its
+        real numbers."""
+        kept = local(exact(self._optimizers[number], parameter))
         return as_real(kept.detach()) if kept.is_complex() else kept
 
     def __iter__(self) -> Iterator[WeightSync]:
@@ -185,6 +188,8 @@ class WeightSyncs(Subscriber):
         return changing(self._optimizers[index])
 
     def _follow(self, index: int) -> None:
+        for module in self._sharded:
+            module.reshard()  # what it has gathered is not what the parts are going to be
         if index == 0 and self._buffers_travel:
             beside = beside_parameters(self._model)
             travelling = {name: tensor for name, tensor in beside.items() if name in self._shapes}
@@ -201,11 +206,9 @@ class WeightSyncs(Subscriber):
                 )
 
     def _follow_views(self, index: int) -> None:
-        """Views of complex parameters are of the memory that these had, which an assignment to ``.data`` changes."""
-        moved = {
-            name: self._real(index, parameter)
-            for name, parameter in self._named[index].items()
-            if parameter.is_complex() and parameter.data_ptr() != self._tensors[name].data_ptr()
-        }
+        """Views of complex parameters, and parts of sharded ones, are of the memory that these had, which an assignment to
+        ``.data``, or to what a DTensor holds, changes."""
+        there = {name: self._real(index, parameter) for name, parameter in self._views[index].items()}
+        moved = {name: tensor for name, tensor in there.items() if tensor.data_ptr() != self._tensors[name].data_ptr()}
         self._tensors |= moved
         self._all[index].follow(moved)
