@@ -2,8 +2,13 @@
 
 import pytest
 
+from gossamer import AllReduce, Gossip, Hierarchical
+from gossamer.algorithms import Algorithm
+from gossamer.comm.topology import Ring
 from gossamer.errors import ConfigurationError
-from gossamer.simulate import Cluster, Link, Machines, Pauses, Processor, Stragglers
+from gossamer.simulate import Cluster, Compute, Link, Machines, Pauses, Processor, Stragglers, step_time
+
+from .test_step_time import tensors
 
 TEN = Link(bandwidth=10e9, latency=5e-5)
 
@@ -45,3 +50,49 @@ def test_a_cluster_has_the_workers_of_all_its_machines() -> None:
 def test_an_impossible_cluster_is_refused_by_name(make, complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         make()
+
+
+@pytest.mark.parametrize("algorithm", [AllReduce(), Gossip(), Hierarchical()], ids=repr)
+def test_a_cluster_of_equal_machines_is_priced_as_their_number_and_link(algorithm: Algorithm) -> None:
+    inside = Link(bandwidth=100e9, latency=5e-6)
+    cluster = Cluster(machines=Machines(count=4, devices=2), between=TEN, inside=inside)
+    given = {"compute": Compute(forward=0.03, backward=0.06)}
+    spelled = {"world": 8, "link": TEN, "ranks_per_node": 2, "inside": inside}
+    model = tensors(10**6, 1000)
+    assert step_time(model, algorithm, cluster=cluster, **given) == step_time(model, algorithm, **spelled, **given)
+
+
+def test_a_faster_device_computes_for_less_time() -> None:
+    times = [
+        step_time(
+            tensors(10**7),
+            AllReduce(),
+            cluster=Cluster(machines=Machines(count=2, speed=speed), between=TEN),
+            compute=Compute(forward=0.1, backward=0.2, optimizer=0.02, ready={"0": 0.2}),
+        )
+        for speed in (1, 2)
+    ]
+    assert times[1].compute_seconds == pytest.approx(times[0].compute_seconds / 2)
+    assert times[1].exposed_seconds == pytest.approx(times[0].exposed_seconds)
+
+
+def test_sites_share_the_link_between_them() -> None:
+    """A ring of four machines leaves each of two sites once a turn, and has two of its six rounds between them."""
+    office, vpn = Link(bandwidth=1e9, latency=1e-4), Link(bandwidth=1e8, latency=0.02)
+    cluster = Cluster(machines=Machines(count=4, sites=2), between=office, across=vpn)
+    found = step_time(tensors(10**6), AllReduce(), cluster=cluster, compute=Compute(forward=0.1, backward=0.1))
+    wire = 8 * 2 * 3 / 4 * 4e6 / 1e8
+    assert found.wire_seconds == pytest.approx(wire, rel=1e-3)
+    assert found.exposed_seconds == pytest.approx(wire + 2 * 0.02 + 4 * 1e-4, rel=1e-3)
+    pairs = Gossip(wire="fp32", topology=Ring(directed=True))
+    one = step_time(tensors(10**6), pairs, cluster=cluster, compute=Compute(forward=0, backward=0))
+    assert one.step_seconds == pytest.approx(8 * 4e6 / 1e8 + 0.02, rel=1e-3), "one message leaves each site"
+
+
+def test_what_a_cluster_says_is_not_said_again() -> None:
+    cluster = Cluster(machines=Machines(count=4), between=TEN)
+    given = {"compute": Compute(forward=0.1, backward=0.1), "cluster": cluster}
+    with pytest.raises(ConfigurationError, match="cluster= says what world, link would"):
+        step_time(tensors(10), AllReduce(), world=4, link=TEN, **given)
+    with pytest.raises(ConfigurationError, match="cluster must be an instance of Cluster"):
+        step_time(tensors(10), AllReduce(), **given | {"cluster": 4})

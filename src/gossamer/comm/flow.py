@@ -4,7 +4,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from gossamer.comm.ops import Decide, Flow, Group, Op, Start, Wait
+from gossamer.comm.ops import Command, Decide, Flow, Group, Op, Start, Wait
 
 T = TypeVar("T")
 
@@ -45,14 +45,18 @@ class Begun(Generic[T]):
             if isinstance(command, Wait):
                 self.handle = command.handle
                 return
-            if isinstance(command, Start):
-                if not self.may_start:
-                    raise TypeError(f"a prompt algorithm starts everything before it waits; {command.op} came later")
-                reply = self._port.start(command.op, command.group)
-            elif isinstance(command, Decide):
-                reply = self._port.decide(command)
-            else:
-                raise TypeError(f"an algorithm yielded {command!r}; only start(op), wait(handle) and decide(…) are known")
+            if isinstance(command, Start) and not self.may_start:
+                raise TypeError(f"a prompt algorithm starts everything before it waits; {command.op} came later")
+            reply = answer(command, self._port)
+
+
+def answer(command: Command, port: Port) -> Any:
+    """Carry out a command that is no wait; what the flow is sent back."""
+    if isinstance(command, Start):
+        return port.start(command.op, command.group)
+    if isinstance(command, Decide):
+        return port.decide(command)
+    raise TypeError(f"an algorithm yielded {command!r}; only start(op), wait(handle) and decide(…) are known")
 
 
 def drive(flow: Flow[T], port: Port) -> T:

@@ -20,6 +20,13 @@ def check_whole(least: int, **numbers: object) -> None:
             raise ConfigurationError(f"{name} must be a whole number, at least {least}; got {value!r}")
 
 
+def check_left_out(**options: object) -> None:
+    """What a cluster says is not to be given beside it."""
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise ConfigurationError(f"cluster= says what {', '.join(given)} would: leave one of them out")
+
+
 def check_links(link: object, inside: object, ranks_per_node: int) -> None:
     check_kind("link", link, Link, "Link(bandwidth=200e6, latency=1e-3)")
     if inside is None:

@@ -83,6 +83,11 @@ class Clock:
                 raise RuntimeError("a simulated training loop waits for what never happens")
             self._next()
 
+    def run_out(self) -> None:
+        """Let time pass until nothing is left to happen."""
+        while self._agenda:
+            self._next()
+
     def _next(self) -> None:
         self.now, _, action = heapq.heappop(self._agenda)
         action()

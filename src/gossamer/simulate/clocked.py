@@ -2,23 +2,27 @@
 
 The third interpreter of the one vocabulary (:mod:`gossamer.comm.ops`). All ranks do the same, so one is executed: rank 0.
 Where ranks differ in what they send (one has a bye), an operation takes as long as for the busiest, with whom the others
-keep pace; what is counted is rank 0's. What a flow computes between its operations takes no time.
+keep pace; what is counted is rank 0's. What a flow computes between its operations takes the time of a processor, if one is
+described. What the loop did, and in which order, is recorded for those whose clocks differ.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from gossamer.comm import ops
-from gossamer.comm.flow import Begun
-from gossamer.comm.ops import Decide, Flow, Group, Op, Traffic
+from gossamer.comm.flow import answer
+from gossamer.comm.ops import Decide, Flow, Group, Op, Start, Traffic, Wait
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.simulate.clock import Clock, Event, Process, both
+from gossamer.simulate.levels import Levels
 from gossamer.simulate.line import SharedLine
-from gossamer.simulate.profile import Link
+from gossamer.simulate.processor import Processing
+from gossamer.simulate.program import FlowRecord, Operation, Recorder
 from gossamer.simulate.sharing import traffic_of
 
 T = TypeVar("T")
@@ -26,39 +30,58 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """A started operation: its end, and what it then gives."""
+    """A started operation: its end, what it then gives, and what is recorded of it."""
 
     done: Event
     result: Tensor
+    operation: Operation
 
 
 class Wire:
-    """One machine's link, a port that all lanes share: payloads under way share the rate, latencies overlap.
+    """The links of rank 0's machine, a port that all lanes share: payloads under way share the rate, latencies overlap.
 
-    Ranks on one machine (``nodes``; none: each has its own) share it, and reach each other over a second one, ``inside``. An
-    operation in which some messages leave a machine takes as long as those of the machine that sends, or receives, most.
+    Ranks on one machine share its link, and machines of one site that of the site. An operation takes as long as the messages
+    of the unit that sends, or receives, most at any level.
     """
 
-    def __init__(self, clock: Clock, link: Link, world: int, nodes: tuple[Group, ...] = (), inside: Link | None = None) -> None:
-        self.meter, self.most_bytes, self.inside_bytes = Meter(), 0, 0
-        self.everyone = tuple(range(world))
-        self._between, self._inside = SharedLine(clock, link), SharedLine(clock, inside or Link())
-        self._machines = {rank: number for number, node in enumerate(nodes) for rank in node}
+    def __init__(self, clock: Clock, levels: Levels, processing: Processing) -> None:
+        self.meter, self.most_seconds, self.inside_bytes = Meter(), 0.0, 0
+        self.everyone = tuple(range(levels.world))
+        self.processing = processing
+        self._clock = clock
+        self._levels = levels
+        self._lines = [SharedLine(clock, link) for link in levels.links]
 
     def start(self, op: Op, group: Group | None = None) -> UnderWay:
         """Hand an operation over now. As on the real wire, empty tensors are not sent."""
+        everyone = group is None or group == self.everyone
         group = self.everyone if group is None else group
         self.meter.count(op, len(group), group.index(0))
-        machines = [self._machines.get(rank, rank) for rank in group]
-        if op.tensor.numel() == 0:
-            between = inside = Traffic(0, 0)
-        else:
-            between, inside = traffic_of(op, machines, self._between.link, self._inside.link)
-        self.most_bytes += between.bytes
-        self.inside_bytes += inside.bytes
-        waits = inside.rounds * self._inside.link.latency
-        done = both(self._between.send(between, waits), self._inside.send(Traffic(inside.bytes, 0)))
-        return UnderWay(done, echoed(op, len(group)))
+        sent = op.tensor.numel() > 0 and len(group) > 1
+        operation = Operation(op, None if everyone else group, sent)
+        done = self._send(op, group) if sent else Event()
+        if not sent:
+            done.set()
+        elif self.processing.costs:
+            done = both(done, self.processing.transport(op.traffic(len(group))))
+        self._note_end(operation, done)
+        return UnderWay(done, echoed(op, len(group)), operation)
+
+    def _send(self, op: Op, group: Group) -> Event:
+        """All levels at the same time: the bytes of each share its link, and the rounds of all follow each other."""
+        traffic = traffic_of(op, self._levels.members(group), self._levels.links)
+        self.inside_bytes += traffic[-1].bytes
+        self.most_seconds += max(
+            8 * each.bytes / line.link.goodput for each, line in zip(traffic[:-1], self._lines[:-1], strict=True)
+        )
+        waits = sum(each.rounds * line.link.latency for each, line in zip(traffic, self._lines, strict=True))
+        done = [line.send(each, waits) for each, line in zip(traffic, self._lines, strict=True) if each.bytes]
+        return reduce(both, done) if done else self._lines[0].send(Traffic(0, 0), waits)
+
+    def _note_end(self, operation: Operation, done: Event) -> None:
+        begin = self._clock.now
+        if not done.happened:
+            done.then(lambda: setattr(operation, "seconds", self._clock.now - begin))
 
     def wait(self, handle: UnderWay) -> Tensor:
         """What it gives. That its moment has come is the lane's part."""
@@ -91,30 +114,51 @@ def echoed(op: Op, world: int) -> Tensor:
 class Lane:
     """One ordered queue of flows. A flow may have several operations outstanding; the lane goes on when it ends."""
 
-    def __init__(self, clock: Clock, wire: Wire) -> None:
-        self._wire = wire
-        self._jobs: deque[tuple[Callable[[], Flow[Any]], Ticket[Any]]] = deque()
+    def __init__(self, clock: Clock, wire: Wire, number: int) -> None:
+        self._clock, self._wire, self._number = clock, wire, number
+        self._jobs: deque[tuple[Callable[[], Flow[Any]], Ticket[Any], FlowRecord]] = deque()
         self._came = Event()
         clock.spawn(self._work())
 
-    def submit(self, make_flow: Callable[[], Flow[T]], ticket: Ticket[T]) -> None:
+    def submit(self, make_flow: Callable[[], Flow[T]], ticket: Ticket[T]) -> FlowRecord:
         """Queue a flow."""
-        self._jobs.append((make_flow, ticket))
+        record = FlowRecord(self._number)
+        self._jobs.append((make_flow, ticket, record))
         self._came.set()
+        return record
 
     def _work(self) -> Process:
         while True:
             while self._jobs:
-                make_flow, ticket = self._jobs.popleft()
+                make_flow, ticket, record = self._jobs.popleft()
                 ticket.begun = True
-                begun = Begun(make_flow(), self._wire)
-                while not begun.ended:
-                    yield begun.handle.done
-                    begun.go_on(self._wire.wait(begun.handle))
-                ticket.result = begun.result
+                yield from self._carry_out(make_flow(), ticket, record)
                 ticket.conclude()
             self._came = Event()
             yield self._came
+
+    def _carry_out(self, flow: Flow[Any], ticket: Ticket[Any], record: FlowRecord) -> Process:
+        reply: Any = None
+        while True:
+            with self._wire.processing.by_flow():
+                try:
+                    command = flow.send(reply)
+                except StopIteration as stop:
+                    command, ticket.result = None, stop.value
+            if (asked := self._wire.processing.of_flow) > 0:
+                begin = self._clock.now
+                yield self._wire.processing.serve(asked)
+                record.work(self._clock.now - begin)
+            if command is None:
+                return
+            if isinstance(command, Wait):
+                record.wait(command.handle.operation)
+                yield command.handle.done
+                reply = command.handle.result
+            else:
+                reply = answer(command, self._wire)
+                if isinstance(command, Start):
+                    record.start(reply.operation)
 
 
 class ClockedRunner(Runner):
@@ -125,15 +169,19 @@ class ClockedRunner(Runner):
 
     rank = 0
 
-    def __init__(self, clock: Clock, wire: Wire, lanes: int, nodes: tuple[Group, ...] | None = None) -> None:
+    def __init__(self, clock: Clock, wire: Wire, lanes: int, nodes: tuple[Group, ...] | None = None, may_lag: int = 0) -> None:
+        """``may_lag``: by how many steps exchanges may be late."""
         self.world, self.lanes, self.nodes = len(wire.everyone), lanes, nodes
         self.exposed_seconds = 0.0
         """Seconds that the program has waited for flows."""
         self.submitted = 0
         """Flows that were given to data lanes."""
-        self._clock, self._wire = clock, wire
-        self._data = [Lane(clock, wire) for _ in range(lanes)]
-        self._control = Lane(clock, wire)
+        self.recorder = Recorder()
+        self._clock, self._wire, self._may_lag = clock, wire, may_lag
+        self._data = [Lane(clock, wire, number) for number in range(lanes)]
+        self._control = Lane(clock, wire, CONTROL)
+        self._begun_in: dict[int, int] = {}
+        """Of each ticket, the step in which it was submitted."""
         self._tickets = 0
 
     @property
@@ -145,22 +193,41 @@ class ClockedRunner(Runner):
 
     def compute(self, seconds: float) -> None:
         """The program computes for so long; flows go on meanwhile."""
-        self._clock.advance(self._clock.now + seconds)
+        self._catch_up()
+        begin = self._clock.now
+        self._wire.processing.compute(seconds)
+        self.recorder.compute(seconds, self._clock.now - begin)
+
+    def run_out(self) -> None:
+        """Let all flows that were submitted end."""
+        self._clock.run_out()
+
+    def _catch_up(self) -> None:
+        """Let the time pass that the loop's own copies take."""
+        begin = self._clock.now
+        self._wire.processing.work_off()
+        self.recorder.compute(0.0, self._clock.now - begin)
 
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
+        self._catch_up()
         ticket: Ticket[T] = Ticket(self._tickets, label)
+        self._begun_in[self._tickets] = self.recorder.number
         self._tickets += 1
         self.submitted += lane != CONTROL
-        (self._control if lane == CONTROL else self._data[lane]).submit(make_flow, ticket)
+        self.recorder.submit((self._control if lane == CONTROL else self._data[lane]).submit(make_flow, ticket))
         return ticket
 
     def wait(self, ticket: Ticket[T], meanwhile: Callable[[], bool] | None = None) -> T:
+        self._catch_up()
         begin = self._clock.now
         self._clock.run_until(ticket.done.is_set)
         self.exposed_seconds += self._clock.now - begin
+        since = self.recorder.number - self._begun_in.pop(ticket.sequence, self.recorder.number)
+        self.recorder.wait(ticket.sequence, max(0, 1 + self._may_lag - since) if since else 0)
         return ticket.result  # type: ignore[return-value]
 
     def arrived(self, ticket: Ticket[Any]) -> bool:
+        self._catch_up()
         self._clock.advance(self._clock.now)
         return ticket.done.is_set()
 

@@ -44,21 +44,40 @@ class Machines:
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """What a machine's workers share for all that is no forward and backward pass: codecs, copies and optimizer steps.
+    """What a machine's workers share for codecs, copies and the transport's own work.
 
-    ``cores``: how many such tasks run at the same time; more than these queue. ``copy``: bytes per second that one of them
-    copies; infinite: nothing of this takes time. ``kernels``: bytes of gradient per second by the name of a kernel, as in the
-    table of ``benchmarks/results/kernels.md`` ("8 bits, encode"). Those without an entry take their share of a copy there.
+    ``cores``: how many such tasks run at full speed; more than these share them. ``copy``: bytes per second that one of them
+    copies; infinite: copies and kernels take no time. ``kernels``: bytes of gradient per second by codec and kernel, as in
+    ``benchmarks/results/kernels.md`` ("8 bits, encode"); those without an entry take the share of a copy that they have there.
+    ``transport``: bytes per second that one of them hands to the network, and takes from it. ``operation``: seconds of a
+    communication operation whatever its size. ``computes``: whether the forward and backward pass and the optimizer run on it
+    as well, so that what flows compute delays them.
     """
 
     cores: int = 1
     copy: float = math.inf
     kernels: Mapping[str, float] = field(default_factory=dict)
+    transport: float = math.inf
+    operation: float = 0.0
+    computes: bool = True
 
     def __post_init__(self) -> None:
         if not is_whole(self.cores, 1):
             raise ConfigurationError(f"cores must be a whole number, at least 1; got {self.cores!r}")
-        _check_above_zero(copy=self.copy, **{f"kernels[{name!r}]": speed for name, speed in self.kernels.items()})
+        _check_above_zero(
+            copy=self.copy,
+            transport=self.transport,
+            **{f"kernels[{name!r}]": speed for name, speed in self.kernels.items()},
+        )
+        if not (is_number(self.operation) and 0 <= self.operation < math.inf):
+            raise ConfigurationError(f"operation must be a number of seconds; got {self.operation!r}")
+        if not isinstance(self.computes, bool):
+            raise ConfigurationError(f"computes must be True or False; got {self.computes!r}")
+
+    @property
+    def free(self) -> bool:
+        """Whether nothing that is done on it takes time."""
+        return math.isinf(self.copy) and math.isinf(self.transport) and self.operation == 0 and not self.kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +98,7 @@ class Stragglers:
     ``jitter``: the standard deviation of the time that a worker computes in a step, as a share of its mean, drawn anew for
     every worker and step. ``distribution``: "lognormal", or "exponential" (a fixed part and an exponential one, so that jitter
     1 is an exponential time). ``slow``: by which factor machines, by number, take longer. ``seed``: of what is drawn.
+    ``steps``: how many are drawn for a prediction; by default so many that their mean is certain to about 1 %.
     """
 
     jitter: float = 0.0
@@ -86,6 +106,7 @@ class Stragglers:
     slow: Mapping[int, float] = field(default_factory=dict)
     pauses: Pauses | None = None
     seed: int = 0
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         if not (is_number(self.jitter) and 0 <= self.jitter <= 1):
@@ -96,8 +117,10 @@ class Stragglers:
         _check_above_zero(**{f"slow[{number}]": factor for number, factor in self.slow.items()})
         if not (self.pauses is None or isinstance(self.pauses, Pauses)):
             raise ConfigurationError(f"pauses must be Pauses(every=, seconds=); got {self.pauses!r}")
-        if not is_whole(self.seed):
-            raise ConfigurationError(f"seed must be an integer; got {self.seed!r}")
+        if not is_whole(self.seed, 0):
+            raise ConfigurationError(f"seed must be an integer, at least 0; got {self.seed!r}")
+        if not (self.steps is None or is_whole(self.steps, 10)):
+            raise ConfigurationError(f"steps must be a whole number, at least 10; got {self.steps!r}")
 
     @property
     def none(self) -> bool:

@@ -105,6 +105,18 @@ class Compute:
         """The whole step, computation alone."""
         return self.forward + self.backward + self.optimizer
 
+    def at_speed(self, speed: float) -> "Compute":
+        """On a device that is so many times as fast."""
+        if speed == 1:
+            return self
+        return Compute(
+            forward=self.forward / speed,
+            backward=self.backward / speed,
+            optimizer=self.optimizer / speed,
+            ready={name: moment / speed for name, moment in self.ready.items()},
+            needed={name: moment / speed for name, moment in self.needed.items()},
+        )
+
     def ready_at(self, names: Iterable[str]) -> float:
         """When the last of these gradients is there, in seconds after the beginning of the backward pass."""
         return max((self.ready.get(name, self.backward) for name in names), default=0.0)

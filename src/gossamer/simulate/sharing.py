@@ -1,87 +1,137 @@
-"""Sharing: what the ranks of one machine together send, or receive, over the one link that it has."""
+"""Sharing: what the ranks of a machine, and the machines of a site, together send or receive over the one link they have."""
 
-from collections import Counter
 from collections.abc import Sequence
-from functools import singledispatch
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cached_property, singledispatch
+
+import numpy as np
+import numpy.typing as npt
 
 from gossamer.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Permute, Push, Traffic
 from gossamer.simulate.forms import least
 from gossamer.simulate.profile import Link
 
-
-def traffic_of(op: Op, machines: Sequence[int], link: Link, inside: Link) -> tuple[Traffic, Traffic]:
-    """What crosses the link of the busiest machine, and what stays inside it. ``machines``: that of each member."""
-    there, ranks = len(set(machines)), len(machines)
-    if isinstance(op, AllReduce) and ranks > 1:
-        return _of_all_reduce(op, machines, link, inside)
-    traffic = op.traffic(ranks)
-    if there == ranks:
-        return traffic, Traffic(0, 0)
-    between = crossing(op, machines)
-    return (Traffic(between, traffic.rounds), Traffic(0, 0)) if between else (Traffic(0, 0), traffic)
+Ranks = npt.NDArray[np.int64]
+NOTHING = Traffic(0, 0)
 
 
-def _of_all_reduce(op: AllReduce, machines: Sequence[int], link: Link, inside: Link) -> tuple[Traffic, Traffic]:
-    """A ring passes through the ranks of a machine before it leaves it: the hops between machines are as many as these. The
-    other forms are of one rank of each machine; its others pass their sums to it, and the result back, one by one."""
-    there, ranks = len(set(machines)), len(machines)
-    if there == 1:
-        return Traffic(0, 0), least(inside.transport.all_reduce, op.nbytes, ranks, inside.seconds)[1]
-    form, between = least(link.transport.all_reduce, op.nbytes, there, link.seconds)
-    if ranks == there:
-        return between, Traffic(0, 0)
-    if form == "ring":
-        bytes_on_each = op.traffic(ranks).bytes
-        return Traffic(crossing(op, machines), between.rounds), Traffic(bytes_on_each, 2 * (ranks - there))
-    most = max(Counter(machines).values())
-    return between, Traffic(2 * op.nbytes, 2 * (most - 1))
+@dataclass(frozen=True, eq=False)
+class Members:
+    """Where each member of a group is: its unit at every level, the outermost first (sites, machines)."""
+
+    levels: tuple[Ranks, ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.levels[0])
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """How many units there are at each level, and at last ranks."""
+        return (*(len(np.unique(level)) for level in self.levels), self.ranks)
+
+
+def traffic_of(op: Op, members: Members, links: Sequence[Link]) -> list[Traffic]:
+    """What crosses the link of the busiest unit of every level, and at last what stays inside machines. ``links``: of each."""
+    units = members.units
+    if isinstance(op, AllReduce) and members.ranks > 1:
+        return _of_all_reduce(op, members, links)
+    traffic, found = op.traffic(members.ranks), []
+    rounds = traffic.rounds
+    for level, number in zip(members.levels, units, strict=False):
+        crossed = 0 if number == 1 else traffic.bytes if number == members.ranks else crossing(op, level)
+        found.append(Traffic(crossed, rounds if crossed else 0))  # the outermost link that is crossed is the one waited for
+        rounds = 0 if crossed else rounds
+    alone = not any(each.bytes for each in found) and units[-2] < members.ranks
+    return [*found, Traffic(traffic.bytes, rounds) if alone else NOTHING]
+
+
+def _of_all_reduce(op: AllReduce, members: Members, links: Sequence[Link]) -> list[Traffic]:
+    """A ring passes through the units of a level before it leaves theirs: the hops between machines are as many as these. The
+    other forms are of one rank of each unit; its others pass their sums to it, and the result back, one by one."""
+    units = members.units
+    outermost = next(place for place, number in enumerate(units) if number > 1)
+    link = links[outermost]
+    form, traffic = least(link.transport.all_reduce, op.nbytes, units[outermost], link.seconds)
+    found = [NOTHING] * outermost
+    if outermost == len(members.levels) or form != "ring" or units[outermost] == members.ranks:
+        found.append(traffic)
+    else:
+        found.append(Traffic(crossing(op, members.levels[outermost]), traffic.rounds))
+    for place in range(outermost + 1, len(units)):
+        more = units[place] - units[place - 1]
+        if more == 0:
+            found.append(NOTHING)
+        elif form == "ring":
+            last = place == len(members.levels)
+            sent = op.traffic(members.ranks).bytes if last else crossing(op, members.levels[place])
+            found.append(Traffic(sent, 2 * more))
+        else:
+            found.append(_to_one(op.nbytes, members, place))
+    return found
+
+
+def _to_one(nbytes: int, members: Members, place: int) -> Traffic:
+    """All units of a level that are in one of the next outer level send to one of them, and back."""
+    outer = members.levels[place - 1]
+    inner = np.arange(members.ranks) if place == len(members.levels) else members.levels[place]
+    _, first = np.unique(inner, return_index=True)
+    most = int(np.unique(outer[first], return_counts=True)[1].max())
+    return Traffic(2 * nbytes, 2 * (most - 1))
 
 
 @singledispatch
-def crossing(op: Op, machines: Sequence[int]) -> int:
+def crossing(op: Op, machines: Sequence[int] | Ranks) -> int:
     """Bytes that cross the link of the busiest machine, in its busier direction; ``machines``: that of each member."""
     raise TypeError(f"the simulation does not know {op}")
 
 
 @crossing.register
-def _(op: AllReduce, machines: Sequence[int]) -> int:
+def _(op: AllReduce, machines: Sequence[int] | Ranks) -> int:
     """A ring in order of the ranks: from a machine whose ranks follow each other, one of them sends to another one."""
-    return op.traffic(len(machines)).bytes * _most(list(pairwise([*machines, machines[0]])))
+    here = np.asarray(machines)
+    return op.traffic(len(here)).bytes * _most(here, np.roll(here, -1))
 
 
 @crossing.register
-def _(op: Permute, machines: Sequence[int]) -> int:
-    return op.nbytes * _most([(machines[rank], machines[to]) for rank, to in enumerate(op.permutation.to)])
+def _(op: Permute, machines: Sequence[int] | Ranks) -> int:
+    here = np.asarray(machines)
+    return op.nbytes * _most(here, here[np.array(op.permutation.to)])
 
 
 @crossing.register
-def _(op: Push, machines: Sequence[int]) -> int:
-    return op.nbytes * _most([(machines[rank], machines[to]) for rank, targets in enumerate(op.graph.to) for to in targets])
+def _(op: Push, machines: Sequence[int] | Ranks) -> int:
+    here = np.asarray(machines)
+    edges = np.array([(rank, to) for rank, targets in enumerate(op.graph.to) for to in targets]).reshape(-1, 2)
+    return op.nbytes * _most(here[edges[:, 0]], here[edges[:, 1]])
 
 
 @crossing.register
-def _(op: AllToAll, machines: Sequence[int]) -> int:
+def _(op: AllToAll, machines: Sequence[int] | Ranks) -> int:
     return op.nbytes // len(machines) * _most_pairs(machines)
 
 
 @crossing.register
-def _(op: AllGather, machines: Sequence[int]) -> int:
+def _(op: AllGather, machines: Sequence[int] | Ranks) -> int:
     return op.nbytes * _most_pairs(machines)
 
 
 @crossing.register
-def _(op: Broadcast, machines: Sequence[int]) -> int:
-    world = len(machines)
-    return op.nbytes * _most([(machines[rank], machines[to]) for rank in range(world) for to in op.receivers(world, rank)])
+def _(op: Broadcast, machines: Sequence[int] | Ranks) -> int:
+    here, world = np.asarray(machines), len(machines)
+    edges = np.array([(rank, to) for rank in range(world) for to in op.receivers(world, rank)]).reshape(-1, 2)
+    return op.nbytes * _most(here[edges[:, 0]], here[edges[:, 1]])
 
 
-def _most(edges: Sequence[tuple[int, int]]) -> int:
-    """How many of the edges leave the machine that most of them leave, or reach the one that most of them reach."""
-    between = [edge for edge in edges if edge[0] != edge[1]]
-    return max((count for ends in zip(*between, strict=True) for count in Counter(ends).values()), default=0)
+def _most(sender: Ranks, receiver: Ranks) -> int:
+    """How many messages leave the machine that most of them leave, or reach the one that most of them reach."""
+    between = sender != receiver
+    ends = [np.unique(each[between], return_counts=True)[1] for each in (sender, receiver)]
+    return max((int(counts.max()) for counts in ends if len(counts)), default=0)
 
 
-def _most_pairs(machines: Sequence[int]) -> int:
+def _most_pairs(machines: Sequence[int] | Ranks) -> int:
     """How many (rank, rank of another machine) pairs there are for the machine that has most of them."""
-    return max(here * (len(machines) - here) for here in Counter(machines).values())
+    here = np.unique(np.asarray(machines), return_counts=True)[1]
+    return int((here * (len(machines) - here)).max())

@@ -113,14 +113,17 @@ def leave_to_torch(optimizer: Optimizer) -> None:
         group.update({name: False for name in ("fused", "capturable") if group.get(name)})
 
 
-def take_time(optimizer: Optimizer, seconds: float, pass_time: PassTime) -> None:
+def take_time(optimizer: Optimizer, seconds: float, pass_time: PassTime, over: Callable[[], None]) -> None:
     """Let a step of the optimizer take so long: of parts of it (by which parameters have a gradient) a share.
+
+    ``over`` is called when a step ends.
 
     To be called before :func:`gossamer.replicate`, so that what a replica does after a step comes after that.
     """
     whole = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        over()
         if not in_nested_step(optimizer):
             stepped = (p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
             pass_time(seconds * sum(stepped) / max(1, whole))

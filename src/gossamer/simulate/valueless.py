@@ -5,7 +5,7 @@ into a tensor there changes nothing, so that nothing is to be checked. A number 
 for finite values pass, and an optimizer that reads the size of something (Adafactor) go on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,22 +17,40 @@ _READ = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default
 
 
 class Valueless(TorchDispatchMode):
-    """Inside, operations that write into tensors on ``meta`` return these as they are, and numbers read there are 1."""
+    """Inside, operations that write into tensors on ``meta`` return these as they are, and numbers read there are 1.
+
+    ``wrote``: called with every operation, and what it has written.
+    """
+
+    def __init__(self, wrote: Callable[[Any, Any], None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._wrote = wrote
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = _written(func)
         if place is not None:
             written = (kwargs or {}).get("out") if place == "out" else args[0]
             if _on_meta(written):
+                if self._wrote is not None:
+                    self._wrote(func, written)
                 return None if isinstance(written, Sequence) else written
         if func in _READ and _on_meta(args[0]):
             return torch.ones((), dtype=args[0].dtype).item()
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self._wrote is not None and not _shows(func):
+            self._wrote(func, result)
+        return result
 
 
 def _on_meta(written: Any) -> bool:
     first = written[0] if isinstance(written, Sequence) and written else written
     return isinstance(first, Tensor) and first.is_meta
+
+
+@cache
+def _shows(func: Any) -> bool:
+    """Whether an operation gives a view of what it was given."""
+    return any(each.alias_info is not None for each in func._schema.returns)
 
 
 @cache

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.simulate.clocked import ClockedRunner, Wire
+from gossamer.simulate.program import Program
 
 
 class Totals(NamedTuple):
@@ -18,9 +19,11 @@ class Totals(NamedTuple):
     """Bytes of this rank."""
     messages: float
     busiest: float
-    """Bytes of the busiest rank, or machine."""
+    """Seconds that the link of the busiest rank, machine or site has payload."""
     inside: float
     """Bytes that leave no machine."""
+    processing: float
+    """Seconds of a core for codecs, copies and the transport's own work."""
 
     @classmethod
     def of(cls, runner: ClockedRunner, wire: Wire) -> "Totals":
@@ -30,8 +33,9 @@ class Totals(NamedTuple):
             runner.exposed_seconds,
             wire.meter.bytes,
             wire.meter.messages,
-            wire.most_bytes,
+            wire.most_seconds,
             wire.inside_bytes,
+            wire.processing.seconds,
         )
 
 
@@ -70,8 +74,8 @@ _LONGEST_CYCLE = 512
 """Steps of a whole cycle of partners that are worth a run through all of them."""
 
 
-def per_step(step: Callable[[], object], runner: ClockedRunner, wire: Wire, window: Window) -> Totals:
-    """By how much the totals grow per ``step()``, in the mean over the window."""
+def per_step(step: Callable[[], object], runner: ClockedRunner, wire: Wire, window: Window) -> tuple[Totals, Program]:
+    """By how much the totals grow per ``step()``, in the mean over the window; and what its steps did."""
     marks: list[tuple[int, int, Totals]] = []
     number = exchanges = 0
     just_begun = False
@@ -85,11 +89,18 @@ def per_step(step: Callable[[], object], runner: ClockedRunner, wire: Wire, wind
 
     while len(marks) < 2:
         if is_a_mark():
+            if not marks:
+                runner.recorder.forget()
             marks.append((number, exchanges, Totals.of(runner, wire)))
             continue
         before = runner.submitted
+        runner.recorder.begin_step()
         step()
         number, just_begun = number + 1, runner.submitted > before
         exchanges += just_begun
     (begin, _, before_totals), (end, _, after_totals) = marks
-    return Totals(*((there - here) / (end - begin) for here, there in zip(before_totals, after_totals, strict=True)))
+    mean = Totals(*((there - here) / (end - begin) for here, there in zip(before_totals, after_totals, strict=True)))
+    runner.recorder.begin_step()
+    step()  # beside which the last flows end as those before them did
+    runner.run_out()
+    return mean, runner.recorder.steps[1:-1]

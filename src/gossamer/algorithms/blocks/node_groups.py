@@ -15,7 +15,8 @@ def machines_of(ctx: Context, ranks_per_node: int | None) -> tuple[Group, ...]:
 
 def consecutive(world: int, ranks_per_node: int) -> tuple[Group, ...]:
     """Machines of so many ranks each, one after the other."""
-    return tuple(tuple(range(world))[first : first + ranks_per_node] for first in range(0, world, ranks_per_node))
+    ranks = range(world)
+    return tuple(tuple(ranks[first : first + ranks_per_node]) for first in range(0, world, ranks_per_node))
 
 
 def machine(ctx: Context, machines: Sequence[Group]) -> Group:

@@ -1,0 +1,72 @@
+"""Run: a replica of a stand-in for the model, trained in virtual time on one cluster."""
+
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gossamer.algorithms.base import Algorithm
+from gossamer.codecs.kernels.meta import Watched
+from gossamer.engine.module_buffers import Buffers
+from gossamer.replicate import replicate_over
+from gossamer.simulate.clock import Clock
+from gossamer.simulate.clocked import ClockedRunner, Wire
+from gossamer.simulate.cluster import Cluster
+from gossamer.simulate.levels import Levels
+from gossamer.simulate.processor import Processing
+from gossamer.simulate.profile import Compute
+from gossamer.simulate.program import Program
+from gossamer.simulate.stand_in import leave_to_torch, stand_in, take_time
+from gossamer.simulate.valueless import Valueless
+from gossamer.simulate.window import Totals, Window, per_step
+
+MakeOptimizer = Callable[..., Optimizer]
+"""Called with the parameters: ``torch.optim.AdamW``, or ``partial(torch.optim.SGD, lr=0.1, momentum=0.9)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, and how."""
+
+    model: nn.Module
+    algorithm: Algorithm | None
+    make_optimizer: MakeOptimizer
+    compute: Compute
+    lanes: int
+    buffers: Buffers | None
+    overlap_forward: bool
+    without: Collection[str]
+    """Names of buffers that the stand-in does not have."""
+    warmup: int
+    steps: int
+
+
+def run(training: Training, cluster: Cluster, levels: Levels) -> tuple[Totals, Program]:
+    """What a step takes, in the mean over steps in steady state, where all workers compute for as long; and what they did."""
+    clock = Clock()
+    processing = Processing(clock, cluster.processor, max(map(len, levels.nodes)))
+    wire = Wire(clock, levels, processing)
+    algorithm, compute = training.algorithm, training.compute
+    runner = ClockedRunner(clock, wire, training.lanes, levels.nodes, algorithm.cadence.lag if algorithm else 0)
+    twin = stand_in(training.model, compute, runner.compute, training.without)
+    stepping = training.make_optimizer([parameter for parameter in twin.parameters() if parameter.requires_grad])
+    leave_to_torch(stepping)
+    take_time(stepping, compute.optimizer, runner.compute, lambda: processing.ignore(False))
+    replica = replicate_over(
+        runner, twin, stepping, algorithm, buffers=training.buffers, overlap_forward=training.overlap_forward
+    )
+    stepping.register_step_pre_hook(lambda *_: processing.ignore(True))
+
+    def step() -> None:
+        stepping.zero_grad()
+        twin().backward()
+        stepping.step()
+        processing.ignore(False)
+
+    machines = len(levels.nodes)
+    window = Window.of(replica.algorithm, levels.world, machines, training.warmup, training.steps, training.overlap_forward)
+    costs = processing.costs
+    with Watched(processing.kernel) if costs else nullcontext(), Valueless(processing.wrote if costs else None):
+        return per_step(step, runner, wire, window)
