@@ -81,7 +81,7 @@ def replicate(
         mesh: a one-dimensional ``DeviceMesh``, instead of ``group``. With :class:`Hierarchical`, one of two dimensions:
             machines, and the workers of each.
         scaler: a ``torch.amp.GradScaler``; a skipped step is then agreed by all ranks.
-        buffers: ``"broadcast"`` (rank 0's, before each training forward; the default for gradient algorithms),
+        buffers: ``"broadcast"`` (rank 0's, at the end of backward; the default for gradient algorithms),
             ``"average"`` (with the weights; the default for weight algorithms) or ``"local"``.
         timeout: seconds (or a ``timedelta``) that an exchange may take; the process group's by default. A late rank is
             named in a warning after ten seconds.

@@ -12,13 +12,14 @@ from gossamer import AllReduce, DisagreementError, Gossip, GossipGraD, UsageErro
 
 def test_ranks_that_do_different_things_are_told() -> None:
     def body(rank: int) -> None:
-        model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
-        replica = gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+        replica = gossamer.replicate(model, optimizers, Gossip())
         with replica.join():
-            called = model if rank else model[1]
-            called(torch.ones(4, 2)).sum().backward()
+            model(torch.ones(4, 2)).sum().backward()
+            optimizers[rank > 0].step()
 
-    with pytest.raises(UsageError, match=r"inside join\(\): a forward pass with buffers, a backward pass"):
+    with pytest.raises(UsageError, match=r"inside join\(\): the step of optimizer 0, the step of optimizer 1"):
         loopback(body, 3)
 
 

@@ -1,7 +1,5 @@
 """How buffers are kept together."""
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +11,7 @@ import gossamer
 from gossamer import AllReduce, ConfigurationError, Gossip, loopback
 from gossamer.comm.ops import all_reduce
 from gossamer.engine import module_buffers
-from gossamer.engine.hooks import OwnHook
-from gossamer.engine.module_buffers import average, floating, hook_forward, named_buffers, resolve_buffers
+from gossamer.engine.module_buffers import average, floating, named_buffers, resolve_buffers
 
 from ..contracts.cases import own_runner
 
@@ -39,30 +36,39 @@ def test_what_can_be_averaged() -> None:
     assert list(floating(named_buffers(model))) == ["running_mean", "running_var"]
 
 
-def seen_in_forward(rank: int, algorithm: gossamer.Algorithm, buffers: Any, use: Callable[[nn.Module], Any]) -> float:
+def left_by(rank: int, algorithm: gossamer.Algorithm, buffers: Any, use: Callable[[nn.Module, gossamer.Replica], Any]) -> float:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, momentum=0.0))
     replica = gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, buffers=buffers)
     model[1].running_mean.fill_(float(rank))
-    use(model)
+    use(model, replica)
     found = model[1].running_mean[0].item()
     replica.close()
     return found
 
 
-def forward(model: nn.Module) -> None:
+def backward(model: nn.Module, replica: gossamer.Replica) -> None:
+    model(torch.randn(4, 2)).sum().backward()
+
+
+def backward_apart(model: nn.Module, replica: gossamer.Replica) -> None:
+    with replica.no_sync():
+        model(torch.randn(4, 2)).sum().backward()
+
+
+def forward(model: nn.Module, replica: gossamer.Replica) -> None:
     model(torch.randn(4, 2))
 
 
-def evaluate(model: nn.Module) -> None:
+def evaluate(model: nn.Module, replica: gossamer.Replica) -> None:
     model.eval()(torch.randn(4, 2))
 
 
-def without_gradient(model: nn.Module) -> None:
+def without_gradient(model: nn.Module, replica: gossamer.Replica) -> None:
     with torch.no_grad():
         model(torch.randn(4, 2))
 
 
-@pytest.mark.parametrize("use", [forward, evaluate, without_gradient])
+@pytest.mark.parametrize("use", [backward, backward_apart, forward, evaluate, without_gradient])
 @pytest.mark.parametrize(
     ("algorithm", "buffers", "expected"),
     [
@@ -74,9 +80,134 @@ def without_gradient(model: nn.Module) -> None:
         (Gossip(), "local", [0, 1, 2]),
     ],
 )
-def test_modes(algorithm: gossamer.Algorithm, buffers: Any, expected: list[float], use: Callable[[nn.Module], Any]) -> None:
-    found = loopback(lambda rank: seen_in_forward(rank, algorithm, buffers, use), 3)
-    assert found == (expected if use is forward else [0, 1, 2])
+def test_modes(
+    algorithm: gossamer.Algorithm,
+    buffers: Any,
+    expected: list[float],
+    use: Callable[[nn.Module, gossamer.Replica], Any],
+) -> None:
+    """Buffers are synchronised at the end of a synchronised backward pass, and nowhere else."""
+    found = loopback(lambda rank: left_by(rank, algorithm, buffers, use), 3)
+    assert found == (expected if use is backward else [0, 1, 2])
+
+
+@pytest.mark.parametrize("buffers", ["broadcast", "average"])
+def test_between_steps_one_batch_evaluates_to_one_value_on_all_ranks(buffers: Any) -> None:
+    """A plain ``model.eval()``, without ``consensus()``; rank 0's statistics, or the mean of all."""
+
+    def body(rank: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gossamer.replicate(model, optimizer, buffers=buffers)
+        found = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(16, 4) * (1 + 3 * rank)).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                found.append(model.eval()(torch.ones(1, 4)))
+            model.train()
+        return found
+
+    first, second = loopback(body, 2)
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(first[0], first[-1])
+
+
+class Centred(nn.Module):
+    """Its training forward reads a buffer, and writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("center", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        loss = (y - self.center).square().mean()
+        if self.training:
+            self.center.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return loss
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_forward_reads_the_buffers_that_ddp_gives_it(micro: int) -> None:
+    """Every rank's batches begin with rank 0's buffers as these are after the last synchronised pass; inside ``no_sync()`` each
+    rank goes on with its own."""
+
+    def batch(rank: int, step: int, number: int) -> torch.Tensor:
+        return torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * step + 10 * rank + number)) + rank
+
+    def body(rank: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = Centred()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer)
+        for step in range(4):
+            optimizer.zero_grad()
+            for number in range(micro):
+                if number < micro - 1:
+                    with replica.no_sync():
+                        (model(batch(rank, step, number)) / micro).backward()
+                else:
+                    (model(batch(rank, step, number)) / micro).backward()
+            optimizer.step()
+        return torch.cat([model.layer.weight.detach().reshape(-1), model.center])
+
+    torch.manual_seed(0)
+    model = Centred()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        begin, first = model.center.clone(), torch.zeros(3)
+        for rank in range(2):
+            model.center.copy_(begin)
+            for number in range(micro):
+                (model(batch(rank, step, number)) / micro / 2).backward()
+            first = model.center.clone() if rank == 0 else first
+        model.center.copy_(first)
+        optimizer.step()
+    expected = torch.cat([model.layer.weight.detach().reshape(-1), model.center])
+    for found in loopback(body, 2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_a_compiled_model_with_synchronised_buffers_is_one_graph() -> None:
+    def body(rank: int) -> list[float]:
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gossamer.replicate(model, optimizer)
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        for _ in range(2):
+            optimizer.zero_grad()
+            compiled(torch.randn(4, 2) + rank).sum().backward()
+            optimizer.step()
+        found: list[float] = model[1].running_mean.tolist()
+        return found
+
+    first, second = loopback(body, 2)
+    assert first == second
+    assert any(first)
+
+
+def test_steps_without_a_backward_pass_are_told_that_no_buffers_travel(caplog: pytest.LogCaptureFixture) -> None:
+    """Gradients that are computed in another way, as weight algorithms allow it."""
+
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gossamer.replicate(model, optimizer, Gossip(), buffers="broadcast")
+        for _ in range(3):
+            gradients = torch.autograd.grad(model(torch.randn(4, 2)).sum(), list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+
+    loopback(body, 2)
+    told = [record.getMessage() for record in caplog.records if "buffers" in record.getMessage()]
+    assert len(told) == 2
+    assert all("buffers='local'" in text for text in told)
 
 
 def test_averages_travel_with_the_weights() -> None:
@@ -165,15 +296,3 @@ def test_masks_survive_gossip_and_assigned_buffers_are_followed(wire: Any) -> No
         return model.center[0].item()
 
     assert loopback(body, 2) == [0.5, 0.5]
-
-
-def test_the_hook_stays_behind_when_a_model_is_copied_or_saved() -> None:
-    calls: list[int] = []
-    model = nn.Linear(1, 1)
-    hook_forward(model, lambda: calls.append(1))
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert any(isinstance(hook, OwnHook) for hook in twin._forward_pre_hooks.values())
-        twin(torch.zeros(1, 1))
-    assert not calls
-    model(torch.zeros(1, 1))
-    assert calls == [1]

@@ -170,6 +170,7 @@ def normalised(rank: int, buffers: Any, root: bool = True) -> Any:
 def test_one_batch_evaluates_to_one_value_on_all_ranks(buffers: str, how: str) -> None:
     def body(rank: int) -> tuple[float, float]:
         model, replica = normalised(rank, buffers)
+        model(batch(rank, 8, 6, 3))  # in training mode, and no backward pass follows
         own = model[1].running_mean[0].item()
 
         def evaluated() -> float:
@@ -203,7 +204,7 @@ def test_buffers_of_which_each_rank_keeps_its_own_stay_so() -> None:
 
 @pytest.mark.parametrize("buffers", ["broadcast", "average"])
 def test_buffers_of_a_module_in_training_are_kept_together_though_the_model_is_not(buffers: str) -> None:
-    """``model.eval()``, and then some of its modules back to training. Seen by the next forward pass."""
+    """``model.eval()``, and then some of its modules back to training."""
 
     def body(rank: int) -> Tensor:
         model, _ = normalised(rank, buffers, root=False)

@@ -114,7 +114,7 @@ def distance_alone(here: Here) -> Told:
 
 
 def forward_pass_alone(here: Here) -> Told:
-    """In training mode: it synchronises the running statistics."""
+    """In training mode, of a model with running statistics."""
     model, optimizer, replica = begin(here, AllReduce())
 
     def body() -> None:

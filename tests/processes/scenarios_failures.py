@@ -509,7 +509,7 @@ def consensus_on_one_rank(here: Here) -> dict[str, Any]:
 
 
 def forward_on_one_rank(here: Here) -> dict[str, Any]:
-    """Rank 1 evaluates in training mode, alone: with buffers, that is a collective call."""
+    """Rank 1 evaluates in training mode, alone: nothing is synchronised there."""
     with warnings_after(2.0):
         model = nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
         optimizer = SGD(model.parameters(), lr=0.1)

@@ -17,7 +17,7 @@ from gossamer.engine.gradients import GradientSync
 from gossamer.engine.join import Join
 from gossamer.engine.loop import Loop, Subscriber
 from gossamer.engine.loss_scale import LossScale
-from gossamer.engine.module_buffers import Buffers, BufferSync, hook_forward, named_buffers
+from gossamer.engine.module_buffers import Buffers, BufferSync, named_buffers
 from gossamer.engine.optimizers import OptimizerSync
 from gossamer.engine.overlap import ForwardOverlap
 from gossamer.engine.sharding import local, with_elements
@@ -157,12 +157,13 @@ def _connect(parts: Parts) -> None:
     subscribers: list[Subscriber] = [parts.watch]
     if loop.at_step:
         subscribers.append(AtStep(runner.rank, loop, parts.optimizers))
-    by_forward = parts.buffers == "broadcast" or (parts.buffers == "average" and not parts.weights)
-    if by_forward and runner.world > 1 and named_buffers(parts.model):
-        subscribers.append(BufferSync(runner, loop, parts.model, parts.buffers, parts.statistics))
     gradients = parts.overlap or parts.gradients
     if gradients is not None:
         subscribers.append(gradients)
+    by_themselves = parts.buffers == "broadcast" or (parts.buffers == "average" and not parts.weights)
+    if by_themselves and runner.world > 1 and named_buffers(parts.model):
+        # After the gradients, whose last buckets leave at the end of backward: on a device they share a lane.
+        subscribers.append(BufferSync(runner, loop, parts.model, parts.buffers, parts.statistics))
     if parts.scale.on:
         subscribers.append(parts.scale)
     if ask_how_many(parts.optimizers):
@@ -186,12 +187,10 @@ def _hook(parts: Parts) -> None:
     loop = parts.loop
     if parts.gradients is not None:
         parts.handles += parts.gradients.hook()
-        if parts.runner.world > 1:
-            parts.handles.append(loop.hook_outputs(parts.model))
     elif loop.watches_passes:
         parts.handles += loop.hook_gradients(parts.trainable, {})
+    if parts.runner.world > 1 and (parts.gradients is not None or loop.watches_passes):
+        parts.handles.append(loop.hook_outputs(parts.model))
     if parts.overlap is not None:
         parts.handles += parts.overlap.hook()
-    if loop.watches_forward:
-        parts.handles.append(hook_forward(parts.model, loop.begin_forward))
     parts.handles += loop.hook_steps()

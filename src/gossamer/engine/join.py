@@ -22,9 +22,8 @@ class Event(IntEnum):
     """What the ranks that still train are about to do together; ``ENDED``: none of them trains any more."""
 
     ENDED = 0
-    BUFFERS = 1
-    BACKWARD = 2
-    STEP = 3  # plus the index of the optimizer
+    BACKWARD = 1
+    STEP = 2  # plus the index of the optimizer
 
 
 class Join(Subscriber):
@@ -47,9 +46,6 @@ class Join(Subscriber):
         self._all_stop = False
         self._runner, self._loop, self._parameters = runner, loop, parameters
         self._mirror_after, self._mirror_in = after_step, in_step
-
-    def forward(self) -> None:
-        self.announce(Event.BUFFERS)
 
     def begin_backward(self) -> None:
         self.announce(Event.BACKWARD)
@@ -120,9 +116,7 @@ class Join(Subscriber):
         return mirrored
 
     def _mirror(self, event: int) -> None:
-        if event == Event.BUFFERS:
-            self._loop.begin_forward()
-        elif event == Event.BACKWARD:
+        if event == Event.BACKWARD:
             self._clear_gradients()
             self._loop.pass_without_gradients()
             self._clear_gradients()
@@ -182,4 +176,4 @@ def _name(event: int) -> str:
     return f"the step of optimizer {event - kind}" if kind == Event.STEP else _WORDS[kind]
 
 
-_WORDS = {Event.ENDED: "the end", Event.BUFFERS: "a forward pass with buffers", Event.BACKWARD: "a backward pass"}
+_WORDS = {Event.ENDED: "the end", Event.BACKWARD: "a backward pass"}

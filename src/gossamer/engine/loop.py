@@ -1,6 +1,6 @@
 """Loop: where a training loop is, and what is called at each of its events.
 
-    forward ─► begin_backward ─► gradient … gradient ─► end_backward ─► before_step ─► after_step
+    begin_backward ─► gradient … gradient ─► end_backward ─► before_step ─► after_step
 
 The events come from hooks on the model, its parameters and the optimizers. :class:`Subscriber` lists them; a feature that
 is off has no subscriber, and an event that a subscriber does not override is not called.
@@ -65,7 +65,6 @@ class Loop:
         self._root: int | None = None
         self._inside: set[int] = set()
         self._unsynchronised_task, self._apart = _NONE, 0
-        self._forward_due = True
         """Whether no forward pass has come since the last exchange."""
         self.steps: list[int] = [0] * len(self._optimizers)
         """How many steps each optimizer has taken."""
@@ -80,11 +79,10 @@ class Loop:
     def connect(self, subscribers: Sequence[Subscriber]) -> None:
         """Call these from now on, in this order."""
         self._subscribers = list(subscribers)
-        for event in ("forward", "begin_backward", "end_backward", "before_step", "after_step"):
+        for event in ("begin_backward", "end_backward", "before_step", "after_step"):
             own = [each for each in subscribers if getattr(type(each), event) is not getattr(Subscriber, event)]
             setattr(self, f"_{event}", [getattr(each, event) for each in own])
 
-    _forward: list[Callable[[], None]]
     _begin_backward: list[Callable[[], None]]
     _end_backward: list[Callable[[], None]]
     _before_step: list[Callable[[int, bool], None]]
@@ -109,11 +107,6 @@ class Loop:
     def watches_passes(self) -> bool:
         """Whether anything is called for backward passes."""
         return bool(self._begin_backward or self._end_backward)
-
-    @property
-    def watches_forward(self) -> bool:
-        """Whether anything is called for forward passes."""
-        return bool(self._forward)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -182,14 +175,6 @@ class Loop:
         self._seen[index] = self.synchronised_passes
         self.steps[index] += 1
         self.even_steps[index] += not self.uneven
-
-    def begin_forward(self) -> None:
-        """The model begins a forward pass."""
-        if self.synchronises or (self.at_step and self._forward_due):
-            self._forward_due = False
-            with alarming(self._runner):
-                for call in self._forward:
-                    call()
 
     # -- backward passes ---------------------------------------------------------------------------------------------
 
@@ -262,7 +247,7 @@ class Loop:
     def _end(self) -> None:
         for call in self._end_backward:
             call()
-        self.task, self._unsynchronised_task, self._forward_due = None, _NONE, True
+        self.task, self._unsynchronised_task = None, _NONE
         self.passes += 1
         self.synchronised_passes += 1
 

@@ -1,9 +1,17 @@
-"""Module buffers (BatchNorm's running statistics and others): how they are kept together."""
+"""Module buffers (BatchNorm's running statistics and others): how they are kept together.
+
+Note [buffers at the end of backward]: they are synchronised when a synchronised backward pass ends, and not before the next
+forward pass as in DDP. What a training forward reads is the same: DDP broadcasts in the first forward after such a pass. It
+differs in three ways. Between steps the replicas are one model, so a plain ``model.eval()`` gives one result on all ranks. A
+forward pass communicates nothing, so one rank may run it alone, and a compiled model needs no hook. Where several forward
+passes come before one backward, each rank reads in the second what its own first one has left, where DDP reads rank 0's: that
+is only seen by modules whose training forward reads a buffer that it writes. What a rank changes between its backward and its
+next forward stays its own until the next backward ends.
+"""
 
 import logging
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +22,6 @@ from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.engine.agreement import PORTION, in_portions, same_from_rank
 from gossamer.engine.checks import named_buffers as named_buffers
-from gossamer.engine.hooks import OwnHook
 from gossamer.engine.loop import Loop, Subscriber
 from gossamer.engine.sharding import local_of
 from gossamer.engine.statistics import Statistics
@@ -67,8 +74,7 @@ def averaged(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in beside_parameters(model).items() if tensor.is_meta or tensor.isfinite().all()}
 
 
-IN_FORWARD = "the buffers, which a forward pass in training mode synchronises"
-"""What a rank waits in that runs such a pass alone."""
+_BUFFERS = "the synchronisation of buffers"
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
@@ -94,9 +100,9 @@ def synchronise_buffers(runner: Runner, model: nn.Module, mode: Buffers, source:
     """Broadcast the buffers of rank ``source``, or average the floating-point ones over all ranks."""
     tensors = named_buffers(model)
     if mode == "broadcast":
-        same_from_rank(runner, list(tensors.values()), source, IN_FORWARD)
+        same_from_rank(runner, list(tensors.values()), source, _BUFFERS)
     elif mode == "average":
-        average(runner, list(floating(tensors).values()), IN_FORWARD)
+        average(runner, list(floating(tensors).values()), _BUFFERS)
 
 
 def average(runner: Runner, tensors: list[Tensor], what: str = "the average of buffers") -> None:
@@ -114,54 +120,24 @@ def average(runner: Runner, tensors: list[Tensor], what: str = "the average of b
 
 
 class BufferSync(Subscriber):
-    """Broadcasts or averages the buffers before each forward pass that will be trained on."""
+    """Broadcasts or averages the buffers when a synchronised backward pass has ended."""
 
     def __init__(self, runner: Runner, loop: Loop, model: nn.Module, mode: Buffers, statistics: Statistics) -> None:
         self._runner, self._loop, self._model, self._mode, self._statistics = runner, loop, model, mode, statistics
         self._shapes = shapes_of(named_buffers(model))
-        self._called = False
-        """Whether the model itself was called, and so its buffers synchronised."""
+        self._told = False
 
-    def forward(self) -> None:
-        self._called = True
+    def end_backward(self) -> None:
         check_shapes(self._runner, self._shapes, named_buffers(self._model))
         with self._statistics.exposed():
             synchronise_buffers(self._runner, self._model, self._mode, self._loop.source)
 
-    def end_backward(self) -> None:
-        if not self._called and self._model.training:
-            self._called = True
-            _logger.warning(
-                "rank %d: a backward pass, but %s was not called: its buffers are synchronised when it is, and so not at all; "
-                "call it itself, or give replicate() buffers='local'", self._runner.rank, type(self._model).__name__
-            )  # fmt: skip
-
-
-def hook_forward(model: nn.Module, synchronise: Callable[[], None]) -> Any:
-    """Call ``synchronise()`` before each forward pass of ``model`` that will be trained on: where the model is in training, or
-    a module in it that keeps buffers."""
-
-    def outside_of_the_graph() -> None:
-        synchronise()
-
-    # What torch.compiler.disable sets, without the second that importing the compiler takes.
-    outside_of_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-    keep_buffers = [module for module in model.modules() if module._buffers]
-
-    def before_forward(module: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled() and (module.training or any(each.training for each in keep_buffers)):
-            outside_of_the_graph()
-
-    _forget_compiled(model)
-    return model.register_forward_pre_hook(OwnHook(before_forward))
-
-
-def _forget_compiled(model: nn.Module) -> None:
-    """Let what was compiled already be compiled again: its code was made without the hook, and is not guarded on hooks.
-
-    A model that is handed over compiled needs it not: its hook is called outside of the compiled code.
-    """
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and not isinstance(model, dynamo.OptimizedModule):
-        dynamo.reset()
+    def before_step(self, index: int, closure: bool) -> None:
+        if closure or self._told or self._loop.synchronised_passes:
+            return
+        self._told = True
+        _logger.warning(
+            "rank %d: optimizer.step(), but no backward pass outside of no_sync() has reached a parameter: buffers are "
+            "synchronised at the end of such a pass, and so not at all; give replicate() buffers='local' where gradients are "
+            "computed in another way", self._runner.rank
+        )  # fmt: skip

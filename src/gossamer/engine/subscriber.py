@@ -4,9 +4,6 @@
 class Subscriber:
     """What takes part in a training step: the events of a :class:`Loop`, in the order in which they come."""
 
-    def forward(self) -> None:
-        """The model begins a forward pass in training mode, outside of ``no_sync()``."""
-
     def begin_backward(self) -> None:
         """A synchronised backward pass has produced its first gradient."""
 
