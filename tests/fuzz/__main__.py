@@ -79,11 +79,19 @@ def _report(case: Case, broken: str, processes: bool, whole: bool) -> None:
         print(f"smaller: {least.code()}\n{text}\n", flush=True)
 
 
+TOLD = ("batchnorm", "tied", "tied_by_memory", "single", "half", "channels_last", "transposed", "rarely", "unused", "giant")
+OF_OURS = ("MasterWeights", "GossipAdamW", "OneBitAdam", "QAdam")
+
+
 def _kinds(case: Case) -> list[str]:
     algorithm = case.make_algorithm()
     parts = [subject for subject in ("gradients", "weights") if algorithm.part(subject) is not None]
-    kinds = ["cases", "exact" if algorithm.traits.exact and parts == ["gradients"] else " and ".join(parts)]
+    exchanged = " and ".join(parts) or "inside the optimizer"
+    kinds = ["cases", "exact" if algorithm.traits.exact and parts == ["gradients"] else exchanged]
     options = ("linear", "several", "scaler", "overflow", "evaluate", "resume", "join", "overlap_forward", "clip")
+    kinds += [f"with a {layer}" for layer in dict.fromkeys(each.split(":")[0] for each in case.layers) if layer in TOLD]
+    kinds += [f"with {case.optimizer.partition('(')[0]}"] if case.optimizer.startswith(OF_OURS) else []
+    kinds += ["with lag"] if algorithm.cadence.lag else []
     return kinds + [f"with {name}" for name in options if getattr(case, name) not in (False, None, 0, 0.0)]
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import gossamer
 from gossamer import codecs
 from gossamer.algorithms import Algorithm, registry
+from gossamer.algorithms.blocks.in_optimizer import InOptimizer
 from gossamer.comm import digraph, topology
 from gossamer.errors import ConfigurationError
 
 NAMES: dict[str, Any] = {name: getattr(gossamer, name) for name in gossamer.__all__}
 for _module in (codecs, topology, digraph):
     NAMES |= {name: value for name, value in vars(_module).items() if not name.startswith("_")}
-NAMES |= registry()
+NAMES |= registry() | {"InOptimizer": InOptimizer}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Case:
     """After so many steps everything is saved, and loaded into new objects that must go on to the same bits; 0: not."""
     join: tuple[int, ...] | None = None
     overlap_forward: bool = False
+    buffers: str | None = None
 
     def make_algorithm(self) -> Algorithm:
         """The algorithm itself."""
@@ -80,6 +82,7 @@ POOL: dict[str, list[Any]] = {
     "wire": WIRES,
     "residual": ["fp32", "fp32", "bf16"],
     "every": [1, 2, 3],
+    "lag": [0, 1, 2],
     "ahead": [0.0, 0.0, 1.0, 0.5],
     "period": [1, 2, 3, 16],
     "bits": [4, 8],
@@ -155,7 +158,8 @@ def _algorithm(dice: random.Random, kind: str) -> str:
 # -- everything else --------------------------------------------------------------------------------------------------
 
 BLOCKS = ["linear:5", "linear:7", "conv:2", "channels_last:3", "embedding:6", "layernorm", "batchnorm", "frozen:4", "unused:3"]
-BLOCKS += ["rarely", "tied", "twice", "scalar", "empty", "alone:1", "transposed:4"]
+BLOCKS += ["rarely", "tied", "tied_by_memory", "twice", "scalar", "empty", "alone:1", "transposed:4", "single:5"]
+LOSSY_BLOCKS = [*BLOCKS, "half:4"]
 OPTIMIZERS = ["SGD(lr=0.1)", "SGD(lr=0.05, momentum=0.9)", "SGD(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)"]
 OPTIMIZERS += [
     "Adam(lr=0.01, eps=1e-3)",
@@ -164,20 +168,29 @@ OPTIMIZERS += [
     "Adamax(lr=0.01, eps=1e-3)",
 ]
 OPTIMIZERS += ["RMSprop(lr=0.01, eps=1e-2, momentum=0.5)", "SGD(lr=0.1, maximize=True)"]
+LOSSY_OPTIMIZERS = [
+    *OPTIMIZERS,
+    "GossipAdamW(lr=0.01)",
+    "GossipAdamW(lr=0.01)",
+    "MasterWeights(SGD, lr=0.05, momentum=0.9)",
+    "MasterWeights(AdamW, lr=0.01, eps=1e-3)",
+]
+COMMUNICATING = ["OneBitAdam(lr=0.01, warmup=2)", "OneBitAdam(lr=0.01, warmup=3, bucket_bytes=64)", "QAdam(lr=0.01, warmup=2)"]
 
 
 def _drawn(dice: random.Random, seed: int) -> Case | None:
-    kind = dice.choice(["exact", "exact", "gradients", "gradients", "weights", "weights", "mixed"])
+    kind = dice.choice([*2 * ["exact", "gradients", "weights"], "mixed", "optimizer"])
     world = dice.choice([1, 2, 2, 3, 3, 4, 5])
-    text = _algorithm(dice, kind)
+    text = "InOptimizer()" if kind == "optimizer" else _algorithm(dice, kind)
+    blocks, optimizers = (BLOCKS, OPTIMIZERS) if kind == "exact" else (LOSSY_BLOCKS, LOSSY_OPTIMIZERS)
     case = Case(
         text,
         world,
         seed,
         dtype="float64" if kind == "exact" else dice.choice(["float64", "float32", "float32"]),
-        linear=dice.random() < 0.3,
-        layers=tuple(dice.choice(BLOCKS) for _ in range(dice.randint(1, 6))),
-        optimizer=dice.choice(OPTIMIZERS),
+        linear=kind != "optimizer" and dice.random() < 0.3,
+        layers=tuple(dice.choice(blocks) for _ in range(dice.randint(1, 6))),
+        optimizer=dice.choice(COMMUNICATING if kind == "optimizer" else optimizers),
         optimizers=dice.choice([1, 1, 1, 2]),
         steps=dice.randint(3, 8),
         passes=dice.choice([1, 1, 2, 3]),
@@ -202,6 +215,9 @@ def _drawn(dice: random.Random, seed: int) -> Case | None:
         case = dataclasses.replace(case, join=tuple(dice.randint(0 if dice.random() < 0.2 else 1, 5) for _ in range(world)))
     if kind in ("exact", "gradients") and dice.random() < 0.15:
         case = dataclasses.replace(case, overlap_forward=True)
+    if "batchnorm" in case.layers:
+        modes = ["local", "broadcast"] if "PushSum" in text else [None, None, "local", "broadcast", "average"]
+        case = dataclasses.replace(case, buffers=dice.choice(modes))
     return case if sensible(case) else None
 
 
@@ -228,8 +244,12 @@ def sensible(case: Case) -> bool:
         return False  # a gradient of zeros moves AdamW's weights; in a new process it is None
     if case.scaler and case.several:
         return False  # the sum of two scaled passes is scaled once: the reference of that is DDP's own business
-    # What a tensor is tied to, and how PushSum weighs it, is asked of buffers too.
-    return not ("batchnorm" in case.layers and "PushSum" in case.algorithm)
+    if algorithm.cadence.lag and (case.scaler or case.join or case.optimizers > 1 or case.buffers == "broadcast"):
+        return False
+    if case.optimizers > 1 and "tied_by_memory" in case.layers and algorithm.part("weights") is not None:
+        return False  # each of two optimizers would exchange the same memory
+    own = any(name in case.optimizer for name in ("OneBitAdam", "QAdam"))
+    return own == (case.algorithm == "InOptimizer()")
 
 
 def simpler(case: Case) -> Iterator[Case]:

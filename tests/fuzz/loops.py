@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gossamer
 from fuzz.cases import Case
-from fuzz.models import Net, loss_of, make_model, make_optimizers
+from fuzz.models import Net, loss_of, make_model, make_optimizers, tied_by_memory
 from gossamer import checkpoint
 
 Replicate = Callable[..., gossamer.Replica]
@@ -29,7 +29,12 @@ class Run:
         if replicate is not None:
             given: Any = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
             self.replica = replicate(
-                self.model, given, case.make_algorithm(), scaler=self.scaler, overlap_forward=case.overlap_forward
+                self.model,
+                given,
+                None if case.algorithm == "InOptimizer()" else case.make_algorithm(),
+                scaler=self.scaler,
+                overlap_forward=case.overlap_forward,
+                buffers=case.buffers,
             )
 
     def parts(self) -> dict[str, Any]:
@@ -94,6 +99,7 @@ def trained(case: Case, rank: int, folder: Path, replicate: Replicate, resumed: 
             if case.resume and number == case.resume and not resumed:
                 checkpoint.save(folder, number, **run.parts())
             run.step(number)
+    buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     replica.wait_for_exchanges()
     state = replica.state_dict()
     kept: dict[str, Tensor] = {}
@@ -101,11 +107,12 @@ def trained(case: Case, rank: int, folder: Path, replicate: Replicate, resumed: 
         if key.endswith("residual"):
             for name, tensor in tensors.items():
                 kept[name] = kept.get(name, 0) + tensor.double() / (state["scale"] or 1.0)
+    kept = together(run.model, kept)
     with replica.consensus():
         mean = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     replica.close()
     own = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    return {"initial": initial, "own": own, "mean": mean, "residual": kept}
+    return {"initial": initial, "own": own, "mean": mean, "residual": kept, "buffers": buffers}
 
 
 def reference(case: Case) -> dict[str, Tensor]:
@@ -149,7 +156,15 @@ def expected_sum(case: Case) -> dict[str, Tensor]:
                 for name, p in model.named_parameters():
                     if p.grad is not None:
                         total[name] += p.grad
-    return total
+    return together(model, total)
+
+
+def together(model: Net, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``terms`` of an update, where parameters that share their memory have one: the sum of theirs."""
+    for name, other in tied_by_memory(model):
+        if name in terms or other in terms:
+            terms[name] = terms[other] = terms.get(name, 0) + terms.get(other, 0)
+    return terms
 
 
 def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:

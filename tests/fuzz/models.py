@@ -5,9 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import gossamer
 from fuzz.cases import Case
 
 BATCH, WIDTH = 4, 6
+OTHER_TYPES = {"single": torch.float32, "half": torch.bfloat16}
+"""Layers whose parameters have another type than the model's."""
 
 
 class Net(nn.Module):
@@ -24,7 +27,7 @@ class Net(nn.Module):
             self.blocks.append(block)
 
     def _block(self, kind: str, size: int, width: int) -> tuple[nn.Module, int]:
-        if kind in ("linear", "frozen", "giant", "alone", "transposed"):
+        if kind in ("linear", "frozen", "giant", "alone", "transposed", *OTHER_TYPES):
             block: nn.Module = nn.Linear(width, size, bias=kind != "alone")
             if kind == "frozen":
                 block.requires_grad_(False)
@@ -40,9 +43,10 @@ class Net(nn.Module):
             return nn.LayerNorm(width), width
         if kind == "batchnorm":
             return nn.BatchNorm1d(width), width
-        if kind == "tied":  # two modules, one parameter
+        if kind in ("tied", "tied_by_memory"):  # two modules with one parameter, or with one memory: see make_model
             block = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width)])
-            block[1].weight = block[0].weight
+            if kind == "tied":
+                block[1].weight = block[0].weight
             return block, width
         if kind == "twice":
             return nn.Linear(width, width), width
@@ -61,8 +65,10 @@ class Net(nn.Module):
             return block(x[:, None, None, :]).flatten(1)
         if kind == "embedding":
             return x + block(ids)
-        if kind == "tied":
+        if kind in ("tied", "tied_by_memory"):
             return block[1](torch.tanh(block[0](x)))
+        if kind in OTHER_TYPES:
+            return block(x.to(OTHER_TYPES[kind])).to(x.dtype)
         if kind == "twice":
             return block(torch.tanh(block(x)))
         if kind == "scalar":
@@ -82,10 +88,10 @@ def loss_of(case: Case, model: Net, rank: int, step: int, micro: int) -> Tensor:
     if case.linear:
         terms = []
         for name, parameter in model.named_parameters():
-            gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
+            gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
             kind = model.kinds[int(name.split(".")[1])]
             if kind != "unused" and (kind != "rarely" or rarely):
-                terms.append((parameter * gradient).sum())
+                terms.append((parameter * gradient).sum().to(dtype))
         return torch.stack(terms).sum()
     x = torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
     ids = torch.randint(0, 11, (BATCH,), generator=generator)
@@ -96,7 +102,19 @@ def loss_of(case: Case, model: Net, rank: int, step: int, micro: int) -> Tensor:
 def make_model(case: Case, seed: int) -> Net:
     """The model, with weights of this seed."""
     torch.manual_seed(seed)
-    return Net(case.layers).to(getattr(torch, case.dtype))
+    model = Net(case.layers).to(getattr(torch, case.dtype))
+    for kind, block in zip(model.kinds, model.blocks, strict=True):
+        if kind in OTHER_TYPES:
+            block.to(OTHER_TYPES[kind])
+        if kind == "tied_by_memory":
+            block[1].weight.data = block[0].weight.data
+    return model
+
+
+def tied_by_memory(model: Net) -> list[tuple[str, str]]:
+    """The names of parameters that share their memory with another one's, and that one's."""
+    blocks = [f"blocks.{index}" for index, kind in enumerate(model.kinds) if kind == "tied_by_memory"]
+    return [(f"{block}.1.weight", f"{block}.0.weight") for block in blocks]
 
 
 def make_optimizers(case: Case, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -104,5 +122,7 @@ def make_optimizers(case: Case, model: nn.Module) -> list[torch.optim.Optimizer]
     trainable = [p for p in model.parameters() if p.requires_grad]
     count = min(case.optimizers, len(trainable))
     name, _, given = case.optimizer.partition("(")
-    options = eval(f"dict({given}")
-    return [getattr(torch.optim, name)(trainable[index::count], **options) for index in range(count)]
+    factory, _, rest = given.partition(", ") if name == "MasterWeights" else ("", "", given)
+    options, first = eval(f"dict({rest}"), [getattr(torch.optim, factory)] if factory else []
+    make = getattr(gossamer.optim, name, None) or getattr(torch.optim, name)
+    return [make(*first, trainable[index::count], **options) for index in range(count)]

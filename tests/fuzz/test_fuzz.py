@@ -44,7 +44,7 @@ def test_the_laws_can_fail() -> None:
     case = Case("AllReduce()", world=2, layers=("linear:6", "linear:3"), linear=True, resume=1)
     own = reference(case)
     initial = {name: tensor.clone() for name, tensor in reference(dataclasses.replace(case, steps=0)).items()}
-    fine = [{"initial": initial, "own": dict(own), "mean": dict(own), "residual": {}} for _ in range(2)]
+    fine = [{"initial": initial, "own": dict(own), "mean": dict(own), "residual": {}, "buffers": {}} for _ in range(2)]
     assert broken_by(case, [fine, fine]) == ""
     off = {name: tensor + 1e-8 * torch.ones_like(tensor) for name, tensor in own.items()}
     wrong = [fine[0], {**fine[1], "own": off, "mean": {name: tensor + 1e-7 for name, tensor in own.items()}}]
