@@ -193,3 +193,33 @@ def test_optimizers_that_remember_different_things() -> None:
 def test_bad_input() -> None:
     with pytest.raises(ConfigurationError, match="late must be True or False; got 1"):
         GossipGraD(late=1)  # type: ignore[arg-type]
+
+
+def test_a_parameter_unused_on_some_rank_keeps_its_history_there(caplog: pytest.LogCaptureFixture) -> None:
+    """All others' histories travel; those of the branch that one rank has not taken yet stay each rank's own, which is told."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.common, self.rare = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, rare: bool) -> torch.Tensor:
+            return (self.rare(self.common(x)) if rare else self.common(x)).square().mean()
+
+    def body(rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        torch.manual_seed(0)
+        model = Branches()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        replica = gossamer.replicate(model, optimizer, GossipGraD(wire="fp32"))
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3), rare=rank == 0 or step > 3).backward()
+            optimizer.step()
+        replica.close(average=True)
+        return [p.detach() for p in model.parameters()], optimizer.state[model.common.weight]["momentum_buffer"]
+
+    (first, _), (second, _) = gossamer.loopback(body, 2)
+    assert all(map(torch.equal, first, second))
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "'rare.weight' (rank 1), 'rare.bias' (rank 1)" in told
+    assert "join" not in told

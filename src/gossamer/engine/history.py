@@ -1,17 +1,21 @@
 """History: what an optimizer remembers of each weight, where that is exchanged together with the weights."""
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.buckets import in_order, is_buffer
-from gossamer.comm.ops import maximum
+from gossamer.comm.calls import names
+from gossamer.comm.ops import all_gather, maximum
 from gossamer.comm.runner import Runner
-from gossamer.engine.agreement import agree
+from gossamer.engine.agreement import agree, digest, values_of_all
 from gossamer.engine.sharding import local
 from gossamer.memory import as_real
+
+_logger = logging.getLogger("gossamer")
 
 _OF = " of "
 
@@ -61,10 +65,38 @@ _WHY_HISTORIES_DIFFER = (
 )
 
 
-def agree_on_history(runner: Runner, tensors: Mapping[str, Tensor]) -> None:
-    """Raise DisagreementError unless optimizers remember the same on all ranks, in the same order of memory. Collective."""
-    lines = "\n".join(f"{name}, {list(in_order(t.shape, t.stride()))}" for name, t in tensors.items()) or "nothing"
-    agree(runner, {"what the optimizer remembers": lines}, _WHY_HISTORIES_DIFFER)
+def agree_on_history(runner: Runner, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the optimizers of all ranks remember; a warning names the parameters that had no gradient on some rank, of which
+    each rank keeps its own. Collective.
+
+    Raises:
+        DisagreementError: one remembers nothing at all, or something lies in another order of memory there.
+    """
+    lines = {name: f"{name}, {list(in_order(t.shape, t.stride()))}" for name, t in tensors.items()}
+    mine = torch.tensor([digest("\n".join(lines.values()))])
+    digests = mine if runner.world == 1 else runner.run(lambda: all_gather(mine), "what the optimizer remembers")
+    if bool((digests == mine).all()):
+        return dict(tensors)
+    everyone = values_of_all(runner, lines)
+    common = [name for name in everyone[0] if all(name in row for row in everyone)]
+    if not all(everyone) or any(row[name] != everyone[0][name] for row in everyone for name in common):
+        agree(runner, {"what the optimizer remembers": "\n".join(lines.values()) or "nothing"}, _WHY_HISTORIES_DIFFER)
+    if runner.rank == 0:
+        _tell_of_own(everyone, set(common))
+    return {name: tensor for name, tensor in tensors.items() if name in common}
+
+
+def _tell_of_own(everyone: Sequence[Mapping[str, str]], common: Set[str]) -> None:
+    """Say of which parameters the history is not known on all ranks, and where it is not."""
+    known = [{weight_of(name) for name in row} for row in everyone]
+    own = {weight_of(name): None for row in everyone for name in row if name not in common}
+    where = {weight: [rank for rank, weights in enumerate(known) if weight not in weights] for weight in own}
+    said = ", ".join(f"{weight!r} ({names(ranks)})" for weight, ranks in where.items())
+    _logger.warning(
+        "some parameters have had no gradient on some ranks when the first step was taken, so that the optimizer remembers "
+        "nothing of them there: %s; what it remembers of them stays each rank's own (history=False leaves all of it there)",
+        said,
+    )
 
 
 def weight_of(name: str) -> str:

@@ -109,9 +109,8 @@ class WeightSync:
             return
         if skipped_anywhere(self._runner, self._skipped):
             return
-        agree_on_history(self._runner, tensors)
+        self._members.tensors |= agree_on_history(self._runner, tensors)
         self._extended = True
-        self._members.tensors |= tensors
         self._lay_out()
 
     @torch.no_grad()
