@@ -11,7 +11,7 @@ from torch import nn
 import gossamer
 
 ROOT = Path(gossamer.__file__).parent
-NETWORK = {"comm/loopback.py", "comm/generators.py"}
+NETWORK = {"comm/loopback.py", "comm/loopback_world.py", "comm/generators.py"}
 """Stand in for the network."""
 
 

@@ -81,6 +81,7 @@ class Replica:
         another begins a further step.
         """
         joining.refuse(self._parts, divide_by_initial_world_size)
+        self._come_together("join()")
         conclude = partial(joining.conclude, self._parts)
         active = self._parts.join.active(conclude, divide_by_initial_world_size, throw_on_early_termination)
         with alarming(self._runner), active:
@@ -101,11 +102,13 @@ class Replica:
             yield self._parts.model
             return
         if not self._weights:
+            if not self._parts.join.on:
+                self._come_together("consensus()")
             self._averages.bring_buffers_together()
             yield self._parts.model
             return
         joining.refuse_inside(self._parts, "consensus()")
-        self._even_out()
+        self._come_together("consensus()")
         self.wait_for_exchanges()
         with self._averages.inside():
             yield self._parts.model
@@ -120,7 +123,7 @@ class Replica:
         if self._runner.world == 1 or self._averages.on:
             return 0.0
         joining.refuse_inside(self._parts, "consensus_distance()")
-        self._even_out()
+        self._come_together("consensus_distance()")
         self.wait_for_exchanges()
         return self._averages.distance()
 
@@ -131,14 +134,19 @@ class Replica:
         waits there takes part in no exchange. The methods of a replica call it by themselves.
         """
         if self._weights.may_be_apart:
-            with alarming(self._runner):
-                self._weights.catch_up(self._averages.on)
+            self._come_together("catch_up()")
 
-    def _even_out(self) -> None:
-        """Where only weights are exchanged, ranks may have taken different numbers of steps; where all meet they are told."""
-        if self._weights and self._gradients is None and self._runner.world > 1 and not self._weights.may_be_apart:
-            with alarming(self._runner):
-                self._weights.even_out(self._loop.even_steps)
+    def _come_together(self, call: str) -> None:
+        """Wait until all ranks have made this call. Where only weights are exchanged, ranks may have taken part in different
+        numbers of exchanges, and those behind take part in what they missed (inside :meth:`join` none is behind)."""
+        apart = bool(self._weights) and self._gradients is None and self._runner.world > 1 and not self._parts.join.on
+        with alarming(self._runner):
+            if self._weights.may_be_apart:
+                self._weights.catch_up(call, self._averages.on)
+            elif apart:
+                self._weights.even_out(call, self._loop.even_steps)
+            else:
+                self._runner.meet(call)
 
     def answer(self) -> bool:
         """Where exchanges may lag: take part in one more, if it can begin without waiting; whether it did. Between steps.
@@ -187,10 +195,9 @@ class Replica:
         Collective, between steps and outside of :meth:`consensus`: the state belongs to the rank's own weights.
         """
         self._require_own_weights("state_dict()")
+        self._come_together("state_dict()")
         if self._overlap is not None:
             self._overlap.conclude()
-        self.catch_up()
-        self._even_out()
         if self._gradients is not None:
             self._gradients.discarded.confirm(self._loop.waiting)
         weights = checkpoint.fingerprint(self._parts.parameters.values()) if self._weights else ""
@@ -210,7 +217,7 @@ class Replica:
         summed and shared out (its mean stays), an exchange of weights begins anew, and a warning says so.
         """
         self._require_own_weights("load_state_dict()")
-        self.catch_up()
+        self._come_together("load_state_dict()")
         with alarming(self._runner):
             syncs: list[WeightSync | OptimizerSync] = [*self._weights, *self._parts.links]
             if self._overlap is not None:
@@ -253,10 +260,11 @@ class Replica:
     def _release(self, average: bool) -> None:
         disassemble(self._parts)
         try:
-            self.catch_up()
             if average and sys.exc_info()[0] is None:
-                self._even_out()
-            self._weights.conclude()
+                self._come_together("close(average=True)")
+            elif self._weights.may_be_apart:
+                self._come_together("close()")
+            self._weights.conclude(alone=not average)
             if average:
                 self._averages.become()
             if average and sys.exc_info()[0] is None:

@@ -113,6 +113,43 @@ def distance_alone(here: Here) -> Told:
     return alone(here, lambda replica: replica.consensus_distance())
 
 
+def load_state_dict_alone(here: Here) -> Told:
+    return alone(here, lambda replica: replica.load_state_dict({}))
+
+
+def close_alone(here: Here) -> Told:
+    return alone(here, lambda replica: replica.close(average=True))
+
+
+def join_alone(here: Here) -> Told:
+    return alone(here, lambda replica: replica.join().__enter__())
+
+
+def state_dict_in_join_alone(here: Here) -> Told:
+    """Rank 1 has fewer batches, and answers; rank 0 saves meanwhile."""
+    model, optimizer, replica = begin(here, AllReduce())
+
+    def body() -> None:
+        with replica.join():
+            train(here, model, optimizer, steps=2 if here.rank else 4)
+            if here.rank == 0:
+                replica.state_dict()
+
+    return told(body)
+
+
+def closed_a_step_behind(here: Here) -> Told:
+    """Rank 1 leaves one batch out, and neither asks for an average at the end."""
+    model, optimizer, replica = begin(here, Gossip())
+
+    def body() -> None:
+        train(here, model, optimizer, (4,) if here.rank == 1 else ())
+        replica.close()
+        assert values(model).isfinite().all()
+
+    return told(body)
+
+
 def forward_pass_alone(here: Here) -> Told:
     """In training mode, of a model with running statistics."""
     model, optimizer, replica = begin(here, AllReduce())

@@ -7,8 +7,16 @@ from processes.harness import Process, launch_side_by_side, require
 
 MODULE = "scenarios_counts"
 UNEVEN = ["a_step_fewer_with_gossip", "a_step_fewer_with_local_sgd"]
-ALONE = {"consensus_alone": "consensus()", "state_dict_alone": "state_dict()", "distance_alone": "consensus_distance()"}
-OTHERS = ["a_step_fewer_where_gradients_travel", "forward_pass_alone"]
+ALONE = {
+    "consensus_alone": "consensus()",
+    "state_dict_alone": "state_dict()",
+    "distance_alone": "consensus_distance()",
+    "load_state_dict_alone": "load_state_dict()",
+    "close_alone": "close(average=True)",
+    "join_alone": "join()",
+    "state_dict_in_join_alone": "state_dict()",
+}
+OTHERS = ["a_step_fewer_where_gradients_travel", "forward_pass_alone", "closed_a_step_behind"]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +48,8 @@ def test_a_collective_call_on_one_rank_alone_is_named(ended: list[Process], scen
         assert "rank 0" in report["error"]
 
 
-def test_a_forward_pass_in_training_mode_on_one_rank_alone_waits_for_nobody(ended: list[Process]) -> None:
-    for report in require(ended, "forward_pass_alone"):
+@pytest.mark.parametrize("scenario", ["forward_pass_alone", "closed_a_step_behind"])
+def test_what_one_rank_may_do_alone_leaves_nobody_waiting(ended: list[Process], scenario: str) -> None:
+    """A forward pass in training mode; a plain ``close()``, a step behind."""
+    for report in require(ended, scenario):
         assert not report["error"]

@@ -62,7 +62,7 @@ EXPECTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "state_of_another_run": (C, E, ("Gossip()", "AllReduce")),
     "state_of_another_step": (D, D, ("step", "rank 1: 3", "ranks 0, 2: 2")),
     # Whichever rank is the first to notice.
-    "consensus_on_one_rank": (f"{U} {E}", f"{U} {E}", ("the average of the replicas", "Every rank enters consensus()")),
+    "consensus_on_one_rank": (f"{U} {E}", f"{U} {E}", ("waits in consensus()", "Every rank enters consensus()")),
     "forward_on_one_rank": ("nothing", "nothing", ()),
     "used_after_close": (U, U, ("closed",)),
     "close_after_a_failure": (E, T, ("bucket", "step", "4 s")),

@@ -15,6 +15,7 @@ from gossamer.comm.device import on_host
 from gossamer.comm.flow import Port, drive
 from gossamer.comm.ops import AllReduce, Broadcast, Decide, Flow, Group, Op, Push, maximum, result_like
 from gossamer.comm.profiling import shown
+from gossamer.errors import PeerLeftError
 
 T = TypeVar("T")
 
@@ -159,17 +160,24 @@ class Runner(ABC):
         """Submit a flow and wait for it."""
         return self.wait(self.submit(make_flow, label, lane))
 
-    def meet(self, label: str, answer: Callable[[], bool]) -> None:
-        """Wait until every rank is here. Collective.
+    def meet(self, call: str, answer: Callable[[], bool] | None = None) -> None:
+        """Wait until every rank has made this ``call`` of a replica, before it sends anything. Collective.
 
         ``answer``: called while others are not here; it takes part in an exchange that they may wait for, and returns whether
         it did.
-        """
-        self.wait(self.submit(lambda: maximum(torch.zeros(1), self.world), label, CONTROL), answer)
 
-    def awaited(self, label: str) -> bool:
-        """Inside :meth:`meet` of this label: whether another rank is known to wait in an exchange, so that it will not come."""
+        Raises:
+            UsageError: another rank is in another call, or in an exchange that this rank has not come to.
+        """
+        if answer is not None:
+            self.wait(self.submit(lambda: maximum(torch.zeros(1), self.world), call, CONTROL), answer)
+
+    def awaited(self, call: str) -> bool:
+        """Inside :meth:`meet` of this call: whether another rank is known to wait in an exchange, so that it will not come."""
         return False
+
+    def let_peers_leave(self) -> None:  # noqa: B027  (a world of one has no peers)
+        """This rank is about to leave, too: from now on that another one has left is told to no other rank."""
 
     @abstractmethod
     def meters(self) -> list[Meter]:
@@ -235,11 +243,13 @@ class InlineRunner(Runner):
         begin = self.now()
         ticket.carry_out(make_flow, self._port)
         self._meter.busy_seconds += self.now() - begin
-        if ticket.error is not None:
+        if ticket.error is not None and not isinstance(ticket.error, PeerLeftError):
             raise ticket.error
         return ticket
 
     def wait(self, ticket: Ticket[T], meanwhile: Callable[[], bool] | None = None) -> T:
+        if ticket.error is not None:  # of a rank that has left: told where the result is needed, as in real processes
+            raise ticket.error
         with shown("wait", ticket.label):
             return ticket.result  # type: ignore[return-value]
 

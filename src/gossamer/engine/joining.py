@@ -11,6 +11,7 @@ from gossamer.errors import UsageError
 
 def refuse(parts: Parts, of_all: bool) -> None:
     """Raise UsageError where ``join()`` would not do what it says. ``of_all``: ``divide_by_initial_world_size``."""
+    refuse_inside(parts, "join()")
     if parts.algorithm.cadence.lag:
         raise UsageError("join() is not needed where exchanges may lag: a rank may have as many batches as it likes")
     if parts.scale.on:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from gossamer.comm.calls import differing
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner
 from gossamer.engine.turns import following
 from gossamer.engine.weights import WeightSync
-from gossamer.errors import UsageError
 
 _logger = logging.getLogger("gossamer")
 
@@ -25,28 +25,31 @@ def patiently(answer: Callable[[], bool]) -> Callable[[], bool]:
     return lambda: time.monotonic() - begin >= _GRACE and answer()
 
 
-def catch_up(runner: Runner, sync: WeightSync, answer: Callable[[], bool], again: Callable[[], None]) -> None:
-    """Wait until every rank has come here and all have taken part in the same exchanges. Collective.
+def catch_up(runner: Runner, call: str, sync: WeightSync, answer: Callable[[], bool], again: Callable[[], None]) -> None:
+    """Wait until every rank has made this ``call`` and all have taken part in the same exchanges. Collective.
 
     Those that come first go on answering the others, who may still train and wait for their part: ``again()`` takes part
     in one more exchange of ``sync``, ``answer()`` if it could begin at once, and says whether.
     """
-    runner.meet("the end of exchanges that may lag", patiently(answer))
+    runner.meet(call, patiently(answer))
     most = int(_counts_of_all(runner, [sync.exchanges]).max())
     while sync.exchanges < most:
         again()
 
-
-_TOGETHER = "the end of the steps"
 
 _MOST = 8
 """Exchanges that a rank which waits for the others takes part in: if they need more, they are not about to come."""
 
 
 def even_out(
-    runner: Runner, syncs: Sequence[WeightSync], taken: Sequence[int], turns: Sequence[int], again: Callable[[int], None]
+    runner: Runner,
+    call: str,
+    syncs: Sequence[WeightSync],
+    taken: Sequence[int],
+    turns: Sequence[int],
+    again: Callable[[int], None],
 ) -> None:
-    """Let ranks that took fewer steps take part in the exchanges that they have missed. Collective.
+    """Let ranks that took fewer steps take part in the exchanges that they have missed. Collective: all make this ``call``.
 
     Note [ranks that count differently]: an exchange of weights needs no step, so a batch that one rank left out costs the run
     nothing but that rank's update. Which rank is behind is known only when all are here; one that waits here while others
@@ -60,20 +63,17 @@ def even_out(
 
     def answer() -> bool:
         nonlocal answered
-        if not runner.awaited(_TOGETHER):
+        if not runner.awaited(call):
             return False
         if answered == _MOST:
-            raise UsageError(
-                f"rank {runner.rank} waits for the average of the replicas, or in another call that all ranks make, and the "
-                f"others have gone on for {_MOST} steps: not all ranks have made the same calls. Every rank enters "
-                "consensus(), calls consensus_distance(), state_dict() and close(average=True) as often as the others"
-            )
+            others = (rank for rank in range(runner.world) if rank != runner.rank)
+            raise differing(runner.rank, call, dict.fromkeys(others, f"training, {_MOST} steps after this call"))
         answered += 1
         runner.let_ranks_part()
         again(_next(turns, range(len(syncs)), syncs))
         return True
 
-    runner.meet(_TOGETHER, answer)
+    runner.meet(call, answer)
     steps = _counts_of_all(runner, [*taken, *(sync.steps for sync in syncs)])
     if bool((steps != steps[0]).any()):
         runner.let_ranks_part()

@@ -23,7 +23,7 @@ from gossamer.engine.statistics import Statistics
 from gossamer.engine.ties import called, ties
 from gossamer.engine.turns import REMEMBERED
 from gossamer.engine.weights import WeightSync
-from gossamer.errors import UsageError
+from gossamer.errors import PeerLeftError, UsageError
 from gossamer.memory import as_real
 
 
@@ -145,11 +145,18 @@ class WeightSyncs(Subscriber):
         if self._all[index].waits:
             self.land(index, self._all[index].steps)
 
-    def conclude(self) -> None:
-        """Wait for everything that is under way, and add it."""
+    def conclude(self, alone: bool = False) -> None:
+        """Wait for everything that is under way, and add it. ``alone``: an exchange with a rank that has left is left out."""
+        if alone:
+            self._runner.let_peers_leave()
         for index, sync in enumerate(self._all):
-            sync.arrive()
-            self.land(index)
+            try:
+                sync.arrive()
+            except PeerLeftError:
+                if not alone:
+                    raise
+            else:
+                self.land(index)
 
     def weigh(self, tensors: Mapping[str, Tensor], arrived: bool = True) -> None:
         """Make of ``tensors`` what their mean over the ranks is made of: see :meth:`WeightSync.weigh`."""
@@ -169,16 +176,17 @@ class WeightSyncs(Subscriber):
         with changing(self._optimizers[0]):
             self._all[0].exchange_again()
 
-    def catch_up(self, at_average: bool) -> None:
-        """Wait until all ranks have taken part in the same exchanges. Collective.
+    def catch_up(self, call: str, at_average: bool) -> None:
+        """Wait until all ranks have made this ``call`` and taken part in the same exchanges. Collective.
 
         ``at_average``: all are inside ``consensus()``, so that nobody waits for an answer.
         """
-        catch_up(self._runner, self._all[0], (lambda: False) if at_average else self.answer, self.exchange_again)
+        catch_up(self._runner, call, self._all[0], (lambda: False) if at_average else self.answer, self.exchange_again)
 
-    def even_out(self, taken: Sequence[int]) -> None:
-        """Let ranks that took fewer steps take part in what they missed. Collective. ``taken``: the steps of each optimizer."""
-        even_out(self._runner, self._all, taken, self._turns, self.exchange_without_step)
+    def even_out(self, call: str, taken: Sequence[int]) -> None:
+        """Let ranks that took fewer steps take part in what they missed. Collective: all make this ``call``. ``taken``: the
+        steps of each optimizer."""
+        even_out(self._runner, call, self._all, taken, self._turns, self.exchange_without_step)
 
     def _changing_late(self, index: int) -> AbstractContextManager[None]:
         """What may lag may be there by now, and is added before the next exchange begins."""

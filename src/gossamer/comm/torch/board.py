@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from gossamer.comm.calls import left_alone, names
 from gossamer.comm.torch.store import Store, StoreSilentError
 from gossamer.errors import CommunicationError, CommunicationTimeout, PeerLeftError
 
@@ -36,12 +37,6 @@ def attempt() -> str:
 
 def _exit_key() -> str:
     return f"gossamer/attempt-{attempt()}/exit"
-
-
-def names(ranks: Iterable[int]) -> str:
-    """``rank 2``, or ``ranks 1, 2``."""
-    listed = sorted(ranks)
-    return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed))
 
 
 def note_exit(store: Store, member: int, reason: str) -> bool:
@@ -142,10 +137,7 @@ class FailureBoard:
             self._post("answer", "here")
         gone = [rank for rank, left in self._read("left", self._others()).items() if left and int(left) <= sequence]
         if gone:
-            raise PeerLeftError(
-                f"rank {self._rank} waits in {waiting_for}, but {names(gone)} ended their training (replica closed, or "
-                "process ended). If the data of some ranks end earlier, train inside `with replica.join():`."
-            )
+            raise left_alone(self._rank, waiting_for, gone)
         alarms = {rank: text for rank, text in self._read("alarm", self._others()).items() if text}
         if alarms:
             self._post("answer", "heard")
@@ -182,10 +174,22 @@ class FailureBoard:
         pairs = {rank: [pair.partition(":") for pair in row] for rank, row in posted.items()}
         return {rank: {int(to): float(rate) for to, _, rate in row} for rank, row in pairs.items()}
 
-    def elsewhere(self, sequence: int, label: str) -> dict[int, str]:
-        """The ranks that wait in another flow of the same number, and what that is called, where they have said it."""
-        same_number = {rank: at[1] for rank, at in self.waits().items() if at and at[0] == sequence}
-        return {rank: other for rank, other in same_number.items() if other and other != label}
+    def elsewhere(self, sequence: int, label: str, or_later: bool = False) -> dict[int, str]:
+        """The ranks that wait in another flow of the same number (``or_later``: or a greater one), and what that is called,
+        where they have said it."""
+        at_number = {
+            rank: at[1] for rank, at in self.waits().items() if at and (at[0] >= sequence if or_later else at[0] == sequence)
+        }
+        return {rank: other for rank, other in at_number.items() if other and other != label}
+
+    def call(self, number: int, call: str) -> None:
+        """Post that this rank has made a call that all make, its ``number``-th one (from 1)."""
+        self._post("call", f"{number} {call}")
+
+    def calls(self) -> dict[int, tuple[int, str]]:
+        """The last call of each other rank, with its number; 0 where there was none."""
+        posted = {rank: text.partition(" ") for rank, text in self._read("call", self._others()).items()}
+        return {rank: (int(number or 0), call) for rank, (number, _, call) in posted.items()}
 
     def waits(self) -> dict[int, tuple[int, str] | None]:
         """Where the others wait."""
@@ -226,7 +230,7 @@ class FailureBoard:
 
         ``ended`` tells which of the absent ranks can never come, because their processes have ended without a word.
         """
-        for name in ("left", "answer", "waits", "alarm", "backlog"):
+        for name in ("left", "answer", "waits", "alarm", "backlog", "call"):
             self._post(name, "")  # what is there of all ranks can be read in one call
         self._post("arrived", address or "somewhere")
         self._store.add(self._key("arrivals"), 1)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
 from gossamer.comm.torch import opening, process_exit
 from gossamer.comm.torch.board import FailureBoard
+from gossamer.comm.torch.calls import Call
 from gossamer.comm.torch.device_ports import DevicePort
 from gossamer.comm.torch.gloo import Circle
 from gossamer.comm.torch.groups import Ended, Groups, group_timeout, ranks_of
@@ -28,7 +30,7 @@ from gossamer.comm.torch.transport import transport_for
 from gossamer.comm.torch.under_way import UnderWay
 from gossamer.comm.torch.waiting import LOOK_EVERY, SLICE, Opening, WaitPolicy, seconds_of
 from gossamer.comm.torch.watchdog import Issued, Watchdog
-from gossamer.errors import CommunicationError, ConfigurationError, GossamerError
+from gossamer.errors import CommunicationError, ConfigurationError, GossamerError, PeerLeftError
 
 T = TypeVar("T")
 
@@ -62,7 +64,9 @@ class TorchRunner(Runner):
         self._ranks = ranks_of(self._group) if ranks is None else ranks
         self.rank, self.world = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._under_way = UnderWay()
-        self._closed, self._alarmed = False, False
+        self._closed, self._alarmed, self._leaving, self._calls = False, False, False, 0
+        self._ends_at: int | None = None
+        """The flow from which on this rank takes no part, if that is known before it closes."""
         self._failure: GossamerError | None = None
         try:
             self._store = board_store()
@@ -158,6 +162,9 @@ class TorchRunner(Runner):
     def let_ranks_part(self) -> None:
         self._policy.in_step = False
 
+    def let_peers_leave(self) -> None:
+        self._leaving = True
+
     def note_writer(self) -> None:
         if self._device is not None:
             self._device.note_writer()
@@ -192,12 +199,21 @@ class TorchRunner(Runner):
         if ended is not ticket:
             raise self._fail(self._policy.explain(self._under_way.origin(ended))) from ended.error
 
-    def awaited(self, label: str) -> bool:
+    def meet(self, call: str, answer: Callable[[], bool] | None = None) -> None:
+        if self.world > 1:
+            self._check_usable()
+            self._calls += 1
+            made = Call(self._board, self._under_way.submitted, self._calls, call, self._policy.store_is_vital)
+            with shown("wait", call):
+                self._wait_for(made, answer)
+        super().meet(call, answer)
+
+    def awaited(self, call: str) -> bool:
         now = time.monotonic()
         if now - self._asked < LOOK_EVERY:
             return False
         self._asked = now
-        return self._policy.others_wait_elsewhere(label)
+        return self._policy.others_wait_elsewhere(call)
 
     def meters(self) -> list[Meter]:
         return self._meters
@@ -236,7 +252,7 @@ class TorchRunner(Runner):
 
     def _leave(self) -> None:
         if self.world > 1 and not self._alarmed:
-            self._board.leave(self._under_way.submitted)
+            self._board.leave(self._under_way.submitted if self._ends_at is None else self._ends_at)
 
     def depart(self, reason: str) -> None:
         """The process ends: tell those who wait for it; with the error that ends it, if one does."""
@@ -253,19 +269,15 @@ class TorchRunner(Runner):
 
     def is_stuck(self) -> bool:
         """Whether a lane still waits for the network."""
-        try:
+        with suppress(Exception):  # the device itself has failed: nothing more comes from there
             return any(not self.arrived(ticket) for ticket in self._under_way)
-        except Exception:  # the device itself has failed: nothing more comes from there
-            return False
+        return False
 
     def is_needed(self) -> bool:
         """Whether other ranks read the board in a store that ends with this process."""
-        if not self._store.hosted or self.world == 1:
-            return False
-        try:
-            return not self._board.heard_by_all()
-        except Exception:  # there is no store any more: nobody can read it
-            return False
+        with suppress(Exception):  # there is no store any more: nobody can read it
+            return self._store.hosted and self.world > 1 and not self._board.heard_by_all()
+        return False
 
     def _check_usable(self) -> None:
         if self._failure is not None:
@@ -277,7 +289,11 @@ class TorchRunner(Runner):
         if self._failure is not None:
             return self._failure
         self._failure = error
-        self.alarm(str(error))
+        if self._leaving and isinstance(error, PeerLeftError):
+            self._ends_at = self._under_way.first
+            self._leave()
+        else:
+            self.alarm(str(error))
         for lanes in (self._control, self._data):
             if lanes is not None and lanes.error is None:
                 lanes.error = error

@@ -24,6 +24,11 @@ class UnderWay:
     def __len__(self) -> int:
         return len(self._tickets)
 
+    @property
+    def first(self) -> int:
+        """The number of the first flow that was not waited for."""
+        return min((ticket.sequence for ticket in self), default=self.submitted)
+
     def add(self, ticket: Ticket[Any]) -> None:
         """A flow is submitted."""
         self._tickets[self.submitted] = ticket

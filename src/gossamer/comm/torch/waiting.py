@@ -8,13 +8,15 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from gossamer.checks import is_number
+from gossamer.comm.calls import differing, names
 from gossamer.comm.runner import Ticket
 from gossamer.comm.torch import board as failure_board
-from gossamer.comm.torch.board import FailureBoard, names
+from gossamer.comm.torch.board import FailureBoard
+from gossamer.comm.torch.calls import Call
 from gossamer.comm.torch.connection_errors import first_line, is_connection_error
 from gossamer.comm.torch.links import Links, slow_rank
 from gossamer.comm.torch.store import StoreLostError, StoreSilentError
-from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError, UsageError
+from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, GossamerError
 
 _logger = logging.getLogger("gossamer")
 
@@ -47,7 +49,7 @@ class WaitPolicy:
 
     def __init__(self, board: FailureBoard, rank: int, timeout: float, store_is_vital: bool = True) -> None:
         """``store_is_vital``: whether a store that is lost means that a member of the group is."""
-        self.timeout, self._store_is_vital = timeout, store_is_vital
+        self.timeout, self.store_is_vital = timeout, store_is_vital
         self.in_step = True
         """Whether flows of one number are the same one on all ranks."""
         self.links = Links()
@@ -87,6 +89,8 @@ class WaitPolicy:
                 self._note_backlog(waited)
                 wait.lost = self._look(ticket, not wait.posted, wait.lost)
                 wait.posted, wait.next_look = True, wait.next_look + LOOK_EVERY
+                if meanwhile is None and isinstance(ticket, Call):
+                    self._require_same_flow(ticket)
             if waited >= self.timeout:
                 gave_up = CommunicationTimeout(self._timeout_text(ticket))
                 raise (self._was_absent(gave_up) if _NOBODY in str(gave_up) else None) or gave_up
@@ -109,7 +113,8 @@ class WaitPolicy:
         who = f"{names(silent)} cannot be reached: nothing has been acknowledged for {seconds:.0f} s"
         if len(silent) == self._board.world - 1 > 1:
             who = f"no other rank can be reached for {seconds:.0f} s: the host of rank {self._rank} seems to be cut off"
-        raise CommunicationError(f"rank {self._rank} waits in {ticket}, but {who} (power, or the network between)")
+        lost = CommunicationError(f"rank {self._rank} waits in {ticket}, but {who} (power, or the network between)")
+        raise self._was_absent(lost) or lost
 
     def _look(self, ticket: Ticket[Any], first: bool, lost: int) -> int:
         """Read the board. Returns for how many looks in a row there was no store."""
@@ -124,7 +129,7 @@ class WaitPolicy:
             return lost
         except Exception as error:
             # Rank 0 may have ended well, its last messages still on their way to this one.
-            if lost >= LOOKS_WITHOUT_STORE and self._store_is_vital:
+            if lost >= LOOKS_WITHOUT_STORE and self.store_is_vital:
                 where = f"rank {self._rank} waits in {ticket}"
                 raise self._was_absent(error) or CommunicationError(
                     f"{where}, and the key-value store is lost: {first_line(error)}"
@@ -167,18 +172,12 @@ class WaitPolicy:
         if not self.in_step or not label:
             return
         try:
-            elsewhere = self._board.elsewhere(ticket.sequence, label)
+            elsewhere = self._board.elsewhere(ticket.sequence, label, isinstance(ticket, Call))
         except Exception as error:
             _logger.debug("could not ask in what others wait: %s", error)
             return
         if elsewhere and not ticket.done.is_set():
-            others = "; ".join(f"rank {rank} in {label}" for rank, label in elsewhere.items())
-            raise UsageError(
-                f"rank {self._rank} waits in {ticket.label}, but {others}: not all ranks have made the same calls. Every rank "
-                "enters consensus(), calls consensus_distance(), state_dict(), load_state_dict() and close(average=True), "
-                "and runs forward in training mode (which synchronises buffers) as often as the others: evaluate on one rank "
-                "after model.eval(). Ranks with different numbers of batches train inside replica.join()"
-            )
+            raise differing(self._rank, ticket.label, elsewhere)
 
     def others_wait_elsewhere(self, label: str) -> bool:
         """Whether another rank has said that it waits in a flow of another name."""
@@ -240,12 +239,10 @@ class WaitPolicy:
             return reason
         except Exception as lost:
             who = f"the key-value store is lost too: {first_line(lost)}"
-            late = self._was_absent(error)
-            if late is not None:
-                return late
             if closed := self.links.closed():
                 who = f"{names(closed)} ended, and {who}"
-        return CommunicationError(f"{text}; {who} ({first_line(error)}){hint}")
+        ended = CommunicationError(f"{text}; {who} ({first_line(error)}){hint}")
+        return (None if isinstance(ticket, Opening) else self._was_absent(ended)) or ended
 
     def _who_ended(self, ticket: Ticket[Any]) -> str:
         """Whose process has closed its connections without a word; raises what a rank has posted."""
