@@ -242,6 +242,8 @@ def sensible(case: Case) -> bool:
         return False  # ranks that remember different things
     if case.resume and "rarely" in case.layers and not case.set_to_none:
         return False  # a gradient of zeros moves AdamW's weights; in a new process it is None
+    if case.join is not None and case.several:
+        return False  # as in DDP, a rank without batches adds nothing to what the passes before have accumulated
     if case.scaler and case.several:
         return False  # the sum of two scaled passes is scaled once: the reference of that is DDP's own business
     if algorithm.cadence.lag and (case.scaler or case.join or case.optimizers > 1 or case.buffers == "broadcast"):

@@ -70,7 +70,7 @@ def nothing_is_lost(case: Case, results: Results) -> str:
     start = results[0]["initial"]
     for name, total in had.items():
         kept = sum((r["residual"].get(name, torch.zeros(total.shape)).double() for r in results), torch.zeros(())) / case.world
-        trainable = not any(f".{i}." in f".{name}" and kind == "frozen" for i, kind in _kinds(case))
+        trainable = not any(name.startswith(f"blocks.{i}.") and kind == "frozen" for i, kind in _kinds(case))
         expected = start[name].double() - 0.1 * (total.double() - kept) * trainable
         error, size = (mean[name] - expected).abs(), 1 + start[name].double().abs() + total.double().abs()
         precision = 0.05 if total.dtype == torch.bfloat16 else 1e-9 if _exact(case) and total.dtype == torch.float64 else 2e-5
@@ -109,7 +109,8 @@ def _loses(case: Case) -> bool:
     machines."""
     lossy = re.search(r"QSGD|ByteGrad|worker_feedback=False|server_feedback=False", case.algorithm)
     feedback = re.search(r"ScatterReduce|ChunkSparse|PowerSGD", case.algorithm)
-    rounded = re.search(r"(ScatterReduce|ChunkSparse|PowerSGD)\((?![^()]*residual='fp32')", case.algorithm.replace("()", ""))
+    plain = re.sub(r"codec=\w+\([^()]*\)", "", case.algorithm)
+    rounded = re.search(r"(ScatterReduce|ChunkSparse|PowerSGD)\((?![^()]*residual='fp32')", plain)
     wires = re.search(r"AllReduce\([^)]*wire='(bf16|fp16)'", case.algorithm)
     return bool(lossy or wires or (feedback and (rounded or "Hierarchical" in case.algorithm or case.join)))
 

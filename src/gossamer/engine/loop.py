@@ -65,7 +65,6 @@ class Loop:
         self._root: int | None = None
         self._inside: set[int] = set()
         self._unsynchronised_task, self._apart = _NONE, 0
-        """Whether no forward pass has come since the last exchange."""
         self.steps: list[int] = [0] * len(self._optimizers)
         """How many steps each optimizer has taken."""
         self.even_steps: list[int] = [0] * len(self._optimizers)
