@@ -22,6 +22,7 @@ from gossamer.checks import is_whole
 from gossamer.errors import ConfigurationError
 from gossamer.optim.adam import adam_steps, check_adam
 from gossamer.optim.loan import give_back, save_as_given
+from gossamer.optim.parts import own, placed_as
 from gossamer.optim.wide import Wide
 
 
@@ -105,6 +106,8 @@ class GossipAdamW(Wide):
     def change(self, group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         counts = self.count()
         columns = parameters, gradients, self.remembered("exp_avg", parameters), self.remembered("exp_avg_sq", parameters)
+        if not set(map(type, parameters)) <= _PLAIN:
+            columns = _own_parts(columns)
         if (places := self._places_of(columns)) is not None and places.fit(gradients):
             _in_one_pass(group, places, gradients, counts)
             return
@@ -137,6 +140,16 @@ Columns = Sequence[list[Tensor]]
 
 
 _dtype, _shape, _requires_grad = attrgetter("dtype"), attrgetter("shape"), attrgetter("requires_grad")
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def _own_parts(columns: "Columns") -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """What this rank holds of sharded tensors: each element is updated by itself, wherever the others are."""
+    weights, gradients, means, squares = columns
+    placed = [placed_as(gradient, weight) for gradient, weight in zip(gradients, weights, strict=True)]
+    return own(weights), own(placed), own(means), own(squares)
 
 
 def _alike_and_whole(columns: Columns) -> bool:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 from gossamer.checks import is_number
 from gossamer.errors import ConfigurationError
 from gossamer.optim.adam import adam_steps, check_adam
-from gossamer.optim.layerwise import Layerwise, check_adapt, pick, trust_ratios
+from gossamer.optim.layerwise import Layerwise, check_adapt, pick, scale, trust_ratios
 
 
 class LAMB(Layerwise):
@@ -74,7 +74,7 @@ class LAMB(Layerwise):
             torch._foreach_add_(pick(steps, adapted), pick(parameters, adapted), alpha=group["weight_decay"])
         low, high = group["trust_clip"] or (0.0, float("inf"))
         ratios = trust_ratios(parameters, steps, adapted, lambda w, u: (w / u).clamp(low, high))
-        torch._foreach_mul_(steps, ratios)
+        scale(steps, ratios)
         torch._foreach_mul_(steps, group["lr"])
         torch._foreach_sub_(parameters, steps)
 

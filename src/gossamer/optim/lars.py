@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from gossamer.optim.layerwise import Layerwise, check_adapt, pick, trust_ratios
+from gossamer.optim.layerwise import Layerwise, check_adapt, pick, scale, trust_ratios
 from gossamer.optim.wide import check_number
 
 
@@ -68,7 +68,7 @@ class LARS(Layerwise):
         steps = [gradient.clone() for gradient in gradients]  # p.grad stays as it is
         if decay and any(adapted):
             torch._foreach_add_(pick(steps, adapted), pick(parameters, adapted), alpha=decay)
-        torch._foreach_mul_(steps, ratios)
+        scale(steps, ratios)
         torch._foreach_mul_(steps, group["lr"])
         if group["momentum"]:
             velocities = self.remembered("momentum_buffer", parameters)

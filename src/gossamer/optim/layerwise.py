@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigurationError
+from gossamer.optim.parts import own
 from gossamer.optim.wide import Wide
 
 
@@ -36,12 +37,23 @@ def trust_ratios(
     weights: Sequence[Tensor], updates: Sequence[Tensor], adapted: Sequence[bool], ratio: Callable[[Tensor, Tensor], Tensor]
 ) -> list[Tensor]:
     """One factor per tensor: ``ratio(‖w‖, ‖u‖)``, and 1 where a norm is zero or the tensor is not adapted."""
-    mine = torch.stack(torch._foreach_norm(list(weights)))
-    theirs = torch.stack(torch._foreach_norm(list(updates)))
+    mine, theirs = _norms(weights), _norms(updates)
     chosen = (mine > 0) & (theirs > 0)
     if not all(adapted):
         chosen &= torch.tensor(adapted).to(mine.device, non_blocking=True)
     return list(torch.where(chosen, ratio(mine, theirs), torch.ones_like(mine)).unbind())
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of each; of sharded ones (DTensors) that of the whole, which takes one collective for all."""
+    norms = torch.stack(torch._foreach_norm(list(tensors)))
+    whole: Tensor = norms.full_tensor() if hasattr(norms, "full_tensor") else norms
+    return whole
+
+
+def scale(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """Multiply each by its factor; of sharded ones what this rank holds."""
+    torch._foreach_mul_(own(tensors), list(factors))
 
 
 def pick(tensors: Sequence[Tensor], chosen: Sequence[bool]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from gossamer.errors import ConfigurationError
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.loading import loading, saved_keys
+from gossamer.optim.parts import own as parts_of
 from gossamer.optim.wide import evaluated
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -253,7 +254,7 @@ class MasterWeights(Optimizer):
         """Round the copies into the model, as far as the groups hold it now."""
         pairs = [(own, master) for own, master in self._pairs() if own in self._masters]
         if pairs:
-            torch._foreach_copy_([own for own, _ in pairs], [master for _, master in pairs])
+            torch._foreach_copy_(parts_of(own for own, _ in pairs), parts_of(master for _, master in pairs))
 
     def _copy_options(self, sources: Iterable[dict[str, Any]], targets: Iterable[dict[str, Any]]) -> None:
         """Schedules write into our groups, some optimizers into theirs: both always hold the same options."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.optim.loading import loading, put_back
+from gossamer.optim.parts import own
 
 
 class Wide(Optimizer):
@@ -49,7 +50,7 @@ class Wide(Optimizer):
             self._states = []
         if exact is not parameters:
             rounded = [(p, e) for p, e in zip(parameters, exact, strict=True) if p is not e]
-            torch._foreach_copy_([p for p, _ in rounded], [e for _, e in rounded])
+            torch._foreach_copy_(own(p for p, _ in rounded), own(e for _, e in rounded))
 
     def remembered(self, name: str, like: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the state holds under ``name`` for the parameters of this update; zeros at first.
