@@ -38,6 +38,7 @@ from gossamer.comm.connect import connect
 from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree, values_of_all
 from gossamer.engine.alarms import alarming, give_up
+from gossamer.engine.checkpoint import from_part
 from gossamer.errors import CheckpointError, ConfigurationError
 from gossamer.replica import Replica
 
@@ -51,7 +52,7 @@ def save(folder: str | os.PathLike[str], step: int, *, keep: int = 2, group: Any
         folder: where the checkpoints of this run lie; it is made if need be. Shared by all machines, or local to each.
         step: any whole number from 0 on; :func:`latest` returns it.
         keep: how many complete checkpoints stay. With 1, the one before is removed when this one is complete.
-        group: the process group whose ranks save; that of the replica if there is one among ``what``, else the default group.
+        group: the process group whose ranks save; the default group, unless there is a replica of all its ranks in ``what``.
         what: by name, objects with a ``state_dict()`` (model, optimizer, schedule, scaler, replica) and plain values: numbers,
             strings, tensors, and dictionaries and lists of these. Call it between two steps, outside of ``consensus()``.
 
@@ -115,6 +116,9 @@ def load(folder: str | os.PathLike[str], step: int | None = None, *, group: Any 
         absent = sorted(set(what) - set(contents))
         if absent:
             raise ConfigurationError(f"{found.place} holds no {', '.join(absent)}; it holds {', '.join(sorted(contents))}")
+        for name, value in what.items():
+            if isinstance(value, Replica):
+                from_part(contents[name], value._runner.part)  # or an error, before anything is changed
         for name, value in _in_order_of_loading(what):
             state = contents.pop(name)
             value.load_state_dict(_merged(found, name, state, runner) if isinstance(value, Replica) else state)
@@ -156,14 +160,14 @@ class PerRank:
         runner = replica._runner if replica is not None and self._group is None else connect(self._group)
         if replica is None:
             runner.close()
-        return f"rank{runner.rank} of {runner.world}"
+        return f"rank{runner.rank} of {runner.world}{'' if runner.part is None else f', part {runner.part}'}"
 
 
 @contextmanager
 def _meeting(what: str, group: Any, objects: Mapping[str, Any]) -> Iterator[Runner]:
-    """A way to the other ranks: that of the replica, if there is one, else one for this call."""
+    """A way to the other ranks: that of the replica, if there is one, else one for this call. Of a model in parts, all save."""
     replica = _replica_among(objects)
-    if replica is not None and group is None:
+    if replica is not None and group is None and replica._runner.part is None:
         with alarming(replica._runner):
             yield replica._runner
         return

@@ -205,7 +205,7 @@ class Replica:
         if not self._parts.join.on:
             self._averages.check_equal()
         state = checkpoint.collect(self._runner, self.algorithm, self.step, self._gradients, syncs, weights)
-        return state | {"scale": self._parts.scale.saved()}
+        return checkpoint.of_part(state | {"scale": self._parts.scale.saved()}, self._runner.part)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`state_dict` returned on this rank. Collective.
@@ -218,6 +218,7 @@ class Replica:
         """
         self._require_own_weights("load_state_dict()")
         self._come_together("load_state_dict()")
+        state = checkpoint.from_part(state, self._runner.part)
         with alarming(self._runner):
             syncs: list[WeightSync | OptimizerSync] = [*self._weights, *self._parts.links]
             if self._overlap is not None:

@@ -1,6 +1,7 @@
 """Scenarios: replicas of models that are in parts (FSDP2, tensor parallelism), on the mesh dimension that replicates."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gossamer
+from gossamer.optim import LAMB, LARS, GossipAdamW, MasterWeights
 from processes.sharded import Sharded, alone, batch, flat, loss_of, stage_of, transformer
 from processes.worker import Here
 
@@ -149,3 +151,33 @@ def the_page_on_pipelines(here: Here) -> None:
     names["schedule"].step(*([words] if names["number"] == 0 else []), **({} if names["number"] == 0 else {"target": words}))
     names["optimizer"].step()
     assert names["replica"].step == 1
+
+
+OF_OURS: dict[str, Any] = {
+    "GossipAdamW": partial(GossipAdamW, lr=1e-2),
+    "LAMB": partial(LAMB, lr=1e-2, weight_decay=0.01),
+    "LARS": partial(LARS, lr=1.0, weight_decay=0.01),
+    "MasterWeights": lambda parameters: MasterWeights(torch.optim.AdamW, parameters, lr=1e-2),
+}
+
+
+def optimizers_of_ours(here: Here) -> None:
+    """Those that look at whole tensors (norms) see them whole, whatever part a rank has."""
+    for name, make in OF_OURS.items():
+        one = transformer()
+        optimizer = make(one.parameters())
+        for step in range(5):
+            optimizer.zero_grad()
+            words = torch.cat([batch(step, who) for who in range(4)])
+            loss_of(one(words), words).backward()
+            optimizer.step()
+        parts = Sharded("fsdp")
+        optimizer = make(parts.model.parameters())
+        here.replicate(parts.model, optimizer, mesh=parts.mesh["replicate"])
+        for step in range(5):
+            optimizer.zero_grad()
+            parts.loss(step).backward()
+            optimizer.step()
+        difference = float((parts.whole() - flat(one)).abs().max())
+        assert difference < 1e-9, (name, difference)
+        here.close()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -128,10 +128,10 @@ KINDS: dict[str, tuple[tuple[int, ...], tuple[str, ...], Callable[[Transformer, 
 class Sharded:
     """A transformer in parts. ``readers``: how many have data of their own, of whom this rank is number ``reader``."""
 
-    def __init__(self, kind: str, seed: int = 0) -> None:
+    def __init__(self, kind: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
         shape, names, shard = KINDS[kind]
         self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        self.model = transformer(seed)
+        self.model = transformer(seed).to(dtype)
         shard(self.model, self.mesh)
         has_data = [name for name in names if name != "tensor"]
         self.readers, self.reader = 1, 0
@@ -145,9 +145,22 @@ class Sharded:
         outputs = self.model(words)
         return loss_of(outputs.full_tensor() if isinstance(outputs, DTensor) else outputs, words)
 
+    def sharded_parameters(self) -> dict[str, Any]:
+        """The parameters by name, also where a forward pass has put whole ones in their places."""
+        reshard(self.model)
+        return dict(self.model.named_parameters())
+
     def whole(self) -> Tensor:
         """All weights, as one flat tensor."""
+        reshard(self.model)
         return flat(self.model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 put the parts back."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -35,7 +35,11 @@ def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | No
 
     if inside is None and torch_runner.initialised():
         runner = torch_runner.TorchRunner(group, timeout, machine, ranks)
-        return runner if runner.world > 1 else solo_runner()
+        if runner.world > 1:
+            return runner
+        alone = solo_runner()
+        alone.part = runner.part
+        return alone
     seconds_of(timeout, timedelta(0))
     if inside is not None:
         return inside

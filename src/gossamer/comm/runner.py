@@ -128,6 +128,8 @@ class Runner(ABC):
     lanes: int
     nodes: tuple[Group, ...] | None = None
     """Which ranks share a machine, if that is known."""
+    part: int | None = None
+    """Which of several groups this one is, if not all processes are in one: those of the other parts of a model have others."""
 
     @property
     def members(self) -> tuple[int, ...]:

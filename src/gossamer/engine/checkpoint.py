@@ -52,6 +52,29 @@ def rank_key(rank: int) -> str:
     return f"rank{rank}"
 
 
+def of_part(state: Mapping[str, Any], part: int | None) -> dict[str, Any]:
+    """A state under keys that no other part of the model has: each has a plan and ranks of its own."""
+    return {f"{key}{_suffix(part)}": value for key, value in state.items()}
+
+
+def from_part(state: Any, part: int | None) -> Any:
+    """The reverse, of what may hold other parts too. Raises ConfigurationError where it holds others only."""
+    end = _suffix(part)
+    if not isinstance(state, Mapping):
+        return state
+    if f"format{end}" not in state and any(str(key).startswith("format") for key in state):
+        raise ConfigurationError(
+            f"this state holds nothing of {'a whole model' if part is None else f'part {part} of the model'}: it was saved "
+            "where the mesh had another shape. Save the average of the replicas with torch.distributed.checkpoint, "
+            f"which cuts it anew, inside replica.consensus() (keys: {sorted(map(str, state))})"
+        )
+    return {key.removesuffix(end): value for key, value in state.items() if str(key).endswith(end)}
+
+
+def _suffix(part: int | None) -> str:
+    return "" if part is None else f" of part {part}"
+
+
 def own_of(state: Mapping[str, Any], rank: int) -> Own:
     """One rank's entries of a state."""
     return Own(*state[rank_key(rank)])

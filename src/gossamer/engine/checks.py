@@ -186,6 +186,10 @@ def check_optimizers(optimizers: Any) -> tuple[Optimizer, ...]:
 def check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Every trainable parameter belongs to exactly one optimizer, and no optimizer holds others than the model's."""
     parameters = named_parameters(model)
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ConfigurationError(
+            "the model has no trainable parameter, and so nothing to replicate (for such a stage of a pipeline, leave it out)"
+        )
     holders: dict[int, int] = {}
     for optimizer in optimizers:
         for parameter in held_by(optimizer):
@@ -204,8 +208,6 @@ def check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         raise ConfigurationError(
             f"the optimizer holds {len(foreign)} parameter(s) that the model does not have: they would not be replicated"
         )
-    if not any(p.requires_grad for p in parameters.values()):
-        raise ConfigurationError("the model has no trainable parameter")
 
 
 def held_by(optimizer: Optimizer) -> list[Parameter]:

@@ -29,6 +29,18 @@ from gossamer.comm.torch.transport import backend_for
 from gossamer.errors import ConfigurationError
 
 
+def part_of(ranks: Sequence[int], processes: int) -> int | None:
+    """The number of a group among those that share out all ``processes`` as a dimension of a mesh does; None if it has all of
+    them. The same for the same part of a model, however many ranks each has. Of a group that is no such row: its first rank."""
+    if len(ranks) == processes:
+        return None
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if list(ranks) != list(range(ranks[0], ranks[-1] + 1, step)) or step < 1:
+        return ranks[0]
+    whole, place = divmod(ranks[0], step * len(ranks))
+    return whole * step + place % step
+
+
 def ranks_of(group: Any) -> tuple[int, ...]:
     """The global ranks of a group that this process belongs to."""
     if group is dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0):

@@ -20,7 +20,7 @@ from gossamer.comm.torch.board import FailureBoard
 from gossamer.comm.torch.calls import Call
 from gossamer.comm.torch.device_ports import DevicePort
 from gossamer.comm.torch.gloo import Circle
-from gossamer.comm.torch.groups import Ended, Groups, group_timeout, ranks_of
+from gossamer.comm.torch.groups import Ended, Groups, group_timeout, part_of, ranks_of
 from gossamer.comm.torch.lanes import PromptTicket, ThreadLanes
 from gossamer.comm.torch.opening import instance_name
 from gossamer.comm.torch.sockets import cut
@@ -63,6 +63,7 @@ class TorchRunner(Runner):
         self._group, self._machine = dist.group.WORLD if group is None else group, machine
         self._ranks = ranks_of(self._group) if ranks is None else ranks
         self.rank, self.world = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self.part = part_of(self._ranks, dist.get_world_size())
         self._under_way = UnderWay()
         self._closed, self._alarmed, self._leaving, self._calls = False, False, False, 0
         self._ends_at: int | None = None
