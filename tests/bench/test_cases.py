@@ -10,11 +10,11 @@ from gossamer.bench.cases import ALWAYS, Case, Turns, cases, portions, rows_of
 from gossamer.bench.catalogue import digest, is_of
 from gossamer.bench.plots import looks_of
 from gossamer.bench.results import Results
-from gossamer.bench.spelled import canonical
 from gossamer.bench.tables import COLUMNS, ROUNDS, draw
 from gossamer.bench.tables import of_rows as table
 from gossamer.cli import app
 from gossamer.errors import ConfigurationError
+from gossamer.spelled import canonical
 
 CASE = Case("Convnet(0.05)", "200mbit+2ms", 4)
 

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.studies import convergence, pages, quality, quality_table, scale
 from gossamer.bench import tables
 from gossamer.bench.rows import read_rows
-from gossamer.bench.spelled import canonical
 from gossamer.bench.suites import suites
+from gossamer.spelled import canonical
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

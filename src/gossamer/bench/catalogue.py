@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.bench.emulated import MODELS, emulated
-from gossamer.bench.spelled import canonical, value_of
 from gossamer.bench.workload import Workload, usual_loss, usual_optimizer
 from gossamer.errors import ConfigurationError
+from gossamer.spelled import canonical, value_of
 
 _OPTIONAL = ("training_batches", "quality", "training_samples")
 _FUNCTIONS = ("build_model", "random_batch")

@@ -30,11 +30,11 @@ from gossamer.bench.ratios import SPREAD, require_scipy
 from gossamer.bench.results import Results
 from gossamer.bench.rows import Record, days
 from gossamer.bench.session import Place, Session
-from gossamer.bench.spelled import canonical
 from gossamer.bench.suites import RESULTS as SUITE_RESULTS
 from gossamer.bench.suites import SUITES, Run, find_suite
 from gossamer.bench.tables import BOUND, COLUMNS, PAYLOAD, RATIO, STEP, TO_COMPUTE, aged, draw, of_rows
 from gossamer.errors import ConfigurationError, GossamerError
+from gossamer.spelled import canonical
 
 SHOWN = {STEP: STEP, RATIO: "to DDP", TO_COMPUTE: "to compute", BOUND: BOUND, PAYLOAD: "MB"}
 """Columns of the whole table that are shown on the terminal, and what they are called there, where there is less room."""

@@ -4,21 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from inspect import isabstract
 from typing import Any
 
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from gossamer import codecs, optim
-from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, in_parts, registry, streaming_diloco
+from gossamer import optim
+from gossamer.algorithms import Algorithm
 from gossamer.bench.peers import PEERS, Joined
-from gossamer.bench.spelled import value_of
-from gossamer.comm import digraph, topology
-from gossamer.comm.topology import Pattern
 from gossamer.errors import ConfigurationError
 from gossamer.optim.communicating import Communicating
 from gossamer.replicate import replicate
+from gossamer.spelled import algorithm_names, value_of
 
 PLAIN = tuple(PEERS)
 """Methods without gossamer."""
@@ -84,23 +81,8 @@ def overlaps_forward(method: Method) -> bool:
 
 def known_names() -> dict[str, Any]:
     """What a method may be made of."""
-    made_of: dict[str, Any] = {
-        name: getattr(codecs, name) for name in codecs.__all__ if isinstance(getattr(codecs, name), type)
-    }
-    patterns = {**vars(topology), **vars(digraph)}.items()
-    made_of |= {name: made for name, made in patterns if isinstance(made, type) and issubclass(made, Pattern)}
-    made_of = {name: made for name, made in made_of.items() if not isabstract(made)}
-    made_of |= {
-        "Hierarchical": Hierarchical,
-        "after": after,
-        "by_size": by_size,
-        "in_parts": in_parts,
-        "overlap_forward": OverlapForward,
-        "rotated": topology.rotated,
-        "streaming_diloco": streaming_diloco,
-        "with_optimizer": WithOptimizer,
-    }
-    return made_of | dict(registry()) | {name: partial(partial, kind) for name, kind in KINDS.items()}
+    made_of = algorithm_names() | {"overlap_forward": OverlapForward, "with_optimizer": WithOptimizer}
+    return made_of | {name: partial(partial, kind) for name, kind in KINDS.items()}
 
 
 def parse_method(text: str) -> Method:

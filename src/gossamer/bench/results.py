@@ -6,7 +6,7 @@ from pathlib import Path
 from gossamer.bench.cases import Case, Turns, case_of, is_measured
 from gossamer.bench.catalogue import canonical_workload, digest, is_of
 from gossamer.bench.rows import Record, Store, read_rows
-from gossamer.bench.spelled import canonical
+from gossamer.spelled import canonical
 
 
 class Results(Store):
