@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.engine import checkpoint, joining, mixing
+from gossamer.engine import checkpoint, joining, mixing, switching
 from gossamer.engine.alarms import alarming
 from gossamer.engine.assembly import Parts, disassemble
 from gossamer.engine.averages import Averages
@@ -25,11 +25,13 @@ class Replica:
     """
 
     def __init__(self, parts: Parts) -> None:
+        self._runner, self._loop, self._closed = parts.runner, parts.loop, False
+        self._adopt(parts)
+
+    def _adopt(self, parts: Parts) -> None:
         self.algorithm: Algorithm = parts.algorithm
-        self._parts, self._runner, self._loop = parts, parts.runner, parts.loop
+        self._parts, self._averages = parts, Averages(parts)
         self._weights, self._gradients, self._overlap = parts.weights, parts.gradients, parts.overlap
-        self._averages = Averages(parts)
-        self._closed = False
         if self._weights and self._runner.world > 1:
             mixing.refuse_for(self._differing, self._runner.rank)
 
@@ -176,18 +178,25 @@ class Replica:
         ``_last_step`` behind it (from the end of one step of the first optimizer to the end of its next one).
 
         ``bytes_sent``, ``messages_sent``: payload handed to the transport. ``exposed_seconds``: the loop stood still for
-        communication. ``wire_seconds``, ``local_seconds``: lanes waited for the network; encoded, decoded and computed.
-        ``elapsed_seconds``.
+        communication. ``wire_seconds``, ``local_seconds``: lanes waited for the network; computed. ``elapsed_seconds``.
 
         Besides these: ``step``, as the attribute; ``compression_ratio``, the bytes that an exact all-reduce of the gradients
         in every optimizer step would have sent, divided by ``bytes_sent``; and, as of now, ``residual_norm``, the L2 norm of
-        what is not sent yet, relative to that of the last exchange. (With ``overlap_forward``: of the last step that was
-        complete after it was asked for before.)"""
+        what is unsent, relative to that of the last exchange. (With ``overlap_forward``: of a step that was complete.)"""
         shares = [sync.exchange.states.residual_share() for sync in self._weights]
         shares += [link.residual_share() for link in self._parts.links]
         if self._gradients is not None:
             shares.append(self._gradients.residual_share())
         return self._parts.statistics.read(self.step, shares)
+
+    def switch(self, algorithm: Algorithm) -> None:
+        """Go on with another algorithm from the next step on. Collective, between two steps.
+
+        Unsent gradients (residuals) travel in the next exchange. Replicas that differ go on from their average where the next
+        algorithm needs equal ones, or counts them otherwise. A refused algorithm (ConfigurationError) changes nothing.
+        """
+        self._require_own_weights("switch()")
+        self._adopt(switching.switch(self._parts, algorithm, self._come_together, lambda: self.step, self._averages.become))
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, counters and the algorithm's state of this rank, under a key with its rank.
@@ -195,6 +204,7 @@ class Replica:
         Collective, between steps and outside of :meth:`consensus`: the state belongs to the rank's own weights.
         """
         self._require_own_weights("state_dict()")
+        self._parts.unsent.refuse("state_dict()")
         self._come_together("state_dict()")
         if self._overlap is not None:
             self._overlap.conclude()
@@ -277,7 +287,7 @@ class Replica:
 
     def _differing(self) -> Mapping[str, Tensor]:
         """The weights, where they are not the same on all ranks now."""
-        return {} if self._closed or self._averages.on else self._parts.parameters
+        return {} if self._closed or self._averages.on or not self._weights else self._parts.parameters
 
     def _require_own_weights(self, what: str) -> None:
         """Raise where the algorithm's state would not be that of the weights that the model has."""

@@ -1,51 +1,19 @@
 """Entry point: makes a model's training data-parallel, in place, with one line."""
 
 import logging
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossamer._version import __version__
-from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
-from gossamer.algorithms.blocks.in_optimizer import InOptimizer
-from gossamer.codecs import kernels
-from gossamer.codecs.kernels import compiler_for
 from gossamer.comm.connect import connect
-from gossamer.comm.runner import Runner
-from gossamer.engine.agreement import agree, checksum, same_from_rank
-from gossamer.engine.alarms import give_up
-from gossamer.engine.apply import prepare
-from gossamer.engine.arguments import (
-    Synchronize,
-    check_arguments,
-    check_delay,
-    check_lag,
-    check_overlap,
-    check_synchronize,
-)
-from gossamer.engine.assembly import assemble
-from gossamer.engine.attach import attach, detach
-from gossamer.engine.checks import (
-    Ignored,
-    check_sparse,
-    held_by,
-    named_buffers,
-    named_parameters,
-    release,
-)
-from gossamer.engine.exact import copies_from_rank
-from gossamer.engine.module_buffers import Buffers, averaged, check_buffers, resolve_buffers
-from gossamer.engine.sharding import check_sharding, described, local, reshard
-from gossamer.memory import as_real
-from gossamer.optim.communicating import Communicating
+from gossamer.engine.arguments import Synchronize
+from gossamer.engine.module_buffers import Buffers
 from gossamer.replica import Replica
+from gossamer.replication import replicate_over
 
 _logger = logging.getLogger("gossamer")
 
@@ -121,159 +89,3 @@ def replicate(
     if runner.rank == 0:
         _logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, replica.algorithm)
     return replica
-
-
-def replicate_over(
-    runner: Runner,
-    model: nn.Module,
-    optimizer_or_optimizers: Optimizer | Sequence[Optimizer],
-    algorithm: Algorithm | None = None,
-    *,
-    scaler: Any = None,
-    buffers: Buffers | None = None,
-    overlap_forward: bool = False,
-    ignore: Sequence[str | nn.Module] = (),
-    synchronize: Synchronize | None = None,
-) -> Replica:
-    """:func:`replicate` over a runner that is there; it is closed if this fails."""
-    ignored = None
-    try:
-        ignored = Ignored(model, ignore)
-        if isinstance(model, nn.Module):
-            reshard(model)
-        optimizers = check_arguments(model, optimizer_or_optimizers, algorithm, scaler)
-        algorithm = algorithm if algorithm is not None else _default(optimizers)
-        mode = resolve_buffers(buffers, algorithm.subject)
-        algorithm.check(runner.world)
-        check_delay(algorithm)
-        check_lag(algorithm, optimizers, mode, scaler)
-        check_buffers(algorithm, model, mode)
-        _load_kernels(algorithm, model)
-        at_step = check_synchronize(synchronize, algorithm, scaler, overlap_forward, model)
-        if overlap_forward:
-            check_overlap(algorithm, optimizers, scaler, model)
-        if algorithm.part("gradients") is not None:
-            check_sparse(model)
-        parameters = named_parameters(model)
-        beside = averaged(model) if mode == "average" and algorithm.part("weights") else {}
-        travelling = {name: p for name, p in parameters.items() if p.requires_grad} | beside
-        prepare(algorithm, {name: as_real(local(tensor.detach())) for name, tensor in travelling.items()})
-        check_sharding(parameters, runner.members if runner.world > 1 else (), runner.rank)
-        runner.agree_on_opening(devices={tensor.device for tensor in (*parameters.values(), *beside.values())})
-        if runner.nodes is not None:
-            algorithm.check(runner.world, runner.nodes)
-        agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward, at_step))
-        _start_equal(runner, model, optimizers)
-        replica = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward, ignored, at_step)
-    except BaseException as error:
-        if ignored is not None:
-            ignored.release()
-        give_up(runner, error)
-        raise
-    return replica
-
-
-_CASTS = ("gossamer.codecs.base", "gossamer.codecs.cast", "gossamer.codecs.wire")
-"""Of codecs, what computes in plain torch."""
-
-
-def _load_kernels(algorithm: Algorithm, model: nn.Module) -> None:
-    """Load what the codecs of an algorithm compute with. That takes every rank another time, and in the first exchange others
-    would wait for it."""
-    if any(map(_encodes, _parts(algorithm))):
-        for kind in sorted({str(parameter.device) for parameter in named_parameters(model).values()} - {"meta"}):
-            kernels.load(kind)
-
-
-def _parts(algorithm: Algorithm) -> Iterator[Algorithm]:
-    """An algorithm, and those in its fields."""
-    yield algorithm
-    for each in (value for field in fields(algorithm) for value in _within(getattr(algorithm, field.name))):
-        if isinstance(each, Algorithm):
-            yield from _parts(each)
-
-
-def _within(value: object) -> Iterator[object]:
-    """A field's value, or what its tuples hold."""
-    if isinstance(value, tuple | list):
-        for each in value:
-            yield from _within(each)
-    else:
-        yield value
-
-
-def _encodes(algorithm: Algorithm) -> bool:
-    """Whether it has a codec, or is written with parts of some, that have kernels."""
-    own = [type(getattr(algorithm, field.name)) for field in fields(algorithm)]
-    used = [*own, *(each for each in vars(sys.modules[type(algorithm).__module__]).values() if callable(each))]
-    modules = {str(getattr(each, "__module__", "")) for each in used}
-    return any(name.startswith("gossamer.codecs.") for name in modules - set(_CASTS))
-
-
-def _attached(
-    model: nn.Module,
-    optimizers: tuple[Optimizer, ...],
-    algorithm: Algorithm,
-    runner: Runner,
-    buffers: Buffers,
-    scaler: Any,
-    overlap_forward: bool,
-    ignored: Ignored,
-    at_step: bool,
-) -> Replica:
-    """The replica. If it cannot be made, model and optimizers are as they were: another algorithm may be tried."""
-    try:
-        parts = assemble(model, optimizers, attach(algorithm, optimizers), runner, buffers, scaler, overlap_forward, at_step)
-        parts.ignored = ignored
-        return Replica(parts)
-    except BaseException:
-        detach(algorithm, optimizers)
-        release(named_parameters(model).values())
-        raise
-
-
-def _default(optimizers: Sequence[Optimizer]) -> Algorithm:
-    return InOptimizer() if isinstance(optimizers[0], Communicating) else AllReduce()
-
-
-def _facts(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    algorithm: Algorithm,
-    buffers: Buffers,
-    scaler: Any,
-    overlap_forward: bool,
-    at_step: bool,
-) -> dict[str, str]:
-    parameters = named_parameters(model)
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    devices = sorted({parameter.device.type for parameter in parameters.values()})
-    return {
-        "versions": f"gossamer {__version__}, torch {torch.__version__.split('+')[0]}",
-        "kernels": ", ".join(f"{kind}: {compiler_for(kind)}" for kind in devices),
-        "algorithm": repr(algorithm),
-        "options": f"buffers={buffers!r}, scaler={'yes' if scaler is not None else 'no'}, overlap_forward={overlap_forward}, "
-        f"synchronize={'step' if at_step else 'backward'!r}",
-        "model parameters": "\n".join(
-            f"{name}: {p.dtype} {list(p.shape)} {'trainable' if p.requires_grad else 'frozen'}{described(p)}"
-            for name, p in parameters.items()
-        ),
-        "model buffers": "\n".join(f"{name}: {b.dtype} {list(b.shape)}" for name, b in named_buffers(model).items()),
-        "optimizers": "\n".join(f"{_described(o)}: {names[id(p)]}" for o in optimizers for p in held_by(o) if id(p) in names),
-    }
-
-
-def _described(optimizer: Optimizer) -> str:
-    name = type(optimizer).__name__
-    return f"{name} ({optimizer.algorithm!r})" if isinstance(optimizer, Communicating) else name
-
-
-def _start_equal(runner: Runner, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Copy rank 0's parameters and buffers, and optimizers' exact copies, to all ranks, and prove that they arrived."""
-    parameters = list(named_parameters(model).values())
-    tensors = [*parameters, *named_buffers(model).values()]
-    same_from_rank(runner, tensors, 0)
-    if runner.world > 1:
-        for optimizer in optimizers:
-            tensors += copies_from_rank(runner, optimizer, parameters, 0)
-        agree(runner, {"the initial values after the broadcast": checksum(tensors)})

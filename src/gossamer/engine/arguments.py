@@ -17,10 +17,8 @@ from gossamer.optim.communicating import Communicating
 
 def check_arguments(model: Any, optimizer_or_optimizers: Any, algorithm: Any, scaler: Any) -> tuple[Optimizer, ...]:
     """The optimizers, as a tuple. Raises ConfigurationError for arguments that cannot work, by themselves or together."""
-    if algorithm is not None and not isinstance(algorithm, Algorithm):
-        raise ConfigurationError(
-            f"algorithm must be an instance of a gossamer algorithm; got {algorithm!r}{hint_at_class(algorithm)}"
-        )
+    if algorithm is not None:
+        check_is_algorithm(algorithm)
     check_model(model)
     optimizers = check_optimizers(optimizer_or_optimizers)
     check_held(model, optimizers)
@@ -57,6 +55,14 @@ def check_delay(algorithm: Algorithm) -> None:
                 f"{algorithm!r}: the result of an exchange would be added after {beat.delay} steps (delay=), and the same "
                 f"weights are exchanged every {beat.every} steps: set delay to at most that"
             )
+
+
+def check_is_algorithm(algorithm: Any) -> None:
+    """Raise ConfigurationError for anything that is no algorithm."""
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigurationError(
+            f"algorithm must be an instance of a gossamer algorithm; got {algorithm!r}{hint_at_class(algorithm)}"
+        )
 
 
 def check_lag(algorithm: Algorithm, optimizers: Sequence[Optimizer], buffers: Buffers, scaler: Any) -> None:

@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
+from gossamer.engine.arguments import Synchronize
 from gossamer.engine.at_step import AtStep
 from gossamer.engine.attach import detach
 from gossamer.engine.checks import Ignored, Watch, held_by, named_parameters
@@ -24,6 +25,7 @@ from gossamer.engine.sharding import local, with_elements
 from gossamer.engine.state_watch import StateWatch
 from gossamer.engine.statistics import Statistics
 from gossamer.engine.unaveraged import UnaveragedGradients, ask_how_many
+from gossamer.engine.unsent import Unsent
 from gossamer.engine.unstepped import UnsteppedWeights
 from gossamer.engine.weight_syncs import WeightSyncs
 from gossamer.optim.communicating import Communicating
@@ -47,12 +49,20 @@ class Parts:
     join: Join
     weights: WeightSyncs
     links: list[OptimizerSync]
+    scaler: Any = None
     scale: LossScale = field(init=False)
     gradients: GradientSync | None = None
     overlap: ForwardOverlap | None = None
     handles: list[Any] = field(default_factory=list)
+    step_handles: list[Any] = field(default_factory=list)
+    """Of the hooks on the optimizers' steps: they stay while one algorithm takes the place of another, also inside a step."""
+    unsent: Unsent = field(default_factory=lambda: Unsent({}))
+    """What an algorithm before this one has not sent, where no gradients are exchanged any more."""
     ignored: Ignored | None = None
     """What is left to each rank."""
+    buffers_asked: Buffers | None = None
+    synchronize_asked: Synchronize | None = None
+    """What the user said of how buffers are kept, and of when gradients are exchanged."""
 
 
 def assemble(
@@ -64,14 +74,21 @@ def assemble(
     scaler: Any = None,
     overlap_forward: bool = False,
     at_step: bool = False,
+    before: Parts | None = None,
+    unsent: Mapping[str, Tensor] | None = None,
 ) -> Parts:
-    """Make the parts, connect them to the loop and install the hooks."""
+    """Make the parts, connect them to the loop and install the hooks. ``before``: those whose loop and counters go on;
+    ``unsent``: what these have not sent of gradients, for one that exchanges none."""
     parameters = named_parameters(model)
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
     travelling = with_elements(trainable)
     owned = [_owned(travelling, optimizer) for optimizer in optimizers]
     sizes = [sum(local(p).numel() * p.element_size() for p in each.values()) for each in owned]
-    statistics, loop = Statistics(runner, sizes), Loop(runner, optimizers, model, at_step)
+    statistics, loop = (
+        (Statistics(runner, sizes), Loop(runner, optimizers, model, at_step))
+        if before is None
+        else (before.statistics, before.loop)
+    )
     weights = WeightSyncs(runner, algorithm, model, optimizers, owned, buffers == "average", statistics)
     links = _links(runner, optimizers, parameters, statistics)
     join = Join(
@@ -96,9 +113,19 @@ def assemble(
         join,
         weights,
         links,
+        scaler,
     )
+    if before is not None:
+        parts.step_handles = before.step_handles
+        parts.ignored, parts.buffers_asked, parts.synchronize_asked = (
+            before.ignored,
+            before.buffers_asked,
+            before.synchronize_asked,
+        )
     of_gradients = algorithm.part("gradients")
-    if of_gradients is not None:
+    if of_gradients is None:
+        parts.unsent = Unsent(unsent or {}, trainable)
+    else:
         names = [each.keys() for each in owned]
         parts.gradients = GradientSync(runner, loop, of_gradients, travelling, statistics, not weights and not links, names)
         if overlap_forward:
@@ -110,6 +137,8 @@ def assemble(
         _connect(parts)
     except BaseException:
         remove_hooks(parts)
+        if before is None:
+            remove(parts.step_handles)
         raise
     return parts
 
@@ -122,12 +151,18 @@ def disassemble(parts: Parts) -> None:
         if isinstance(optimizer, Communicating):
             optimizer.link = None
     remove_hooks(parts)
+    remove(parts.step_handles)
     parts.watch.release()
 
 
 def remove_hooks(parts: Parts) -> None:
-    """Nothing is called any more."""
-    for handle in parts.handles:
+    """Nothing is called any more in forward and backward passes."""
+    remove(parts.handles)
+
+
+def remove(handles: Sequence[Any]) -> None:
+    """These hooks are called no more."""
+    for handle in handles:
         handle.remove()
 
 
@@ -154,7 +189,7 @@ def _links(
 def _connect(parts: Parts) -> None:
     """Say who is called, in which order, and install the hooks."""
     loop, runner = parts.loop, parts.runner
-    subscribers: list[Subscriber] = [parts.watch]
+    subscribers: list[Subscriber] = [parts.watch, *([parts.unsent] if parts.unsent.tensors else [])]
     if loop.at_step:
         subscribers.append(AtStep(runner.rank, loop, parts.optimizers))
     gradients = parts.overlap or parts.gradients
@@ -193,4 +228,5 @@ def _hook(parts: Parts) -> None:
         parts.handles.append(loop.hook_outputs(parts.model))
     if parts.overlap is not None:
         parts.handles += parts.overlap.hook()
-    parts.handles += loop.hook_steps()
+    if not parts.step_handles:
+        parts.step_handles = loop.hook_steps()

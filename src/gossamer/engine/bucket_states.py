@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gossamer.algorithms.blocks.momentum_all_reduce import MOMENTUM
 from gossamer.buckets import Bucket
+from gossamer.engine.unsent import INHERITED
 from gossamer.memory import wide
 from gossamer.state import RESIDUAL, WHOLE, State, named
 
@@ -30,6 +31,8 @@ class BucketStates:
         self._of_buckets: list[State] = []
         self.of_steps: dict[str, State] = {}
         """By group."""
+        self.inherits = False
+        """Whether anything may be kept that the algorithm before this one has not sent."""
 
     def __getitem__(self, index: int) -> State:
         return self._of_buckets[index]
@@ -140,6 +143,7 @@ class BucketStates:
     def load_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`by_name` and :meth:`extras_by_name` returned, whatever the plan is now."""
         self._complete()
+        self.inherits = INHERITED in kept
         self._of_buckets = [State(bucket.flat) for bucket in self._buckets]
         for bucket, state in zip(self._buckets, self._of_buckets, strict=True):
             state.load({key: bucket.gather(tensors) for key, tensors in kept.items()})

@@ -20,6 +20,7 @@ from gossamer.engine.bucket_states import BucketStates
 from gossamer.engine.finishing import Finishing
 from gossamer.engine.finite import any_non_finite, where_they_are
 from gossamer.engine.turns import in_turn
+from gossamer.engine.unsent import inherit, inherit_again
 from gossamer.state import State
 
 
@@ -141,6 +142,8 @@ class Exchange:
 
     def _checked(self, exchange: Callable[..., Flow[Any]], bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
         """The exchange; beside backward, where that does not make the host wait, the search for what is not finite."""
+        if self.states.inherits and self._due(bucket.index, ctx.step):
+            inherit(bucket, state, self.runner.world)
         result = yield from exchange(bucket, state, ctx)
         if self._settles and result.device.type == "cpu" and (drafts := state.drafts()):
             self._seen |= set(map(id, (result, *drafts)))
@@ -208,8 +211,9 @@ class Exchange:
     def take_back(self, index: int, segment: Segment) -> None:
         """Nobody will use this part of a bucket's result: what had been kept back and was sent with it is owed again."""
         if self._due(index, self._step):
-            mean = segment.view(self.buckets[index].flat)
-            self.handlers[index].put_back(mean, segment, self.states[index], self.context(self._step))
+            mean, state, ctx = segment.view(self.buckets[index].flat), self.states[index], self.context(self._step)
+            if not self.handlers[index].put_back(mean, segment, state, ctx) and self.states.inherits:
+                inherit_again(mean, segment, state, ctx.seed(segment.offset))
 
     def conclude(self, results: Sequence[Tensor], step: int) -> None:
         """All ``results`` of a step are there: begin what the algorithm does once per step, and keep what the flows wrote.

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from gossamer.algorithms.base import Algorithm
 from gossamer.codecs.kernels.meta import Watched
 from gossamer.engine.module_buffers import Buffers
-from gossamer.replicate import replicate_over
+from gossamer.replication import replicate_over
 from gossamer.simulate.clock import Clock
 from gossamer.simulate.clocked import ClockedRunner, Wire
 from gossamer.simulate.cluster import Cluster

@@ -1,0 +1,137 @@
+"""Replication: a replica of a model over a runner that is there."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gossamer._version import __version__
+from gossamer.algorithms.all_reduce import AllReduce
+from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.blocks.in_optimizer import InOptimizer
+from gossamer.codecs.kernels import compiler_for
+from gossamer.comm.runner import Runner
+from gossamer.engine.acceptance import accept, travelling
+from gossamer.engine.agreement import agree, checksum, same_from_rank
+from gossamer.engine.alarms import give_up
+from gossamer.engine.arguments import Synchronize, check_arguments, check_synchronize
+from gossamer.engine.assembly import Parts, assemble
+from gossamer.engine.attach import attach, detach
+from gossamer.engine.checks import Ignored, held_by, named_buffers, named_parameters, release
+from gossamer.engine.exact import copies_from_rank
+from gossamer.engine.module_buffers import Buffers
+from gossamer.engine.sharding import check_sharding, described, reshard
+from gossamer.optim.communicating import Communicating
+from gossamer.replica import Replica
+
+
+def replicate_over(
+    runner: Runner,
+    model: nn.Module,
+    optimizer_or_optimizers: Optimizer | Sequence[Optimizer],
+    algorithm: Algorithm | None = None,
+    *,
+    scaler: Any = None,
+    buffers: Buffers | None = None,
+    overlap_forward: bool = False,
+    ignore: Sequence[str | nn.Module] = (),
+    synchronize: Synchronize | None = None,
+    begin: Callable[[Replica, Parts], None] | None = None,
+) -> Replica:
+    """:func:`replicate` over a runner that is there; it is closed if this fails. ``begin``: called with what was made."""
+    ignored = None
+    try:
+        ignored = Ignored(model, ignore)
+        if isinstance(model, nn.Module):
+            reshard(model)
+        optimizers = check_arguments(model, optimizer_or_optimizers, algorithm, scaler)
+        algorithm = algorithm if algorithm is not None else _default(optimizers)
+        at_step = check_synchronize(synchronize, algorithm, scaler, overlap_forward, model)
+        mode = accept(algorithm, model, optimizers, runner, buffers, scaler, overlap_forward)
+        parameters = named_parameters(model)
+        check_sharding(parameters, runner.members if runner.world > 1 else (), runner.rank)
+        moved = [*parameters.values(), *travelling(algorithm, model, mode).values()]
+        runner.agree_on_opening(devices={tensor.device for tensor in moved})
+        if runner.nodes is not None:
+            algorithm.check(runner.world, runner.nodes)
+        agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward, at_step))
+        _start_equal(runner, model, optimizers)
+        parts = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward, at_step)
+        parts.ignored, parts.buffers_asked, parts.synchronize_asked = ignored, buffers, synchronize
+        replica = Replica(parts)
+        if begin is not None:
+            begin(replica, parts)
+    except BaseException as error:
+        if ignored is not None:
+            ignored.release()
+        give_up(runner, error)
+        raise
+    return replica
+
+
+def _attached(
+    model: nn.Module,
+    optimizers: tuple[Optimizer, ...],
+    algorithm: Algorithm,
+    runner: Runner,
+    buffers: Buffers,
+    scaler: Any,
+    overlap_forward: bool,
+    at_step: bool,
+) -> Parts:
+    """What the replica consists of. If it cannot be made, model and optimizers are as they were: another may be tried."""
+    try:
+        return assemble(model, optimizers, attach(algorithm, optimizers), runner, buffers, scaler, overlap_forward, at_step)
+    except BaseException:
+        detach(algorithm, optimizers)
+        release(named_parameters(model).values())
+        raise
+
+
+def _default(optimizers: Sequence[Optimizer]) -> Algorithm:
+    return InOptimizer() if isinstance(optimizers[0], Communicating) else AllReduce()
+
+
+def _facts(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    algorithm: Algorithm,
+    buffers: Buffers,
+    scaler: Any,
+    overlap_forward: bool,
+    at_step: bool,
+) -> dict[str, str]:
+    parameters = named_parameters(model)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    devices = sorted({parameter.device.type for parameter in parameters.values()})
+    return {
+        "versions": f"gossamer {__version__}, torch {torch.__version__.split('+')[0]}",
+        "kernels": ", ".join(f"{kind}: {compiler_for(kind)}" for kind in devices),
+        "algorithm": repr(algorithm),
+        "options": f"buffers={buffers!r}, scaler={'yes' if scaler is not None else 'no'}, overlap_forward={overlap_forward}, "
+        f"synchronize={'step' if at_step else 'backward'!r}",
+        "model parameters": "\n".join(
+            f"{name}: {p.dtype} {list(p.shape)} {'trainable' if p.requires_grad else 'frozen'}{described(p)}"
+            for name, p in parameters.items()
+        ),
+        "model buffers": "\n".join(f"{name}: {b.dtype} {list(b.shape)}" for name, b in named_buffers(model).items()),
+        "optimizers": "\n".join(f"{_described(o)}: {names[id(p)]}" for o in optimizers for p in held_by(o) if id(p) in names),
+    }
+
+
+def _described(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    return f"{name} ({optimizer.algorithm!r})" if isinstance(optimizer, Communicating) else name
+
+
+def _start_equal(runner: Runner, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Copy rank 0's parameters and buffers, and optimizers' exact copies, to all ranks, and prove that they arrived."""
+    parameters = list(named_parameters(model).values())
+    tensors = [*parameters, *named_buffers(model).values()]
+    same_from_rank(runner, tensors, 0)
+    if runner.world > 1:
+        for optimizer in optimizers:
+            tensors += copies_from_rank(runner, optimizer, parameters, 0)
+        agree(runner, {"the initial values after the broadcast": checksum(tensors)})
