@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: starts processes or measures time; not at the same time as other tests")
 
 
-ALONE = ("examples", "gpu", "lab", "processes")
+ALONE = ("examples", "gpu", "integrations", "lab", "processes")
 """Folders of such tests; others say so themselves, or ask for emulated hosts. The rest may run side by side."""
 
 

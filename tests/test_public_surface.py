@@ -31,6 +31,7 @@ PUBLIC = {
     "CommunicationTimeout",
     "ConfigurationError",
     "DisagreementError",
+    "DistributedDataParallel",
     "GossamerError",
     "DecentralizedSGD",
     "DiLoCo",

@@ -25,6 +25,7 @@ from gossamer.algorithms import (
     streaming_diloco,
 )
 from gossamer.comm.loopback import loopback
+from gossamer.distributed_data_parallel import DistributedDataParallel
 from gossamer.errors import (
     CheckpointError,
     CommunicationError,
@@ -51,6 +52,7 @@ __all__ = [
     "DecentralizedSGD",
     "DiLoCo",
     "DisagreementError",
+    "DistributedDataParallel",
     "GossamerError",
     "Gossip",
     "GossipGraD",

@@ -136,6 +136,10 @@ class Runner(ABC):
         """Stable ids of the current members."""
         return tuple(range(self.world))
 
+    def meets(self, group: Any) -> bool:
+        """Whether a process group of torch has more than one of the members, so that its exchanges are among them."""
+        return True
+
     def now(self) -> float:
         """The time in seconds, of the clock by which this runner carries out flows. Only differences mean anything."""
         return time.perf_counter()

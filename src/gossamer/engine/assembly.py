@@ -20,6 +20,7 @@ from gossamer.engine.loop import Loop, Subscriber
 from gossamer.engine.loss_scale import LossScale
 from gossamer.engine.module_buffers import Buffers, BufferSync, named_buffers
 from gossamer.engine.optimizers import OptimizerSync
+from gossamer.engine.other_exchanges import OtherExchanges
 from gossamer.engine.overlap import ForwardOverlap
 from gossamer.engine.sharding import local, with_elements
 from gossamer.engine.state_watch import StateWatch
@@ -228,5 +229,8 @@ def _hook(parts: Parts) -> None:
         parts.handles.append(loop.hook_outputs(parts.model))
     if parts.overlap is not None:
         parts.handles += parts.overlap.hook()
+    if parts.runner.world > 1:
+        gradients = parts.gradients is not None or bool(parts.links)
+        parts.handles += OtherExchanges(parts.runner, parts.trainable, gradients).hook(parts.model)
     if not parts.step_handles:
         parts.step_handles = loop.hook_steps()

@@ -100,6 +100,9 @@ class TorchRunner(Runner):
         """The global ranks of the group."""
         return tuple(self._ranks)
 
+    def meets(self, group: Any) -> bool:
+        return len(set(ranks_of(group)) & set(self._ranks)) > 1
+
     def agree_on_opening(self, what: str = "gossamer.replicate()", devices: Collection[torch.device] = ()) -> None:
         """Meet the other ranks, then make the lanes' process groups (each warmed by one collective)."""
         transport = transport_for(self._group, devices, self.rank)
