@@ -138,15 +138,25 @@ def test_buffers_are_broadcast_once_per_step() -> None:
     assert first[3] == second[3]
 
 
-def test_a_step_without_a_pass_is_an_error() -> None:
-    def body(rank: int) -> None:
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gossamer.replicate(model, optimizer, synchronize="step")
-        with pytest.raises(gossamer.UsageError, match="no backward pass"):
-            optimizer.step()
+def test_a_rank_without_a_gradient_takes_the_mean_of_the_others() -> None:
+    """As an expert to which nothing was routed; and where nobody has one, none comes of it."""
 
-    loopback(body, 2)
+    def body(rank: int) -> tuple[Tensor, bool]:
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        gossamer.replicate(model, optimizer, synchronize="step")
+        before = model.weight.detach().clone()
+        if rank == 1:
+            model(torch.full((1, 2), 3.0)).sum().backward()
+        optimizer.step()
+        moved = before - model.weight.detach()
+        optimizer.zero_grad()
+        optimizer.step()
+        return moved, model.weight.grad is None
+
+    for moved, none in loopback(body, 3):
+        torch.testing.assert_close(moved, torch.ones(1, 2))
+        assert none
 
 
 def test_a_closure_is_refused() -> None:

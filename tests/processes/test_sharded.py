@@ -11,7 +11,13 @@ from processes.harness import Process, launch, require
 
 QUICK = ("fsdp", "tensor", "one_forward_one_backward")
 OF_EIGHT = ("both",)
-MODULES = ("scenarios_sharded", "scenarios_sharded_weights", "scenarios_sharded_dcp", "scenarios_sharded_refused")
+MODULES = (
+    "scenarios_sharded",
+    "scenarios_sharded_weights",
+    "scenarios_sharded_dcp",
+    "scenarios_sharded_refused",
+    "scenarios_experts",
+)
 
 
 def scenarios(module: str) -> list[str]:

@@ -44,7 +44,23 @@ def check_arguments(model: Any, optimizer_or_optimizers: Any, algorithm: Any, sc
         raise ConfigurationError(f"{type(communicating[0]).__name__} takes real parameters, and some of this model are complex")
     if communicating and len(communicating) < len(optimizers):
         raise ConfigurationError(f"{type(communicating[0]).__name__} communicates by itself: all optimizers must, or none")
+    _check_beside(model, optimizers, algorithm, scaler)
     return optimizers
+
+
+def _check_beside(model: nn.Module, optimizers: Sequence[Optimizer], algorithm: Algorithm | None, scaler: Any) -> None:
+    """Refuse what is done to whole optimizers, where they hold parameters that this replica does not move."""
+    held = {id(parameter) for optimizer in optimizers for parameter in held_by(optimizer)}
+    if held - set(map(id, named_parameters(model).values())) and algorithm is not None and algorithm.traits.takes_momentum:
+        raise ConfigurationError(
+            f"{algorithm!r} takes the momentum out of the optimizer, which holds parameters that this replica does not move "
+            "(ignored, or another replica's) and would lose theirs: give those an optimizer of their own"
+        )
+    if held - set(map(id, model.parameters())) and scaler is not None:
+        raise ConfigurationError(
+            "scaler= cannot be used where an optimizer holds another replica's parameters too: whether the step is skipped "
+            "would be agreed by some of its ranks only; give each replica an optimizer of its own"
+        )
 
 
 def check_delay(algorithm: Algorithm) -> None:

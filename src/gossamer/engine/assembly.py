@@ -192,7 +192,7 @@ def _connect(parts: Parts) -> None:
     loop, runner = parts.loop, parts.runner
     subscribers: list[Subscriber] = [parts.watch, *([parts.unsent] if parts.unsent.tensors else [])]
     if loop.at_step:
-        subscribers.append(AtStep(runner.rank, loop, parts.optimizers))
+        subscribers.append(AtStep(runner.rank, loop))
     gradients = parts.overlap or parts.gradients
     if gradients is not None:
         subscribers.append(gradients)
@@ -204,7 +204,7 @@ def _connect(parts: Parts) -> None:
         subscribers.append(parts.scale)
     if ask_how_many(parts.optimizers):
         clock: Callable[[int], int] = parts.weights.clock
-        subscribers.append(UnaveragedGradients(runner, parts.weights, parts.optimizers, clock))
+        subscribers.append(UnaveragedGradients(runner, parts.weights, parts.optimizers, clock, parts.parameters.values()))
     if parts.weights:
         if runner.world > 1:
             owned = [_owned(with_elements(parts.trainable), optimizer) for optimizer in parts.optimizers]

@@ -203,10 +203,11 @@ def check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     twice = [name for name, p in parameters.items() if holders.get(id(p), 0) > 1]
     if twice:
         raise ConfigurationError(f"more than one optimizer holds {_some(twice)}")
-    foreign = set(holders) - set(map(id, model.parameters()))
+    foreign = set(holders) - set(map(id, model.parameters())) - set(_replicated)
     if foreign:
         raise ConfigurationError(
-            f"the optimizer holds {len(foreign)} parameter(s) that the model does not have: they would not be replicated"
+            f"the optimizer holds {len(foreign)} parameter(s) that the model does not have: they would not be replicated "
+            "(where another replica is to have them, make that one first)"
         )
 
 

@@ -1,7 +1,8 @@
 """Unaveraged gradients: optimizers that correct for the noise of gradients are told how many workers average them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Context, unaveraged
@@ -15,17 +16,23 @@ class UnaveragedGradients(Subscriber):
     """Tells each optimizer before its step of how many gradients, not averaged with each other, the mean update is made."""
 
     def __init__(
-        self, runner: Runner, weights: WeightSyncs, optimizers: Sequence[Optimizer], clock: Callable[[int], int]
+        self,
+        runner: Runner,
+        weights: WeightSyncs,
+        optimizers: Sequence[Optimizer],
+        clock: Callable[[int], int],
+        parameters: Iterable[Tensor],
     ) -> None:
-        """``clock``: the number of the step (from 1) that the optimizer of an index takes."""
+        """``clock``: the number of the step (from 1) that the optimizer of an index takes; ``parameters``: the replica's."""
         self._runner, self._weights, self._optimizers, self._clock = runner, weights, optimizers, clock
+        self._own = frozenset(map(id, parameters))
 
     def before_step(self, index: int, closure: bool) -> None:
         def workers() -> int:
             ctx = Context(self._clock(index) - 1, self._runner.rank, self._runner.members, self._runner.nodes)
             return unaveraged(self._weights[index].exchange.handlers if self._weights else [], ctx)
 
-        tell_how_many(self._optimizers[index], workers)
+        tell_how_many(self._optimizers[index], workers, self._own)
 
 
 def ask_how_many(optimizers: Sequence[Optimizer]) -> bool:

@@ -5,7 +5,7 @@ gradient from an all-reduce in every tenth step (no better, a fifth more bytes),
 (worse), and adding averages inside the loop of the update (as much processor time as without, for 385 lines).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_
 from typing import Any
@@ -258,10 +258,11 @@ _saving: "WeakSet[Optimizer]" = WeakSet()
 """Those that were told, and save what they had before."""
 
 
-def tell_how_many(optimizer: Optimizer, workers: Callable[[], int]) -> None:
-    """Write into the groups that ask for it of how many gradients the mean update is made."""
+def tell_how_many(optimizer: Optimizer, workers: Callable[[], int], own: Collection[int] | None = None) -> None:
+    """Write into the groups that ask for it of how many gradients the mean update is made. ``own``: the ids of the parameters
+    of which that is known; other groups may be another replica's."""
     for group in optimizer.param_groups:
-        if AVERAGED_OVER in group:
+        if AVERAGED_OVER in group and (own is None or any(id(p) in own for p in group["params"])):
             if optimizer not in _saving:
                 save_as_given(optimizer, _LOAN)
                 _saving.add(optimizer)
