@@ -24,7 +24,7 @@ peers: $(READY) ## install what gossamer bench can put beside gossamer
 demo: $(READY) ## train a GPT on 4 emulated hosts at 200 Mbit/s: DDP, then gossamer (about 3 minutes)
 	$(RUN) -m benchmarks.demo
 
-test: $(READY) ## run the tests: those in memory on all processors, then those that start processes or measure time
+test: $(READY) ## run the tests: in memory on all processors, then the ones that start processes or measure time
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not slow and not alone' --numprocesses auto --quiet
 	$(RUN) -m pytest -m 'not slow and alone'
 

@@ -86,7 +86,7 @@ def main() -> None:
             schedule.step()
 
         # With DDP every rank has the same model. Here it is the average of all that is worth evaluating: every rank enters
-        # the block, whoever evaluates inside of it.
+        # the block, whichever rank evaluates inside of it.
         with replica.consensus():
             if rank == 0:
                 print(f"epoch {epoch}: held-out loss {evaluate(model, held_out, device):.3f}", flush=True)

@@ -10,7 +10,7 @@ from gossamer.comm.torch.streams import StreamLanes
 
 
 class EchoRunner(InlineRunner):
-    """Data lanes on streams of a device, as with NCCL; agreements at once."""
+    """Data lanes on streams of a device, as with NCCL; agreements immediately."""
 
     def __init__(self, device: Device, port: Any = None) -> None:
         super().__init__(EchoPort(2, Meter()), Meter(), 0, 2)

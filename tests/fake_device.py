@@ -68,7 +68,7 @@ class FakeStream:
 
 
 class FakeDevice(Device):
-    """Counts every tensor of the host as its own, but those that it has put into pinned memory."""
+    """Counts every tensor of the host as its own, without the ones that it has put into pinned memory."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(device or torch.device("cpu"))

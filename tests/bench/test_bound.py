@@ -50,7 +50,7 @@ THREE = ((5.0, 7.0, 9.0), 9.0, (2.0, 1.0, 0.0))
         ),  # the first layer's gradient comes last, and it is used first: its 0.1 of 3 is hidden by nothing
         ((0.1, 0.8, 0.1), 8.0, 13.2),  # 6 for the layers in the middle and behind it, and 0.9 of 8 for it and the first
         ((0.1, 0.8, 0.1), 90.0, 93.0),  # the last layer's own 3 seconds follow the whole wire
-        ((0.0, 0.0, 1.0), 8.0, 17.0),  # the first layer is needed at once: nothing overlaps
+        ((0.0, 0.0, 1.0), 8.0, 17.0),  # the first layer is needed first: nothing overlaps
         ((1.0, 0.0, 0.0), 8.0, 11.0),  # the last one: only what it computes itself does not
     ],
 )

@@ -12,7 +12,7 @@ from gossamer.bench.clock import DeviceClock, HostClock, clock_for
 
 
 class Device:
-    """Works for a second on whatever is launched; the host goes on at once. Its moments are known when it has finished."""
+    """Works for a second on whatever is launched; the host goes on immediately. Its moments are known when it has finished."""
 
     def __init__(self) -> None:
         self.launched, self.finished, self.finishes = 0, 0, 0

@@ -71,7 +71,7 @@ def test_only_timed_steps_count_and_a_round_tells_seconds_per_step(alone, monkey
     assert [each.seconds for each in rounds] == pytest.approx([0.02] * 3)
 
 
-def test_hears_of_every_round_before_it_begins(alone):
+def test_is_told_of_every_round_before_it_begins(alone):
     events: list[object] = []
     take_turns({"one": a_method("one", events)}, 2, Pace(1, 1), told=events.append)
     assert events == [0, "one", "one", 1, "one", "one"]

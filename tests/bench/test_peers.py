@@ -1,4 +1,4 @@
-"""Peers: what they say of themselves, what happens where one is missing, and that those that are here train."""
+"""Peers: what they say of themselves, what happens where one is missing, and that the installed ones train."""
 
 import ast
 import contextlib

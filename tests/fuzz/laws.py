@@ -55,7 +55,7 @@ def values_are_finite(case: Case, results: Results) -> str:
 
 
 def nothing_is_lost(case: Case, results: Results) -> str:
-    """The mean of the replicas has moved by all gradients but those that are kept to be sent later."""
+    """The mean of the replicas has moved by all gradients but the residuals."""
     algorithm = case.make_algorithm()
     if not case.linear or algorithm.traits.takes_momentum or "DiLoCo" in case.algorithm or _loses(case):
         return ""

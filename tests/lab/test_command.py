@@ -29,7 +29,7 @@ app.command(context_settings=CONTEXT_SETTINGS)(lab)
         ("--hosts 2", "there is no script 'nowhere.py'"),
     ],
 )
-def test_refuses_at_once(options: str, complaint: str) -> None:
+def test_refuses_immediately(options: str, complaint: str) -> None:
     outcome = CliRunner().invoke(app, [*options.split(), "--", "nowhere.py"])
     assert outcome.exit_code == 2
     assert complaint in outcome.output

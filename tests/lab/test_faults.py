@@ -126,7 +126,7 @@ TALK = """
         link = socket.create_server(("10.77.0.1", 4000)).accept()[0]
         link.settimeout(1.0)
         came, quiet, ended = 0, 0, "open"
-        until = time.monotonic() + {patience}
+        until = time.monotonic() + {limit}
         while time.monotonic() < until:
             try:
                 data = link.recv(1 << 20)
@@ -146,7 +146,7 @@ TALK = """
 
 
 def test_a_cut_drops_everything_silently_and_heals(lab: Lab, namespaces: None) -> None:
-    source = TALK.format(seconds=9, size=10, patience=60)
+    source = TALK.format(seconds=9, size=10, limit=60)
     run = lab(LabSpec(hosts=2, faults=["cut 1 4s @line:connected"], timeout=120), source)
     quiet, ended, came = run.stdout(0)[-1].split()
     assert (quiet, ended) == ("quiet", "closed"), "nothing for a while, then the rest, and an ordinary end"
@@ -155,7 +155,7 @@ def test_a_cut_drops_everything_silently_and_heals(lab: Lab, namespaces: None) -
 
 def test_a_host_that_is_switched_off_says_nothing(lab: Lab, namespaces: None) -> None:
     """No end and no reset of its connections; those of a killed rank are closed by the kernel."""
-    source = TALK.format(seconds=60, size=10, patience=5)
+    source = TALK.format(seconds=60, size=10, limit=5)
     run = lab(LabSpec(hosts=2, faults=["power-off 1 @line:connected"], timeout=120), source)
     assert run.stdout(0)[-1].split()[:2] == ["quiet", "open"]
     run = lab(LabSpec(hosts=2, faults=["kill 1 @line:connected"], timeout=120), source)
@@ -164,7 +164,7 @@ def test_a_host_that_is_switched_off_says_nothing(lab: Lab, namespaces: None) ->
 
 def test_a_throttled_host_sends_at_the_new_rate(lab: Lab, namespaces: None) -> None:
     """Of 8 MB in 10 s at 80 kbit/s less than 2 MB arrive, bursts and queues included."""
-    source = TALK.format(seconds=8, size=20_000, patience=10)
+    source = TALK.format(seconds=8, size=20_000, limit=10)
     for rate in ("100mbit", "unshaped"):
         run = lab(LabSpec(hosts=2, rate=rate, faults=["throttle 1 80kbit 4s @line:connected"], timeout=120), source)
         assert int(run.stdout(0)[-1].split()[2]) > 50_000

@@ -238,7 +238,7 @@ def test_hosts_share_the_processors_in_fine_slices(lab: Callable[..., Run]) -> N
 
 
 def test_a_slowed_host_that_fails_first_is_named(lab: Lab) -> None:
-    """Whoever stops and continues it ends with it, before the others are told to end."""
+    """The process that stops and continues it ends with it, before the others are told to end."""
     source = """
         import os, sys, time
         if os.environ["RANK"] == "1":

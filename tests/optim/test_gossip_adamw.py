@@ -69,7 +69,7 @@ def test_the_published_formula() -> None:
 
 
 def test_weights_that_are_moved_or_turned_are_followed() -> None:
-    """They are not looked at anew in every step; whoever assigns to ``.data`` need not say so."""
+    """They are not looked at anew in every step; an assignment to ``.data`` need not be told."""
     ours, theirs = nn.Parameter(torch.arange(16.0).view(4, 4)), nn.Parameter(torch.arange(16.0).view(4, 4))
     mine, reference = GossipAdamW([ours], lr=0.1), torch.optim.AdamW([theirs], lr=0.1)
     for step in range(8):

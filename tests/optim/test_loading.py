@@ -1,4 +1,4 @@
-"""Loading: with all bits, after the hooks that change a state and before those that look at what was loaded."""
+"""Loading: with all bits, after the hooks that change a state and before hooks that look at what was loaded."""
 
 import copy
 from collections.abc import Callable

@@ -120,7 +120,7 @@ def decayed(optimizer: SGD, weight: nn.Parameter, steps: int, with_closure: bool
 @pytest.mark.parametrize("with_closure", [False, True])
 @pytest.mark.parametrize("decay", [0.1, 0.3])
 def test_the_weight_decay_acts_as_without_a_loan(with_closure: bool, decay: float) -> None:
-    """Once, whoever makes the gradients; and as a schedule sets it meanwhile, here without a momentum of gradients."""
+    """Once, wherever the gradients come from; and as a schedule sets it meanwhile, here without a momentum of gradients."""
     weight, optimizer = made()
     velocity, expected = torch.zeros(8), torch.ones(8)
     for step in range(5):

@@ -191,16 +191,16 @@ def test_what_was_not_sent_is_shared_out_among_other_numbers_of_ranks(before: in
         replica = gossamer.replicate(model, optimizer)
         for part, saved in zip((model, optimizer, replica), (*states[0][:2], merged), strict=True):
             part.load_state_dict(saved)
-        owed = copy.deepcopy(replica.state_dict()[f"rank{rank}"][0].get("residual", {}))  # a rank that is new owes nothing
+        unsent = copy.deepcopy(replica.state_dict()[f"rank{rank}"][0].get("residual", {}))  # a new rank has no residual
         train(model, optimizer, rank, range(15, 20))
         replica.close()
-        return owed, weights(model)
+        return unsent, weights(model)
 
     with pytest.warns(UserWarning, match="shared out"):
         found = loopback(second, now)
     assert all(same_bits(each, found[0][1]) for _, each in found)
     for name in found[0][0]:
-        kept = sum(owed[name] for owed, _ in found if owed) / now
+        kept = sum(unsent[name] for unsent, _ in found if unsent) / now
         had = sum(merged[f"rank{rank}"][0]["residual"][name] for rank in range(before)) / before
         torch.testing.assert_close(kept, had, rtol=1e-5, atol=1e-7)
         assert had.any() == (had.ndim > 1)
@@ -236,7 +236,7 @@ def test_freezing_a_parameter_later_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [OneBitAdam, QAdam])
-def test_what_was_kept_back_of_a_momentum_is_owed_on_while_nobody_uses_its_parameter(kind: Any) -> None:
+def test_what_was_kept_back_of_a_momentum_stays_unsent_while_nobody_uses_its_parameter(kind: Any) -> None:
     """Its momentum stays, too: nothing of what is sent meanwhile is applied."""
 
     def body(rank: int) -> list[Tensor]:
@@ -244,17 +244,17 @@ def test_what_was_kept_back_of_a_momentum_is_owed_on_while_nobody_uses_its_param
         model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("always", "sometimes")})
         optimizer = kind(model.parameters(), lr=1e-3, warmup=2, residual="fp32")
         replica = gossamer.replicate(model, optimizer)
-        owed = []
+        unsent = []
         for step in range(9):
             optimizer.zero_grad()
             used = ["always", "sometimes"] if step < 6 else ["always"]
             inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
             sum(model[name](inputs).square().sum() for name in used).backward()
             optimizer.step()
-            owed.append(
+            unsent.append(
                 replica.state_dict()[f"rank{rank}"][0].get("residual", {}).get("sometimes.weight", torch.zeros(8, 8)).clone()
             )
-        return owed[5:]
+        return unsent[5:]
 
     before, *later = (torch.stack(each).sum(0) for each in zip(*loopback(body, 3), strict=True))
     assert before.abs().max() > 1e-4
@@ -418,7 +418,7 @@ def test_steps_are_not_too_long_where_the_first_gradient_came_just_before_the_fr
     assert (1 - late.detach()).min() > 15e-3, "it goes as far as Adam would"
 
 
-def test_ranks_freeze_together_whoever_uses_a_parameter_late() -> None:
+def test_ranks_freeze_together_whichever_uses_a_parameter_late() -> None:
     def body(rank: int) -> tuple[Tensor, Any, list[int]]:
         model = make_model()
         model.register_parameter("late", nn.Parameter(torch.ones(12)))

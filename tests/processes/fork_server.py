@@ -89,7 +89,7 @@ class ForkServer:
         return Forked(self, answer["pid"])
 
     def ended(self) -> dict[int, int]:
-        """Exit statuses of those that have ended and were not asked after yet."""
+        """Exit statuses of processes that have ended and were not asked after yet."""
         while self._answers(within=0.0):
             answer = self._read()
             self._ended |= {answer["ended"]: answer["code"]}
@@ -116,7 +116,7 @@ def fork_server(rank: int) -> ForkServer:
 
 
 def fork_servers(world: int) -> list[ForkServer]:
-    """The servers of this many ranks, ready: those that must be begun import at the same time."""
+    """The servers of this many ranks, ready: new ones import at the same time."""
     servers = [fork_server(rank) for rank in range(world)]
     for server in servers:
         server.wait_until_ready()

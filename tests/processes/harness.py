@@ -95,7 +95,7 @@ class Launch:
             raise AssertionError(f"rank {rank} never said {text!r}")
 
     def wait(self) -> list[Process]:
-        """The ranks, ended. Those that had to be killed for time have the code -9 and say so in ``errors``."""
+        """The ranks, ended. Ranks that had to be killed for time have the code -9 and say so in ``errors``."""
         ended: dict[int, float] = {}
         while len(ended) < self.world and time.monotonic() < self._end:
             for rank, process in enumerate(self._processes):

@@ -110,7 +110,7 @@ def different_transports(here: Here) -> str:
 
 
 def no_backend_for_it(here: Here) -> str:
-    """A group without a backend for the model's device; the ranks whose model is elsewhere hear of it."""
+    """A group without a backend for the model's device; the ranks whose model is elsewhere are told."""
     model = nn.Linear(2, 2)
     group = dist.new_group(list(range(here.world)))
     if here.rank == 0:

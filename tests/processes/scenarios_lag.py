@@ -61,7 +61,7 @@ def pause_of(here: Here, slow: float = SLOW) -> float:
     return slow if here.rank == here.world - 1 else 0.004
 
 
-def a_slow_rank_holds_nobody_up_at_once(here: Here) -> dict[str, float]:
+def a_slow_rank_delays_nobody_immediately(here: Here) -> dict[str, float]:
     alike = train(here, Gossip(wire="fp32"), 20, pause_of(here))
     assert alike["seconds"] > 19 * SLOW, "without lag everyone takes as long as the slowest"
     free = train(here, Gossip(wire="fp32", lag=1000), 20, pause_of(here))

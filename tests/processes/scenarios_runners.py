@@ -95,7 +95,7 @@ def train_real(algorithm: Algorithm, rank: int, world: int, **options: Any) -> l
 
 
 def long_messages(runner: Runner) -> list[Tensor]:
-    """Operations that go in rounds, several under way, others among them, some waited for before those that came earlier."""
+    """Operations that go in rounds, several under way, others among them, some waited for before earlier ones."""
     world, source = runner.world, torch.Generator().manual_seed(runner.rank)
 
     def numbers(*shape: int) -> Tensor:
@@ -103,7 +103,7 @@ def long_messages(runner: Runner) -> list[Tensor]:
 
     def flow() -> Flow[list[Tensor]]:
         handles = []
-        for length in (600_000, 33, 150_000, 0):  # of 4 bytes: three pieces, all at once, one piece
+        for length in (600_000, 33, 150_000, 0):  # of 4 bytes: three pieces, all together, one piece
             handles.append((yield start(AllToAll(numbers(world, length)))))
             handles.append((yield start(Permute(numbers(length + 1), shift(1, world)))))
             handles.append((yield start(AllGather(numbers(length + 2)))))

@@ -1,4 +1,4 @@
-"""The ring shuffle in real processes: the same samples as in loopback, and errors that every rank hears of."""
+"""The ring shuffle in real processes: the same samples as in loopback, and errors that every rank is told of."""
 
 import pytest
 import torch
@@ -38,13 +38,13 @@ def test_it_works_beside_a_replica(processes: list[Process]) -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_every_rank_hears_of_samples_that_differ(processes: list[Process]) -> None:
+def test_every_rank_is_told_of_samples_that_differ(processes: list[Process]) -> None:
     for error in errors(processes, "differing"):
         assert "DisagreementError" in error
         assert "ranks 0, 2: float32[]; rank 1: float64[]" in error
 
 
-def test_every_rank_hears_of_an_empty_share(processes: list[Process]) -> None:
+def test_every_rank_is_told_of_an_empty_share(processes: list[Process]) -> None:
     assert all("rank 2 holds no sample" in error for error in errors(processes, "empty"))
 
 

@@ -127,7 +127,7 @@ def test_a_departure_is_reported_before_the_alarm_that_follows_from_it() -> None
 def test_who_is_late() -> None:
     board = boards(4)
     board[1].wait_in(7)
-    assert board[0].late(7) == [2, 3], "those that wait for nobody"
+    assert board[0].late(7) == [2, 3], "the ranks that wait for nobody"
     board[2].wait_in(6)
     assert board[0].late(7) == [3]
     board[3].wait_in(7)
@@ -244,7 +244,7 @@ def sealed(world: int, store: Shelf) -> list[FailureBoard]:
 
 
 def test_a_message_that_no_rank_of_the_run_wrote_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever reaches the store's port can write there, and read what is there; the secret is not."""
+    """Any process that reaches the store's port can write there, and read what is there; the secret is not."""
     store = Shelf()
     board = sealed(3, store)
     stranger = boards(3, store)[1]

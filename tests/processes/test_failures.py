@@ -11,7 +11,7 @@ SECONDS = 30.0
 """Ten on a machine that has nothing else to do."""
 
 # Scenario: what the culprit raises, what the others raise, and what every text must contain.
-# (The culprit is rank 1, or rank 2 for those that are late.)
+# (The culprit is rank 1, or rank 2 where one is late.)
 D, C, U, E, L, T = (
     "DisagreementError",
     "ConfigurationError",

@@ -118,7 +118,7 @@ def test_other_stores_work_too(tmp_path: object) -> None:
         assert (store.get("key"), store.has("other"), store.add("n", 3)) == ("value", False, 3)
 
 
-def test_several_values_are_read_at_once(tmp_path: object, host: tuple[subprocess.Popen[str], int]) -> None:
+def test_several_values_are_read_together(tmp_path: object, host: tuple[subprocess.Popen[str], int]) -> None:
     for origin in (connect(host[1]), dist.HashStore(), dist.FileStore(f"{tmp_path}/store", 1)):  # type: ignore[attr-defined]
         store = QuietStore(origin)
         store.set("a", "1")

@@ -151,7 +151,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_what_any_optimizer_remembers_is_found_in_its_first_step(name: str) -> None:
     """As many bytes as in a loop, where it travels with the weights; what no replica takes is refused as there."""
-    model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False))  # of matrices, for those that want them
+    model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False))  # of matrices, for methods that want them
 
     def body(rank: int) -> float:
         mine = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False))

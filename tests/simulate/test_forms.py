@@ -26,7 +26,7 @@ def exposed(world: int, link: Link, numel: int = BYTES // 4, **options) -> float
 
 @pytest.mark.parametrize("machines", [2, 3, 4, 7, 16, 100])
 def test_every_form_sends_what_it_must(machines: int) -> None:
-    """No form sends fewer bytes than a ring, nor has fewer rounds than it takes to hear from all and to answer."""
+    """No form sends fewer bytes than a ring, nor has fewer rounds than it takes to receive from all and to answer."""
     ring = FORMS["ring"](BYTES, machines)
     for form in FORMS.values():
         traffic = form(BYTES, machines)

@@ -130,7 +130,7 @@ def test_an_order_of_launch_is_kept() -> None:
 
 @pytest.mark.parametrize("lanes", [1, 2, 3, 4])
 def test_lanes_overlap_latencies(lanes: int) -> None:
-    """Five tiny buckets at once (one of use): as many rounds one after the other as the fullest lane has buckets."""
+    """Five tiny buckets together (one of use): as many rounds one after the other as the fullest lane has buckets."""
     result = run(tensors(1, 1, 1, 1), AllReduce(bucket_bytes=1), 8, lanes=lanes)
     assert result.step_seconds == close(0.1 + -(-5 // lanes) * LATENCY, slack=1e-5)
 
@@ -291,8 +291,8 @@ def test_what_first_exchanges_cost_is_not_priced(algorithm: Algorithm) -> None:
     )
 
 
-def test_whoever_hears_most_sets_the_pace_of_a_directed_graph() -> None:
-    """Rank 0 hears from all three others; nobody sends to more than two. One number travels beside the weights."""
+def test_the_rank_that_receives_most_sets_the_pace_of_a_directed_graph() -> None:
+    """Rank 0 receives from all three others; nobody sends to more than two. One number travels beside the weights."""
     uneven = PushSum(topology=OutNeighbours(((1,), (0, 2), (0, 3), (0,))))
     result = run(tensors(10**6), uneven, 4)
     assert result.wire_seconds == pytest.approx(3 * 8 * (BYTES + 8) / BANDWIDTH)
@@ -317,7 +317,7 @@ def test_what_the_optimizer_remembers_travels_with_the_weights(history: int) -> 
     assert run(model, cut, 8, **remembering, steps=4).bytes_per_step == pytest.approx(sent / 4)
 
 
-def test_what_lands_late_may_take_the_whole_step() -> None:
+def test_what_is_applied_late_may_take_the_whole_step() -> None:
     """An exchange of 0.105 s beside 0.11 s of compute, of which the optimizer takes 0.01 s."""
     compute, numel = Compute(forward=0.03, backward=0.07, optimizer=0.01), 13_000_000 // 4
     sent = 8 * 4 * numel / BANDWIDTH + LATENCY
@@ -374,7 +374,7 @@ def test_gossip_costs_the_same_in_any_world() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Messages(Algorithm, register=False):
-    """Sends the bucket five times, at once or one after the other."""
+    """Sends the bucket five times, concurrently or one after the other."""
 
     together: bool
 
@@ -514,7 +514,7 @@ links = st.builds(Link, bandwidth=st.floats(1e7, 1e11), latency=st.floats(0, 0.0
 def test_more_bandwidth_never_hurts_and_no_step_beats_the_bound(
     algorithm: Algorithm, numels: list[int], world: int, link: Link, factor: float, lanes: int
 ) -> None:
-    """With a line for every rank. Of those that share one, a faster line may let another message go first, and the step take
+    """With a line for every rank. Where ranks share one, a faster line may let another message go first, and the step take
     a message longer."""
     model = nn.ModuleList([tensors(*numels), nn.Linear(64, 64, device="meta")])  # some methods are for matrices
     compute = Compute.uniform(model, forward=0.01, backward=0.02, optimizer=0.001)
@@ -678,7 +678,7 @@ def test_what_crosses_the_link_of_a_machine(machines: list[int]) -> None:
     assert crossing(ops.Push(data, heard), machines) == 12 * world * most([(a, 0) for a in range(1, world)])
     for source in range(world):
         has, tree = [source], []
-        while len(has) < world:  # whoever has it sends it on
+        while len(has) < world:  # each rank that has it sends it on
             tree += [(a, (a + len(has)) % world) for a in has[: world - len(has)]]
             has = [(source + place) % world for place in range(min(world, 2 * len(has)))]
         assert crossing(ops.Broadcast(data, source), machines) == 12 * world * most(tree)

@@ -55,8 +55,8 @@ def run(
 ) -> dict[str, Any]:
     """Time all ``methods`` that can run here; the first one is the reference of the ratios.
 
-    ``told`` hears of every round, and of how many. Where plain TCP can be measured, and with a method ``compute``, every method
-    also gets its bound: see :mod:`gossamer.bench.bound`.
+    ``told`` is called for every round. Where plain TCP can be measured, and with a method ``compute``, every method also gets
+    its bound: see :mod:`gossamer.bench.bound`.
     """
     rank, load_before = dist.get_rank(), load()
     lacking = missing(methods)

@@ -73,7 +73,7 @@ def looks_of(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Bars:
-    """Seconds per step of several methods, the bounds of those that have one, and which of them are gossamer's."""
+    """Seconds per step of several methods, their bounds where there are any, and which of them are gossamer's."""
 
     title: str
     seconds: dict[str, float]

@@ -49,7 +49,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Steps of a method in its turn: those that lead in and are not counted, and those that are timed."""
+    """Steps of a method in its turn: the first ones, which are not counted, and the timed ones."""
 
     lead_in: int
     timed_steps: int

@@ -77,7 +77,7 @@ def _as_pid_1(work: Callable[[], None]) -> NoReturn:
 
 
 def _supervise(job: dict[str, Any]) -> None:
-    """Run the ranks to their end; the launcher hears what goes wrong with that."""
+    """Run the ranks to their end; the launcher is told what goes wrong with that."""
     try:
         _run(job)
     except Unavailable as error:

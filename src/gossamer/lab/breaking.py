@@ -15,7 +15,7 @@ from gossamer.lab.spec import LabSpec
 
 
 class Breaker:
-    """The faults that are still to come, and the ends of those that last for a while."""
+    """The faults that are still to come, and the ends of temporary ones."""
 
     def __init__(self, spec: LabSpec, namespaces: Sequence[int | None], ranks: list[RankProcess], report: Callable[..., None]):
         """`ranks`: the supervisor's own list, in which a rank that is started again takes the place of the old one."""

@@ -43,7 +43,7 @@ def line_rate(
 ) -> list[float]:
     """Seconds which each repeat of an exchange takes over plain TCP; the slowest rank's, the same on all ranks.
 
-    All ranks call it. In a `"pair"` ranks 0 and 1, 2 and 3 … send each other `nbytes`, both directions at once (an
+    All ranks call it. In a `"pair"` ranks 0 and 1, 2 and 3 … send each other `nbytes`, in both directions concurrently (an
     odd last rank looks on); in a `"ring"` each rank sends `nbytes` to the next and receives as many from the one
     before. `peer_addresses` are the ranks' IPv4 addresses; ranks may share one. `port` to `port + 2 * world` must
     be free. Before the clock starts, `drain` bytes (by default four bursts of the lab's rate, at least 256 kB) have
@@ -76,7 +76,7 @@ def _rounds(agree: _Agree, repeats: int) -> Iterator[int]:
 
 
 def _exchange(links: tuple[socket.socket, socket.socket], drain: int, nbytes: int) -> float:
-    """Send and receive at once; seconds between the arrival of the last drained byte and of the last byte."""
+    """Send and receive concurrently; seconds between the arrival of the last drained byte and of the last byte."""
     out, into = links
     sender = threading.Thread(target=_send, args=(out, drain + nbytes))
     sender.start()

@@ -20,7 +20,7 @@ _PERIOD_S = 0.03
 _LOOK_EVERY_S = 1.0
 """How often the processes of slowed hosts are looked through."""
 
-# The hosts share processors. A real host's wake up at once when a message comes; with the kernel's own slices of about
+# The hosts share processors. A real host's wake up immediately when a message comes; with the kernel's own slices of about
 # 3 ms they wait for the computation of others, once per hand-over between threads.
 _SLICE_US = 100
 
@@ -103,18 +103,18 @@ def kill_descendants() -> None:
 
 def _stop_and_go(groups: list[int], factor: float) -> NoReturn:
     """Stop for (factor − 1) times as long as was run, late timers made up for in the next round."""
-    owed, looked = 0.0, time.monotonic()
+    stop_seconds, looked = 0.0, time.monotonic()
     while groups:
         if time.monotonic() > looked + _LOOK_EVERY_S:
             looked = time.monotonic()
-            _wake_those_that_left(groups)
+            _wake_strays(groups)
         ran = _signal_for(groups, signal.SIGCONT, _PERIOD_S / factor)
-        owed += ran * (factor - 1)
-        owed -= _signal_for(groups, signal.SIGSTOP, owed)
+        stop_seconds += ran * (factor - 1)
+        stop_seconds -= _signal_for(groups, signal.SIGSTOP, stop_seconds)
     os._exit(0)
 
 
-def _wake_those_that_left(groups: Sequence[int]) -> None:
+def _wake_strays(groups: Sequence[int]) -> None:
     """Continue what left its group (a daemon does) while the order to stop was on its way to it: nobody else would."""
     for pid in _descendants(os.getppid()):
         with contextlib.suppress(OSError, ValueError):

@@ -28,7 +28,7 @@ class Rate:
 
     @property
     def burst(self) -> int:
-        """Bytes that may pass at once after silence: 16 kB, or 2 ms of the rate if that is more."""
+        """Bytes that may pass in one burst after silence: 16 kB, or 2 ms of the rate if that is more."""
         return 0 if self.bps is None else max(16_000, round(self.bps / 8 * 0.002))
 
 

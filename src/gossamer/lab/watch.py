@@ -72,7 +72,7 @@ class Watch:
     def run(self) -> None:
         """Watch until all ranks have ended; the last event reported is the outcome."""
         self._breaker.begin(time.monotonic())
-        self._reap()  # whoever has ended before we listened
+        self._reap()  # processes that ended before we listened
         while any(rank.exit_code is None for rank in self._ranks):
             # No longer than selectors can wait; the deadline is looked at after every wait.
             for key, _ in self._selector.select(self._longest_wait()):
@@ -149,7 +149,7 @@ class Watch:
             self._deadline = time.monotonic() + _LAST_WORDS_S
 
     def _end_what_is_stopped(self) -> None:
-        """Where all other ranks have ended: those that a fault has stopped for ever."""
+        """Where all other ranks have ended: the ranks that a fault has stopped for ever."""
         left = [rank for rank in self._ranks if rank.exit_code is None]
         if self._stage == "running" and left and all(rank.broken for rank in left):
             self._end(signal.SIGKILL)

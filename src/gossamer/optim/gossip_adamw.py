@@ -255,7 +255,7 @@ _ALONE = "averaged_over without gossamer"
 _LOAN = {AVERAGED_OVER: _ALONE}
 
 _saving: "WeakSet[Optimizer]" = WeakSet()
-"""Those that were told, and save what they had before."""
+"""Optimizers that were told, and save what they had before."""
 
 
 def tell_how_many(optimizer: Optimizer, workers: Callable[[], int], own: Collection[int] | None = None) -> None:

@@ -19,7 +19,7 @@ def give_back(groups: Iterable[dict[str, Any]], loan: Loan) -> None:
 
 
 def save_as_given(optimizer: Optimizer, loan: Loan) -> RemovableHandle:
-    """From now on ``state_dict()`` holds the user's values: whoever loads it may train without gossamer, or in another way."""
+    """From now on ``state_dict()`` holds the user's values: it can be loaded without gossamer, or in another training."""
 
     def after_saving(_: Optimizer, state_dict: dict[str, Any]) -> None:
         give_back(state_dict["param_groups"], loan)  # copies of the optimizer's own

@@ -225,8 +225,8 @@ class MasterWeights(Optimizer):
 
     @contextmanager
     def _only_those_held(self) -> Iterator[None]:
-        """Inside, nothing but what the groups hold now has a gradient: whoever takes a step in parts (``overlap_forward``)
-        leaves the other parameters out of them, and those that have no copy may have their next gradient already."""
+        """Inside, nothing but what the groups hold now has a gradient: a step in parts (``overlap_forward``)
+        leaves the other parameters out of them, and parameters without a copy may have their next gradient already."""
         held = {id(master) for _, master in self._pairs()}
         parameters = (p for group in self._inner.param_groups for p in group["params"])
         others = [(p, p.grad) for p in parameters if id(p) not in held and p.grad is not None]

@@ -24,7 +24,7 @@ _DECAYING = "momentum of the weight decay"
 _hooks: "WeakKeyDictionary[Optimizer, list[Any]]" = WeakKeyDictionary()
 
 _stepped: "WeakSet[Optimizer]" = WeakSet()
-"""Those that have taken a step since their momentum was lent."""
+"""Optimizers that have taken a step since their momentum was lent."""
 
 
 def lend_momentum(optimizers: Sequence[Optimizer]) -> float:

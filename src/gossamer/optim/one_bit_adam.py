@@ -236,7 +236,7 @@ class OneBitAdam(Communicating):
         return int(self.param_groups[0]["steps"])
 
     def _each(self, tensors: list[Tensor], used: list[bool] | None = None) -> list[tuple[Tensor, dict[str, Any], Tensor]]:
-        """Parameter, its group, and its tensor; of those that are used."""
+        """Parameter, its group, and its tensor; of the used ones."""
         owners = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
         rows = [(parameter, group, tensor) for (parameter, group), tensor in zip(owners, tensors, strict=True)]
         return rows if used is None else [row for row, yes in zip(rows, used, strict=True) if yes]

@@ -72,7 +72,7 @@ class Wide(Optimizer):
         return [state["step"] for state in self._states]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Options that a loaded state does not know (AdamW's has none of ours) are those that the optimizer was made with."""
+        """Options that a loaded state does not know (AdamW's has none of ours) are as the optimizer was made with."""
         super().__setstate__(state)
         fill_in(self)
 

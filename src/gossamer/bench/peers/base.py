@@ -20,7 +20,7 @@ BASELINE = "compute"
 """The method that trains without any communication, as others are measured beside it."""
 
 LOCAL_STEPS = 8
-"""Steps between two averages, for those that do not average in every step."""
+"""Steps between two averages, for peers that do not average in every step."""
 
 
 class Steps(Protocol):
