@@ -129,7 +129,7 @@ def test_data_know_the_exchanges_but_not_the_replicas() -> None:
     )
     transports = ("loopback", "torch")
     assert offenders("data/", *(f"gossamer.{name}" for name in rooms), *(f"gossamer.comm.{name}" for name in transports)) == []
-    allowed = ("gossamer.engine.agreement", "gossamer.engine.alarms", "gossamer.engine.lagging")
+    allowed = ("gossamer.engine.agreement", "gossamer.engine.lagging")
     assert [line for line in offenders("data/", "gossamer.engine") if not line.split(" imports ")[1].startswith(allowed)] == []
 
 

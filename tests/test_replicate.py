@@ -425,7 +425,7 @@ def gradient_pass(model: nn.Module, seed: int) -> None:
 
 
 COARSE = ScatterReduce(codec=Quantize(bits=2), residual="fp32")
-DEBTORS = [
+KEEP_RESIDUALS = [
     ChunkSparse(chunk=2, density=0.2, residual="fp32"),
     PowerSGD(residual="fp32"),
     ScatterReduce(codec=Sign(), gather_below=0, residual="fp32"),
@@ -435,7 +435,7 @@ DEBTORS = [
 
 def two_passes_for_a_step(algorithm: gossamer.Algorithm, between: Callable[[SGD], None]) -> list[tuple[Tensor, ...]]:
     """Of each of three workers: by how much its weight has moved, the gradients of the first pass and of the second of every
-    step, and what it owes at the end. ``between``: what is done with the gradients after the first one."""
+    step, and what is unsent at the end. ``between``: what is done with the gradients after the first one."""
 
     def body(rank: int) -> tuple[Tensor, ...]:
         weight = nn.Parameter(torch.zeros(8, 8))
@@ -455,20 +455,20 @@ def two_passes_for_a_step(algorithm: gossamer.Algorithm, between: Callable[[SGD]
         assert replica._gradients is not None
         exchange = replica._gradients.exchange
         ((index, segment),) = [(b.index, s) for b in exchange.buckets for s in b.segments if s.name == "0"]
-        owed = exchange.handlers[index].hand_over(
+        unsent = exchange.handlers[index].hand_over(
             torch.zeros_like(exchange.buckets[index].flat), exchange.states[index], exchange.context(0)
         )
-        return -weight.detach(), *given, segment.view(owed).clone()
+        return -weight.detach(), *given, segment.view(unsent).clone()
 
     return loopback(body, 3)
 
 
-@pytest.mark.parametrize("algorithm", DEBTORS, ids=repr)
-def test_gradients_that_are_thrown_away_leave_nothing_owed(algorithm: gossamer.Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", KEEP_RESIDUALS, ids=repr)
+def test_gradients_that_are_thrown_away_leave_nothing_unsent(algorithm: gossamer.Algorithm) -> None:
     """Those of a generator that pass through the discriminator, or of a step that is left out."""
     found = two_passes_for_a_step(algorithm, SGD.zero_grad)
-    moved, _, second, owed = (torch.stack(each) for each in zip(*found, strict=True))
-    torch.testing.assert_close(3 * moved[0] + owed.sum(0), second.sum(0), atol=2e-3, rtol=1e-3)
+    moved, _, second, unsent = (torch.stack(each) for each in zip(*found, strict=True))
+    torch.testing.assert_close(3 * moved[0] + unsent.sum(0), second.sum(0), atol=2e-3, rtol=1e-3)
 
 
 def test_where_some_have_ended_nothing_is_undone() -> None:
@@ -505,17 +505,17 @@ def test_gradients_that_somebody_else_has_used_are_not_thrown_away() -> None:
                 parameter.sub_(parameter.grad)
         optimizer.zero_grad()
 
-    found = two_passes_for_a_step(DEBTORS[2], used)
-    moved, first, second, owed = (torch.stack(each) for each in zip(*found, strict=True))
-    torch.testing.assert_close(3 * moved[0] + owed.sum(0), (first + second).sum(0), atol=2e-3, rtol=1e-3)
+    found = two_passes_for_a_step(KEEP_RESIDUALS[2], used)
+    moved, first, second, unsent = (torch.stack(each) for each in zip(*found, strict=True))
+    torch.testing.assert_close(3 * moved[0] + unsent.sum(0), (first + second).sum(0), atol=2e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("algorithm", DEBTORS, ids=repr)
-def test_gradients_that_accumulate_are_owed_in_full(algorithm: gossamer.Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", KEEP_RESIDUALS, ids=repr)
+def test_gradients_that_accumulate_are_sent_or_kept_in_full(algorithm: gossamer.Algorithm) -> None:
     """Both passes are exchanged: what the first one has kept back is sent with the second, or later."""
     found = two_passes_for_a_step(algorithm, lambda optimizer: None)
-    moved, first, second, owed = (torch.stack(each) for each in zip(*found, strict=True))
-    torch.testing.assert_close(3 * moved[0] + owed.sum(0), (first + second).sum(0), atol=2e-3, rtol=1e-3)
+    moved, first, second, unsent = (torch.stack(each) for each in zip(*found, strict=True))
+    torch.testing.assert_close(3 * moved[0] + unsent.sum(0), (first + second).sum(0), atol=2e-3, rtol=1e-3)
 
 
 def test_a_hook_behind_ours_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,28 +28,19 @@ from gossamer.state import State
 from .contracts.cases import Oddities, batch, same_bits, train_step, weights
 
 names = st.sampled_from("abc")
-words = st.sampled_from(["commit", "commit for now", "confirm", "undo", "rollback", "forget"])
+words = st.sampled_from(["commit", "rollback", "forget"])
 actions = st.lists(st.one_of(st.tuples(names, st.integers(1, 9)), words), max_size=40)
 
 
 @given(actions)
-def test_a_state_is_three_dictionaries(actions: list[Any]) -> None:
-    """Against the obvious model: what is kept, what would be kept after a commit, and what was kept before what may be undone.
-    Memory is used again as algorithms do."""
-    state, kept, draft, confirmed = State(torch.zeros(2)), {}, {}, {}
+def test_a_state_is_two_dictionaries(actions: list[Any]) -> None:
+    """Against the obvious model: what is kept, and what would be kept after a commit. Memory is used again as algorithms do."""
+    state, kept, draft = State(torch.zeros(2)), {}, {}
     for action in actions:
-        if action in ("commit", "commit for now"):
+        if action == "commit":
             if not state.at_rest:  # as exchanges do, which leave most states alone
-                state.commit(revocable=action == "commit for now")
+                state.commit()
             kept = dict(draft)
-            confirmed = kept if action == "commit" else confirmed
-        elif action == "confirm":
-            state.confirm()
-            confirmed = kept
-        elif action == "undo":
-            state.rollback()
-            state.undo()
-            kept, draft = confirmed, dict(confirmed)
         elif action == "rollback":
             state.rollback()
             draft = dict(kept)
@@ -61,9 +52,9 @@ def test_a_state_is_three_dictionaries(actions: list[Any]) -> None:
             name, value = action
             state[name] = state.fresh(name, torch.zeros(2)).fill_(value)
             draft[name] = float(value)
-        assert set(state) == set(kept)
-        assert {name: float(value[0]) for name, value in state.flats.items(confirmed=True)} == confirmed
-        assert {name: float(value[0]) for name, value in state.items()} == kept
+        assert set(state) == set(draft)
+        assert {name: float(value[0]) for name, value in state.items()} == draft
+        assert {name: float(value[0]) for name, value in state.flats.kept.items()} == kept
         assert all(torch.equal(state[name], torch.full((2,), draft.get(name, 0.0))) for name in "abc")
         assert all((name in state) == (name in draft) for name in "abc")
 
@@ -94,21 +85,18 @@ def test_memory_is_used_again_only_when_nobody_looks_at_it() -> None:
 
 @pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("meta", False)])
 def test_memory_of_a_device_is_not_held_for_what_is_written_next(device: str, kept: bool) -> None:
-    """Its allocator has some at once, for activations too."""
+    """Its allocator has some immediately, for activations too."""
     state = State(torch.zeros(100, device=device))
     state["a"] = torch.zeros(100, device=device)
     state.commit()
     before = weakref.ref(state["a"])
-    for number in (1, 2):
+    for _ in range(2):
         state["a"] = torch.zeros(100, device=device)
-        state.commit(revocable=True)
         assert before() is not None, "there is a way back to it"
-        if number == 2:
-            state.undo()
-            assert state["a"] is before()
-            state["a"] = torch.zeros(100, device=device)
-            state.commit(revocable=True)
-    state.confirm()
+        state.rollback()
+        assert state["a"] is before()
+    state["a"] = torch.zeros(100, device=device)
+    state.commit()
     assert (before() is not None) == kept
 
 

@@ -201,11 +201,11 @@ FIRST_BYTES = 2**20
 
 
 def make_plan(
-    tensors: Mapping[str, Tensor], routing: Routing | int, at_once: bool = False, owners: Mapping[str, int] = NO_OWNERS
+    tensors: Mapping[str, Tensor], routing: Routing | int, together: bool = False, owners: Mapping[str, int] = NO_OWNERS
 ) -> Plan:
     """Cut ``tensors``, in the order given, into buckets of at least ``bucket_bytes`` each (the last of a kind: less).
 
-    ``routing``: an algorithm, or the threshold alone. ``at_once``: all buckets will be there at the same time, so that
+    ``routing``: an algorithm, or the threshold alone. ``together``: all buckets will be there at the same time, so that
     what is left of a kind joins its bucket before, which has nothing to wait for. ``owners``: the optimizer of each parameter,
     by name, where several take turns (a generator's and a discriminator's). A pass then brings gradients that one of them will
     not use; what an algorithm loses of those, or keeps of them, must not reach the others', so that whatever is not averaged
@@ -222,18 +222,17 @@ def make_plan(
         held = waiting.setdefault(kind, {})
         held[name] = tensor
         enough = kind[2].bucket_bytes
-        if not at_once and kind not in begun:
+        if not together and kind not in begun:
             enough = min(enough, FIRST_BYTES)
         if sum(t.numel() * t.element_size() for t in held.values()) >= enough:
             begun.add(kind)
             layouts.append(_laid_out(waiting.pop(kind), kind))
     for kind, held in waiting.items():
-        before = next((i for i in reversed(range(len(layouts))) if at_once and layouts[i].kind == kind), None)
+        before = next((i for i in reversed(range(len(layouts))) if together and layouts[i].kind == kind), None)
         if before is None:
             layouts.append(_laid_out(held, kind))
         else:
-            together = {name: tensors[name] for name in (*layouts[before].names, *held)}
-            layouts[before] = _laid_out(together, kind)
+            layouts[before] = _laid_out({name: tensors[name] for name in (*layouts[before].names, *held)}, kind)
     return Plan(tuple(layouts))
 
 

@@ -35,9 +35,8 @@ from gossamer._version import __version__
 from gossamer.checkpoint_files import Found, complete, file_name, read, remove_older, write_record, write_tensors
 from gossamer.checks import is_whole
 from gossamer.comm.connect import connect
-from gossamer.comm.runner import Runner
+from gossamer.comm.runner import Runner, alarming, give_up
 from gossamer.engine.agreement import agree, values_of_all
-from gossamer.engine.alarms import alarming, give_up
 from gossamer.engine.checkpoint import from_part
 from gossamer.errors import CheckpointError, ConfigurationError
 from gossamer.replica import Replica
@@ -70,7 +69,7 @@ def save(folder: str | os.PathLike[str], step: int, *, keep: int = 2, group: Any
         place = Path(folder) / _new_name(runner, Path(folder), step)
         own = place / file_name(runner.rank, runner.world)
         _together(runner, lambda: write_tensors(own, contents), f"step {step} in {folder}")
-        # All files are there now: the lowest rank of those that see each other's speaks for this folder.
+        # All files are there now: the lowest of the ranks that see each other's speaks for this folder.
         speaks = min(rank for rank in range(runner.world) if (place / file_name(rank, runner.world)).exists()) == runner.rank
         record = {"step": step, "world": runner.world, "gossamer": __version__}
         _together(runner, lambda: write_record(place, record) if speaks else None, f"step {step} in {folder}")

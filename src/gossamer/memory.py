@@ -65,7 +65,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 def stored(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that hold what a tensor is made of: itself, or of a subclass that wraps others (weights kept in few
-    bits, and their scales), those that it names in ``__tensor_flatten__``."""
+    bits, and their scales), as it names them in ``__tensor_flatten__``."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

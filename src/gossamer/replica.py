@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from gossamer.algorithms.base import Algorithm
+from gossamer.comm.runner import alarming
 from gossamer.engine import checkpoint, joining, mixing, switching
-from gossamer.engine.alarms import alarming
 from gossamer.engine.assembly import Parts, disassemble
 from gossamer.engine.averages import Averages
 from gossamer.engine.optimizers import OptimizerSync
@@ -209,7 +209,7 @@ class Replica:
         if self._overlap is not None:
             self._overlap.conclude()
         if self._gradients is not None:
-            self._gradients.discarded.confirm(self._loop.waiting)
+            self._gradients.keep_used()
         weights = checkpoint.fingerprint(self._parts.parameters.values()) if self._weights else ""
         syncs = [*self._weights, *self._parts.links]
         if not self._parts.join.on:

@@ -12,10 +12,9 @@ from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.blocks.in_optimizer import InOptimizer
 from gossamer.codecs.kernels import compiler_for
-from gossamer.comm.runner import Runner
+from gossamer.comm.runner import Runner, give_up
 from gossamer.engine.acceptance import accept, travelling
 from gossamer.engine.agreement import agree, checksum, same_from_rank
-from gossamer.engine.alarms import give_up
 from gossamer.engine.arguments import Synchronize, check_arguments, check_synchronize
 from gossamer.engine.assembly import Parts, assemble
 from gossamer.engine.attach import attach, detach

@@ -1,13 +1,15 @@
 """State: what an algorithm remembers about a bucket, written in transactions."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from gossamer.ledger import Ledger
 from gossamer.memory import reused
+
+K = TypeVar("K")
 
 RESIDUAL = "residual"
 """The name under which algorithms keep what they have not sent yet."""
@@ -17,8 +19,67 @@ WHOLE = ""
 
 
 def named(name: str, values: Mapping[str, Tensor | None]) -> list[Tensor]:
-    """Those that are there under this name, by whatever part of an algorithm (:meth:`State.scoped`)."""
+    """What is there under this name, by whatever part of an algorithm (:meth:`State.scoped`)."""
     return [value for key, value in values.items() if value is not None and key.endswith(name)]
+
+
+class Ledger(Generic[K]):
+    """Tensors by key. What is written is kept from :meth:`commit` on, or forgotten at :meth:`rollback`."""
+
+    def __init__(self) -> None:
+        self.kept: dict[K, Tensor] = {}
+        self.draft: dict[K, Tensor | None] = {}
+        """None: to be dropped."""
+        self.spare: dict[K, Tensor] = {}
+        """What will not be kept again: memory for what is written next, on the host, where new memory is not free."""
+
+    def get(self, key: K) -> Tensor | None:
+        """The last value written, committed or not."""
+        return self.draft.get(key, self.kept.get(key))
+
+    def load(self, values: Mapping[K, Tensor | None]) -> None:
+        """Keep exactly ``values``, leaving out what is None."""
+        self.draft, self.spare = {}, {}
+        self.kept = {key: value for key, value in values.items() if value is not None}
+
+    def keep_where(self, broken: Tensor, chosen: Callable[[K], bool]) -> None:
+        """Where ``broken`` (one boolean, on the tensors' device) holds, write again what is kept: zeros, if nothing fits. Of
+        the ``chosen`` keys."""
+        for key, draft in self.draft.items():
+            if draft is None or not chosen(key):
+                continue
+            kept = self.kept.get(key)
+            if kept is None or kept.shape != draft.shape:
+                kept = torch.zeros_like(draft)
+            draft.copy_(torch.where(broken.reshape(()), kept.to(draft.dtype), draft))
+
+    def commit(self) -> None:
+        """Keep what was written."""
+        self.spare = {}
+        for key, value in self.draft.items():
+            self._set_aside(key, self.kept.pop(key, None))
+            if value is not None:
+                self.kept[key] = value
+        self.draft = {}
+
+    def rollback(self) -> None:
+        """Forget what was written."""
+        for key, value in self.draft.items():
+            self._set_aside(key, value)
+        self.draft = {}
+
+    def _set_aside(self, key: K, value: Tensor | None) -> None:
+        if value is not None and value.device.type == "cpu":
+            self.spare[key] = value
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether :meth:`commit` would change nothing."""
+        return not (self.draft or self.spare)
+
+    def current(self) -> dict[K, Tensor]:
+        """The last values written, committed or not."""
+        return {key: value for key, value in (self.kept | self.draft).items() if value is not None}
 
 
 class State:
@@ -37,8 +98,6 @@ class State:
         self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
         self.flats: Ledger[str] = Ledger()
         self.extras: Ledger[tuple[str, str]] = Ledger()
-        self.vouched: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
-        """Proxies of finiteness, and the tensors of the exchange under way that they stand for: see :meth:`vouch`."""
 
     def __getitem__(self, name: str) -> Tensor:
         value = self.flats.get(name)
@@ -58,13 +117,17 @@ class State:
         """What was written under this name since the last commit; None if nothing was."""
         return self.flats.draft.get(name)
 
+    def touched(self, name: str) -> bool:
+        """Whether anything was written, or dropped, under this name since the last commit."""
+        return name in self.flats.draft
+
     def fresh(self, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor like ``like``, of type ``dtype`` if that is given, for the next value of ``name``: in
         the memory of one that will not be kept again, if that fits."""
         return reused(self.flats.spare.pop(name, None), like, dtype)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.flats.kept)
+        return iter(self.flats.current())
 
     def extra(self, key: str, owner: str = WHOLE) -> Tensor | None:
         """The extra of this key that ``owner`` has; None if there is none."""
@@ -74,26 +137,17 @@ class State:
         """Write an extra: a new tensor, as with the flat ones."""
         self.extras.draft[key, owner] = value
 
-    def vouch(self, witnesses: Sequence[Tensor], *tensors: Tensor) -> None:
-        """Declare cheap proxies of finiteness for ``tensors`` (the result, or what was written here): these are finite exactly
-        if all ``witnesses`` are, and the overflow check reads only the witnesses.
-        """
-        self.vouched.append((witnesses, tensors))
-
-    def withdraw(self, tensor: Tensor) -> None:
-        """Remove ``tensor`` from what :meth:`vouch` declared, because it is going to be changed."""
-        self.vouched[:] = [(witnesses, [each for each in of if each is not tensor]) for witnesses, of in self.vouched]
-
     def later(self) -> "State":
         """A state of its own that begins with everything written here so far; what is written there comes by :meth:`take`."""
         other = copy.copy(self)
-        other.flats, other.extras, other.vouched = self.flats.later(), self.extras.later(), []
+        other.flats, other.extras = Ledger(), Ledger()
+        other.flats.kept, other.extras.kept = self.flats.current(), self.extras.current()
         return other
 
     def take(self, later: "State") -> None:
         """Keep what was written to a state that :meth:`later` returned."""
-        self.flats.take(later.flats)
-        self.extras.take(later.extras)
+        self.flats.draft |= later.flats.draft
+        self.extras.draft |= later.extras.draft
 
     def scoped(self, prefix: str) -> "State":
         """A view of this state in which every key begins with ``prefix``: two algorithms may share a bucket."""
@@ -104,12 +158,12 @@ class State:
         self._forget("")
 
     def _forget(self, prefix: str) -> None:
-        self.flats.draft |= {name: None for name in self.flats.kept if name.startswith(prefix)}
-        self.extras.draft |= {(key, owner): None for key, owner in self.extras.kept if key.startswith(prefix)}
+        self.flats.draft |= {name: None for name in self.flats.current() if name.startswith(prefix)}
+        self.extras.draft |= {(key, owner): None for key, owner in self.extras.current() if key.startswith(prefix)}
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """The flat tensors that are kept, as of the last commit, whatever was written since."""
-        return self.flats.items()
+        """The flat tensors, as they were written last."""
+        return list(self.flats.current().items())
 
     @property
     def changed(self) -> bool:
@@ -119,7 +173,7 @@ class State:
     @property
     def at_rest(self) -> bool:
         """Whether :meth:`commit` would change nothing: of many buckets, most exchanges of weights leave most alone."""
-        return not self.vouched and self.flats.at_rest and self.extras.at_rest
+        return self.flats.at_rest and self.extras.at_rest
 
     def drafts(self) -> list[Tensor]:
         """What was written since the last commit."""
@@ -138,27 +192,13 @@ class State:
         self.flats.keep_where(broken, lambda name: name.startswith(prefix))
         self.extras.keep_where(broken, lambda key: key[0].startswith(prefix))
 
-    def commit(self, revocable: bool = False) -> None:
-        """Make everything written since the last commit the state to keep; ``revocable``: :meth:`undo` may still forget it."""
-        self.vouched = []
+    def commit(self) -> None:
+        """Make everything written since the last commit the state to keep."""
         self.flats.commit()
         self.extras.commit()
-        if not revocable:
-            self.confirm()
-
-    def confirm(self) -> None:
-        """What was committed is used: there is no way back behind it."""
-        self.flats.confirm()
-        self.extras.confirm()
-
-    def undo(self) -> None:
-        """Keep again what was kept at the last :meth:`confirm`."""
-        self.flats.undo()
-        self.extras.undo()
 
     def rollback(self) -> None:
         """Forget everything written since the last commit."""
-        self.vouched = []
         self.flats.rollback()
         self.extras.rollback()
 
@@ -168,7 +208,7 @@ class _Scoped(State):
 
     def __init__(self, origin: State, prefix: str) -> None:
         self._shape, self._dtype, self._device = origin._shape, origin._dtype, origin._device
-        self.flats, self.extras, self.vouched = origin.flats, origin.extras, origin.vouched
+        self.flats, self.extras = origin.flats, origin.extras
         self._prefix = prefix
 
     def __getitem__(self, name: str) -> Tensor:
@@ -182,6 +222,9 @@ class _Scoped(State):
 
     def written(self, name: str) -> Tensor | None:
         return super().written(self._prefix + name)
+
+    def touched(self, name: str) -> bool:
+        return super().touched(self._prefix + name)
 
     def fresh(self, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return super().fresh(self._prefix + name, like, dtype)

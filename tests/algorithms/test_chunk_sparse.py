@@ -173,7 +173,7 @@ def test_momentum_correction_gives_the_momentum_back_and_resumes() -> None:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_momentum_correction_leaves_alone_what_nobody_uses(world: int) -> None:
-    """As SGD does: u waits, and nothing of it is sent, or owed, meanwhile. At density 1 all is SGD with momentum."""
+    """As SGD does: u waits, and nothing of it is sent, or unsent, meanwhile. At density 1 all is SGD with momentum."""
 
     def body(rank: int, algorithm: Algorithm) -> Tensor:
         torch.manual_seed(0)

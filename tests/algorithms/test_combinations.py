@@ -223,7 +223,7 @@ def test_what_by_size_cannot_combine(make: Callable[[], object], message: str) -
     ids=repr,
 )
 def test_short_buckets_overtake_in_combinations_too(algorithm):
-    """They are gathered from all at once, where a ring of messages would wait for what longer buckets have sent."""
+    """They are gathered from all together, where a ring of messages would wait for what longer buckets have sent."""
     bucket = bucket_of([(20_000,)], torch.float32, "meta")
 
     def asked(ctx: Context) -> list[str]:

@@ -56,7 +56,7 @@ def test_history_is_averaged_with_the_weights(name: str, late: bool) -> None:
         assert all(torch.allclose(tensor, tensors[0], atol=1e-6) for tensor in tensors)
 
 
-def test_landing_late_changes_nothing_but_when_it_is_waited_for() -> None:
+def test_late_application_changes_nothing_but_when_it_is_waited_for() -> None:
     def body(late: bool) -> list[Tensor]:
         def run(rank: int) -> Tensor:
             model, _, replica = train(GossipGraD(wire="fp32", history=False, late=late), OPTIMIZERS["momentum"][0], rank)

@@ -154,16 +154,16 @@ FOUR_BITS = ScatterReduce(codec=Quantize(bits=4), gather_below=0, residual="fp32
 
 
 def test_what_a_codec_loses_of_an_outer_delta_comes_later() -> None:
-    """What was averaged, and what is owed, is all that workers have learned."""
+    """What was averaged, and what is unsent, is all that workers have learned."""
     steps = [noise(WORLD, 50, torch.float64, seed=step) for step in range(6)]
     outcomes = exchange(DiLoCo(rate=1.0, momentum=0.0, averaging=FOUR_BITS), steps)
     starts = [torch.stack(mine) + stacked(outcomes, step) for step, mine in enumerate(steps)]
     for start in starts:  # all begin again at the same weights, however coarse the wire
         assert (start - start[0]).abs().max() < 1e-14
     learned = sum((start[0] - torch.stack(mine)).sum(0) for start, mine in zip(starts[:-1], steps[1:], strict=True))
-    owed = sum(outcome.state["averaging residual"] for outcome in outcomes)
-    assert owed.abs().max() > 1e-3
-    torch.testing.assert_close(WORLD * (starts[0][0] - starts[-1][0]) + owed, learned, rtol=0, atol=1e-12)
+    unsent = sum(outcome.state["averaging residual"] for outcome in outcomes)
+    assert unsent.abs().max() > 1e-3
+    torch.testing.assert_close(WORLD * (starts[0][0] - starts[-1][0]) + unsent, learned, rtol=0, atol=1e-12)
 
 
 def test_what_its_averaging_leaves_exact_is_exact() -> None:

@@ -67,8 +67,8 @@ def test_a_leap_is_noticed_and_made_good(monkeypatch: pytest.MonkeyPatch, piece:
     assert not told[0], "nothing false is added"
     assert told.index(True) <= 3, "twice as wide, then 8 times, then 32"
     assert told == sorted(told), "once it is wide enough, it stays so for a cycle"
-    landed = torch.stack(apart) + stacked(outcomes, exchanges + 1)
-    assert (landed - torch.stack(apart).mean(0)).abs().max() < 0.02, "a step of the grid that is wide enough"
+    applied = torch.stack(apart) + stacked(outcomes, exchanges + 1)
+    assert (applied - torch.stack(apart).mean(0)).abs().max() < 0.02, "a step of the grid that is wide enough"
     for delta in deltas:
         assert delta.sum(0).abs().max() < 1e-6
 
@@ -82,8 +82,8 @@ def test_workers_that_were_equal_may_begin_to_differ(bits: int, before: float, l
     apart = [tensor.clone() for tensor in equal]
     apart[1][:moved] += leap
     outcomes = exchange(QuantizedGossip(bits=bits, topology=Complete()), [equal, *[apart] * within])
-    landed = torch.stack(apart) + stacked(outcomes, within)
-    assert (landed - torch.stack(apart).mean(0)).abs().max() < 0.5 * leap
+    applied = torch.stack(apart) + stacked(outcomes, within)
+    assert (applied - torch.stack(apart).mean(0)).abs().max() < 0.5 * leap
     for number in range(within + 1):
         assert stacked(outcomes, number).sum(0).abs().max() <= 1e-6 * leap
 
@@ -107,8 +107,8 @@ def test_all_workers_remember_the_same(bits: int) -> None:
 def test_weights_in_half_the_width(dtype: torch.dtype, size: float) -> None:
     weights = [(size + 0.02 * size * tensor).to(dtype) for tensor in noise(4, 600)]
     outcomes = exchange(QuantizedGossip(bits=8, topology=Complete()), [weights] * 3)
-    landed = torch.stack(weights).double() + stacked(outcomes, 2).double()
-    assert (landed - torch.stack(weights).double().mean(0)).abs().max() < 0.005 * size
+    applied = torch.stack(weights).double() + stacked(outcomes, 2).double()
+    assert (applied - torch.stack(weights).double().mean(0)).abs().max() < 0.005 * size
 
 
 def test_places_that_no_integer_can_hold_are_not_understood() -> None:
@@ -180,5 +180,5 @@ def test_what_was_not_finite_is_forgotten_once_weights_are_mended(bits: int, bro
     assert not any(outcome.results[when].isfinite().all() for outcome in outcomes)
     for number in {*range(10)} - {when}:
         assert stacked(outcomes, number).isfinite().all()
-    landed = torch.stack(good) + stacked(outcomes, 9)
-    assert (landed - torch.stack(good).mean(0)).abs().max() < 2e-3, "two steps of the grid"
+    applied = torch.stack(good) + stacked(outcomes, 9)
+    assert (applied - torch.stack(good).mean(0)).abs().max() < 2e-3, "two steps of the grid"

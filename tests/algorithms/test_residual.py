@@ -21,7 +21,7 @@ LENGTH = 5000
 
 
 def steps(algorithm: Algorithm, world: int, dtype: torch.dtype, count: int) -> list[list[tuple[Tensor, Tensor, bool]]]:
-    """For every rank and step the result, what is owed, and whether the result lies where the gradient was."""
+    """For every rank and step the result, what is unsent, and whether the result lies where the gradient was."""
 
     def body(rank: int) -> list[tuple[Tensor, Tensor, bool]]:
         runner, found = connect(), []
@@ -80,16 +80,16 @@ def test_the_mean_is_written_where_the_gradient_was(algorithm: Any) -> None:
 
 
 @pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16])
-def test_what_is_owed_on_stays_finite(kept: torch.dtype) -> None:
+def test_what_stays_unsent_stays_finite(kept: torch.dtype) -> None:
     """Also where it has fewer bits, and the parameter's memory is in another order."""
     layout = make_layout({"a": torch.empty(3), "b": torch.empty(2, 3).t()})
     state, place = State(torch.zeros(9)), layout.segments[1]
     state["residual"] = torch.full((9,), 49152.0, dtype=kept)
     mean = torch.tensor([[32768.0, 0.0], [0.0, 0.0], [-16384.0, 0.0]])
     assert ScatterReduce().put_back(mean, place, state, Context(0, 0, (0, 1), None))
-    owed = place.view(state["residual"])
-    assert owed[:, 0].tolist() == [min(81920.0, torch.finfo(kept).max), 49152.0, 32768.0]
-    assert owed[:, 1].tolist() == state["residual"][:3].tolist() == [49152.0] * 3
+    unsent = place.view(state["residual"])
+    assert unsent[:, 0].tolist() == [min(81920.0, torch.finfo(kept).max), 49152.0, 32768.0]
+    assert unsent[:, 1].tolist() == state["residual"][:3].tolist() == [49152.0] * 3
 
 
 def test_what_is_too_large_for_fewer_bits_is_kept_as_the_largest() -> None:
@@ -106,7 +106,7 @@ def test_what_is_too_large_for_fewer_bits_is_kept_as_the_largest() -> None:
 
 
 def test_no_two_workers_round_alike() -> None:
-    """Not even those that are the same among the workers of their machine, nor one of them as a leader as it did there:
+    """Not even values that are the same among the workers of their machine, nor one of them as a leader as it did there:
     noise that is one's own averages out."""
     machines = ((0, 1), (2, 3))
     whole = [Context(3, rank, (0, 1, 2, 3), machines) for rank in range(4)]

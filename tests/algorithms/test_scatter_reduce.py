@@ -23,7 +23,7 @@ CODECS: list[Codec] = [Quantize(), Quantize(bits=4), Quantize(bits=2, scheme="sy
 def test_sent_and_kept_is_had(codec: Codec, world: int, feedback: tuple[bool, bool], gather_below: int) -> None:
     """With both kinds of feedback nothing is lost. With one, what the other would have kept is.
 
-    Gathered at once, all is the workers' own: nobody encodes a mean.
+    Gathered whole, all is the workers' own: nobody encodes a mean.
     """
     steps = 6
     inputs = [noise(world, 1000, seed=step) for step in range(steps)]
@@ -117,8 +117,8 @@ def test_what_makes_longer_what_it_encodes_goes_without_a_memory() -> None:
 
 @pytest.mark.parametrize("feedback", [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("gather_below", [0, 2**16])
-def test_what_is_owed_anywhere_is_sent_whoever_remembers(feedback: tuple[bool, bool], gather_below: int) -> None:
-    """After parts were cut elsewhere, or for a parameter that nobody used, a worker owes more than its own part's."""
+def test_what_is_unsent_anywhere_is_sent_whichever_rank_keeps_it(feedback: tuple[bool, bool], gather_below: int) -> None:
+    """After parts were cut elsewhere, or for a parameter that nobody used, a worker has residuals beyond its own part."""
     algorithm = ScatterReduce(worker_feedback=feedback[0], server_feedback=feedback[1], gather_below=gather_below)
 
     def body(rank: int) -> torch.Tensor:
@@ -155,14 +155,14 @@ def test_a_sum_that_overflows_leaves_no_trace_either(gather_below: int) -> None:
         model = torch.nn.Linear(20, 4, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         replica = replicate(model, optimizer, ScatterReduce(codec=Quantize(bits=4), gather_below=gather_below))
-        owed = []
+        unsent = []
         for gradient in (noise(1, 80, seed=rank)[0].view(4, 20), torch.full((4, 20), 3e38)):
             optimizer.zero_grad()
             (model.weight * gradient).sum().backward()
             optimizer.step()
-            owed.append(replica.state_dict()[f"rank{rank}"][0]["residual"]["weight"].clone())
+            unsent.append(replica.state_dict()[f"rank{rank}"][0]["residual"]["weight"].clone())
         assert not model.weight.grad.isfinite().any()
-        return owed
+        return unsent
 
     for before, after in loopback(body, 3):
         assert before.any()

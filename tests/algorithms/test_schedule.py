@@ -1,4 +1,4 @@
-"""Combinations: what one part owes the next one pays; parts keep their periods, their exactness and their place."""
+"""Combinations: what one part has not sent the next one sends; parts keep their periods, their exactness and their place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from gossamer.errors import ConfigurationError
 
 COARSE = ScatterReduce(codec=Quantize(bits=2), exact_vectors=False, residual="fp32")
 SPARSE = ChunkSparse(chunk=8, density=0.25, codec=Cast(wire="fp32"), exact_vectors=False)
-DEBTORS: list[Algorithm] = [
+KEEP_RESIDUALS: list[Algorithm] = [
     COARSE,
     ScatterReduce(codec=Sign(block=8), residual="bf16", exact_vectors=False),
     SPARSE,
@@ -67,10 +67,10 @@ def train(algorithm: Algorithm, world: int, steps: int, poisoned: int = -1, **op
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-@pytest.mark.parametrize("before", DEBTORS, ids=repr)
+@pytest.mark.parametrize("before", KEEP_RESIDUALS, ids=repr)
 @pytest.mark.parametrize("then", SUCCESSORS, ids=repr)
-def test_what_is_owed_at_a_change_is_sent_later(before: Algorithm, then: Algorithm, world: int) -> None:
-    """Sent and kept is had, across the change, whoever keeps it."""
+def test_what_is_unsent_at_a_change_is_sent_later(before: Algorithm, then: Algorithm, world: int) -> None:
+    """Sent and kept is had, across the change, wherever it is kept."""
     inputs = [noise(world, 100, seed=step) for step in range(6)]
     algorithm = after(3, then, before=before)
     outcomes = exchange(algorithm, inputs)
@@ -84,12 +84,12 @@ def test_what_is_owed_at_a_change_is_sent_later(before: Algorithm, then: Algorit
 
 
 @pytest.mark.parametrize("world", [1, 3, 8])
-@pytest.mark.parametrize("before", DEBTORS, ids=repr)
+@pytest.mark.parametrize("before", KEEP_RESIDUALS, ids=repr)
 @pytest.mark.parametrize(
     "then", [AllReduce(bucket_bytes=300), Gossip(wire="fp32"), Hierarchical(Gossip(wire="fp32"), ranks_per_node=2)], ids=repr
 )
 def test_after_the_change_the_mean_has_moved_by_all_gradients(before: Algorithm, then: Algorithm, world: int) -> None:
-    """Also where weights travel from then on, in which what is owed goes along."""
+    """Also where weights travel from then on, in which what is unsent goes along."""
     moved = torch.stack(train(after(3, then, before=before), world, 6)).mean(0)
     whole = sum(gradient(step, rank) for step in range(6) for rank in range(world)) / world
     uneven = isinstance(then, Hierarchical) and world == 3  # machines count alike
@@ -99,7 +99,7 @@ def test_after_the_change_the_mean_has_moved_by_all_gradients(before: Algorithm,
 @pytest.mark.parametrize("before", [COARSE, Hierarchical(COARSE, ranks_per_node=2)], ids=repr)
 @pytest.mark.parametrize("poisoned", [-1, 3])
 def test_a_half_precision_gradient_is_handed_all_of_it(before: Algorithm, poisoned: int) -> None:
-    """What is owed is kept in full precision, and so is the sum that is communicated, if not all workers owe something."""
+    """What is unsent is kept in full precision, and so is the sum that is communicated, if not all workers have a residual."""
     moved = train(after(3, AllReduce(), before=before), 3, 6, poisoned=poisoned, dtype=torch.bfloat16)
     given = {(step, rank): gradient(step, rank).bfloat16().float() for step in range(6) for rank in range(3)}
     whole = sum(each for (step, _), each in given.items() if step != poisoned) / 3
@@ -108,7 +108,7 @@ def test_a_half_precision_gradient_is_handed_all_of_it(before: Algorithm, poison
 
 
 def test_an_overflow_at_the_change_loses_nothing() -> None:
-    """The step is skipped; what was owed is paid in the next one."""
+    """The step is skipped; what was unsent is paid in the next one."""
     moved = train(after(3, AllReduce(), before=COARSE), 3, 6, poisoned=3)
     whole = sum(gradient(step, rank) for step in range(6) for rank in range(3) if step != 3) / 3
     assert (moved[0] - whole).abs().max() < 1e-5
@@ -215,7 +215,7 @@ def test_history_travels_for_the_sizes_that_want_it(history: tuple[bool, bool]) 
     assert [torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True)] == list(history)
 
 
-def test_both_sizes_may_land_late() -> None:
+def test_both_sizes_may_be_applied_late() -> None:
     late = GossipGraD(late=True, history=False, wire="fp32")
     plain, by_sizes = (train(algorithm, 2, 5) for algorithm in (late, by_size(100, small=late, large=late)))
     assert all(same_bits(a, b) for a, b in zip(plain, by_sizes, strict=True))

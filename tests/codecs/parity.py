@@ -54,12 +54,12 @@ def encoded(
     device: str = "cpu",
     kept: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    there, owed = moved(x, device), moved(residual, device)
+    there, unsent = moved(x, device), moved(residual, device)
     payload, rest = layout.empty(there), torch.empty_like(there, dtype=kept)
     if kind == "sign":
-        kernels.sign(there, owed, layout, seed, payload, rest)
+        kernels.sign(there, unsent, layout, seed, payload, rest)
     else:
-        kernels.quantize(there, owed, layout, seed, payload, rest)
+        kernels.quantize(there, unsent, layout, seed, payload, rest)
     return payload.cpu(), rest.cpu()
 
 
@@ -90,9 +90,9 @@ def in_some_bits(draw: random.Random, residual: Tensor | None) -> tuple[Tensor |
 
 def rest_is_what_was_left_out(rest: Tensor, x: Tensor, residual: Tensor | None, values: Tensor, seed: int) -> None:
     """To the bit, rounded as the reference does if it has 16 of them; where nothing could be sent, it is the residual."""
-    owed = torch.zeros_like(x) if residual is None else residual.float()
+    unsent = torch.zeros_like(x) if residual is None else residual.float()
     expected = torch.empty_like(rest)
-    reference.narrow(torch.where(values.isfinite(), x + owed - values, owed), expected, seed)
+    reference.narrow(torch.where(values.isfinite(), x + unsent - values, unsent), expected, seed)
     assert rest.isfinite().all()
     assert torch.equal(rest, expected)
 
@@ -153,8 +153,8 @@ def norms_agree(kernels: Kernels, count: int, device: str = "cpu") -> None:
 
 def accumulating_agrees(kernels: Kernels, count: int, device: str = "cpu") -> None:
     for seed, draw, x, residual in cases(count, seed=5):
-        chunk, owed = draw.choice([1, 7, 512, 9999]), torch.zeros_like(x) if residual is None else residual
-        wide, kept = in_some_bits(draw, owed)
+        chunk, unsent = draw.choice([1, 7, 512, 9999]), torch.zeros_like(x) if residual is None else residual
+        wide, kept = in_some_bits(draw, unsent)
         for in_place in (False, True):
             heard = []
             for chosen, place in ((reference, "cpu"), (kernels, device)):

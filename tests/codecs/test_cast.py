@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gossamer.codecs import Cast, wire_codec
+from gossamer.codecs import Cast
 from gossamer.errors import ConfigurationError
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -30,4 +30,4 @@ def test_full_precision_is_exact() -> None:
 @pytest.mark.parametrize("wire", ["fp8", "FP16", "", None, 16])
 def test_an_unknown_wire_is_refused(wire: object) -> None:
     with pytest.raises(ConfigurationError, match="wire must be one of fp32, fp16, bf16"):
-        wire_codec(wire)
+        Cast(wire=wire)

@@ -12,9 +12,9 @@ def test_it_wraps_any_codec_and_sends_its_payloads() -> None:
     tensor = torch.randn(100, generator=torch.Generator().manual_seed(0))
     state = State(tensor)
     assert torch.equal(ErrorFeedback(Sign()).send(tensor, state, "e"), Sign().encode(tensor))
-    owed = state["e"].float()
-    assert ((owed - (tensor - decoded(Sign(), tensor))).abs() <= 2.0**-7 * owed.abs() + 1e-6).all()
-    assert torch.equal(ErrorFeedback(Sign()).send(tensor, state, "e"), Sign().encode(tensor + owed))
+    unsent = state["e"].float()
+    assert ((unsent - (tensor - decoded(Sign(), tensor))).abs() <= 2.0**-7 * unsent.abs() + 1e-6).all()
+    assert torch.equal(ErrorFeedback(Sign()).send(tensor, state, "e"), Sign().encode(tensor + unsent))
     assert ErrorFeedback().codec == Quantize()
 
 
@@ -63,7 +63,7 @@ def test_of_a_tensor_in_16_bits_the_residual_is_kept_in_full_precision(codec: Co
 
 
 def test_what_the_codec_can_do_in_one_pass_it_does_inside_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a decoded copy, and without a search of all that is decoded."""
+    """Without a decoded copy."""
     tensor = torch.randn(100, generator=torch.Generator().manual_seed(0))
     inside, memory = Sign(block=8), ErrorFeedback(Sign(block=8))
     payload, rest = inside.encode_rest(tensor, tensor)
@@ -73,9 +73,6 @@ def test_what_the_codec_can_do_in_one_pass_it_does_inside_too(monkeypatch: pytes
     assert torch.equal(place, rest)
     memory.decode_into(payload, out)
     assert torch.allclose(out + rest, 2 * tensor, atol=1e-6)
-    witness = memory.witness(payload, 100)
-    assert witness is not None
-    assert torch.equal(witness, inside.witness(payload, 100))
 
 
 def test_an_overflow_of_half_precision_is_cut_off() -> None:

@@ -24,7 +24,7 @@ def test_sources_are_the_other_ends():
     ("to", "most"),
     [(((1, 2), (2,), (0,)), 2), (((1,), (0, 2), (0, 3), (0,)), 3), (((), (0,), (0,)), 2), (((), ()), 0), ((), 0)],
 )
-def test_most_messages_are_those_of_whoever_sends_or_receives_most(to, most):
+def test_most_messages_are_of_the_rank_that_sends_or_receives_most(to, most):
     assert Digraph(to).most_messages == most
 
 

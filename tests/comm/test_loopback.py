@@ -308,7 +308,7 @@ def test_one_rank_runs_at_a_time_in_the_same_order() -> None:
 
         def body(rank: int) -> None:
             for step in range(3):
-                assert running.acquire(blocking=False), "two ranks run at once"
+                assert running.acquire(blocking=False), "two ranks run concurrently"
                 steps.append((step, rank))
                 running.release()
                 run(lambda: all_reduce(torch.zeros(1)))
@@ -338,7 +338,7 @@ def test_many_ranks_reach_a_consensus() -> None:
     assert loopback(body, 64) == pytest.approx([31.5] * 64)
 
 
-def test_two_loopback_worlds_at_once() -> None:
+def test_two_loopback_worlds_together() -> None:
     """A world inside a rank of another is a world of its own."""
 
     def body(rank: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Ranks of one machine are those that name it alike."""
+"""Ranks of one machine name it alike."""
 
 import socket
 

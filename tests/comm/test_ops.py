@@ -31,13 +31,13 @@ def test_all_reduce_is_a_ring(world: int, numel: int) -> None:
 
 @settings(deadline=None)
 @given(worlds, st.integers(1, 10**6))
-def test_messages_that_leave_at_once_are_one_round(world: int, numel: int) -> None:
+def test_concurrent_messages_are_one_round(world: int, numel: int) -> None:
     assert ops.Permute(fp32(numel), shift(1, world)).traffic(world) == Traffic(4 * numel, 1)
     assert ops.AllGather(fp32(numel)).traffic(world) == Traffic(4 * numel * (world - 1), 1)
     assert ops.AllToAll(fp32(world * numel).view(world, -1)).traffic(world) == Traffic(4 * numel * (world - 1), 1)
 
 
-def test_a_push_is_priced_at_whoever_sends_or_receives_most() -> None:
+def test_a_push_is_priced_at_the_rank_that_sends_or_receives_most() -> None:
     op = ops.Push(fp32(10), Digraph(((1,), (0, 2), (0, 3), (0,))))
     assert op.traffic(4) == Traffic(3 * 40, 1)
     assert [op.sent(4, rank) for rank in range(4)] == [Traffic(40, 1), Traffic(80, 1), Traffic(80, 1), Traffic(40, 1)]
@@ -79,7 +79,7 @@ def test_alone_an_operation_costs_nothing_and_gives_itself(op: ops.Op) -> None:
     assert torch.equal(result.reshape(before.shape), before)
     assert result.shape == (ops.result_like(op, 1).shape)
     in_place = isinstance(op, ops.AllReduce | ops.Broadcast)
-    assert (result.data_ptr() == op.tensor.data_ptr()) is in_place, "whoever writes into what it sent would write into this"
+    assert (result.data_ptr() == op.tensor.data_ptr()) is in_place, "a write into what was sent would be one into this"
     assert runner.meters()[0].bytes == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.comm.torch.send_window import AT_ONCE, Message, SendWindow
+from gossamer.comm.torch.send_window import TOGETHER, Message, SendWindow
 from gossamer.errors import CommunicationError
 
 
@@ -48,7 +48,7 @@ class Work:
         return self._number in self._wire.done
 
 
-sizes = st.lists(st.sampled_from([1, AT_ONCE // 8, AT_ONCE // 3, AT_ONCE, 4 * AT_ONCE]), min_size=1, max_size=12)
+sizes = st.lists(st.sampled_from([1, TOGETHER // 8, TOGETHER // 3, TOGETHER, 4 * TOGETHER]), min_size=1, max_size=12)
 
 
 @given(st.lists(sizes, min_size=1, max_size=4), st.randoms())
@@ -62,11 +62,11 @@ def test_messages_are_posted_in_order_and_few_at_a_time_in_whatever_order_they_a
         messages += window.put((partial(wire.post, first + n, size), size) for n, size in enumerate(operation))
     for message in random.sample(messages, len(messages)):
         busy = wire.under_way()
-        assert len(busy) <= 2 or sum(wire.sizes[number] for number in busy) <= AT_ONCE
+        assert len(busy) <= 2 or sum(wire.sizes[number] for number in busy) <= TOGETHER
         left = [number for number in range(len(messages)) if number not in wire.posted]
         if left:  # no room for the next one
             assert len(busy) >= 2
-            assert sum(wire.sizes[n] for n in busy) + wanted[left[0]] > AT_ONCE
+            assert sum(wire.sizes[n] for n in busy) + wanted[left[0]] > TOGETHER
         message.wait()
         assert message.done
         assert message.is_completed()
@@ -76,20 +76,20 @@ def test_messages_are_posted_in_order_and_few_at_a_time_in_whatever_order_they_a
 
 def test_what_needs_no_rounds_waits_its_turn() -> None:
     wire, window = Wire(), SendWindow()
-    assert isinstance(window.put_at_once(partial(wire.post, 0, 1))[0], Work), "nothing is before it"
-    messages = window.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in (1, 2, 3))
-    (late,) = window.put_at_once(partial(wire.post, 4, 1))
+    assert isinstance(window.put_together(partial(wire.post, 0, 1))[0], Work), "nothing is before it"
+    messages = window.put((partial(wire.post, number, TOGETHER), TOGETHER) for number in (1, 2, 3))
+    (late,) = window.put_together(partial(wire.post, 4, 1))
     assert wire.posted == [0, 1, 2]
     messages[0].wait()
     assert wire.posted == [0, 1, 2, 3]
     late.wait()
     assert wire.posted == [0, 1, 2, 3, 4]
-    assert wire.done == {1, 2, 4}, "what is posted already is waited for by whoever needs it"
+    assert wire.done == {1, 2, 4}, "what is posted already is waited for by its waiter"
 
 
 def test_all_is_posted_before_something_that_goes_another_way() -> None:
     wire, window = Wire(), SendWindow()
-    window.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in range(9))
+    window.put((partial(wire.post, number, TOGETHER), TOGETHER) for number in range(9))
     assert len(wire.posted) == 2
     window.empty()
     assert wire.posted == [*range(9)]
@@ -98,7 +98,7 @@ def test_all_is_posted_before_something_that_goes_another_way() -> None:
 def test_after_an_error_nothing_more_is_posted_and_nobody_waits() -> None:
     wire, window = Wire(), SendWindow()
     (broken,) = window.put([(lambda: [Work(wire, 0), Work(wire, 9, "connection closed")], 1)])
-    others = window.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in range(1, 5))
+    others = window.put((partial(wire.post, number, TOGETHER), TOGETHER) for number in range(1, 5))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="connection closed"):
             broken.wait()
@@ -117,7 +117,7 @@ def test_who_waits_behind_an_interrupted_wait_is_not_interrupted() -> None:
 
     wire, window = Wire(), SendWindow()
     (broken,) = window.put([(lambda: [Interrupted()], 1)])
-    others = window.put((partial(wire.post, number, AT_ONCE), AT_ONCE) for number in range(3))
+    others = window.put((partial(wire.post, number, TOGETHER), TOGETHER) for number in range(3))
     with pytest.raises(KeyboardInterrupt):
         broken.wait()
     with pytest.raises(CommunicationError, match="before this one has failed"):
@@ -131,9 +131,9 @@ def test_a_message_that_another_thread_is_posting_is_waited_for() -> None:
     def slowly() -> list[Any]:
         posting.set()
         assert go_on.wait(10)
-        return wire.post(2, AT_ONCE)
+        return wire.post(2, TOGETHER)
 
-    *_, last = window.put([(partial(wire.post, 0, AT_ONCE), AT_ONCE), (partial(wire.post, 1, 1), 1), (slowly, 1)])
+    *_, last = window.put([(partial(wire.post, 0, TOGETHER), TOGETHER), (partial(wire.post, 1, 1), 1), (slowly, 1)])
     with ThreadPoolExecutor(2) as threads:
         emptied = threads.submit(window.empty)
         assert posting.wait(10)

@@ -76,7 +76,7 @@ def test_an_end_that_was_waited_for_is_delayed_by_the_latency(
     port = GlooPort(Circle(None, None, (0, 1)), lambda group: Circle(None, None, group), Meter())
     begin = clock.now
     handle = Pending(AllReduce(torch.zeros(1)), [SlowWork(clock, seconds)], torch.zeros(1), latency=0.15)
-    clock.sleep(later)  # what came in the meantime is there at once
+    clock.sleep(later)  # what came in the meantime is there immediately
     while way == "arrives" and not port.arrives(handle, 0.01):
         pass
     port.wait(handle)

@@ -58,7 +58,7 @@ def test_the_time_in_which_the_main_thread_waits_for_a_prompt_flow_is_the_flows(
     meter = Meter()
 
     class Slow(Port):
-        def patient(self, handle: Any) -> bool:
+        def interruptible(self, handle: Any) -> bool:
             return True
 
         def arrives(self, handle: Any, seconds: float) -> bool:

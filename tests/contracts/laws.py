@@ -64,7 +64,7 @@ def nothing_stays_nothing(algorithm: Algorithm, world: int) -> None:
 
 
 def a_huge_value_stays_finite(algorithm: Algorithm, world: int) -> None:
-    """One outlier on all ranks at once does not overflow on the way, whatever the wire."""
+    """One outlier on all ranks together does not overflow on the way, whatever the wire."""
     for dtype in (torch.float32, torch.float16):
         tensors = [t * 1e-3 for t in noise(world, 65, dtype)]
         for tensor in tensors:
@@ -129,7 +129,7 @@ def the_result_is_the_mean(algorithm: Algorithm, world: int, dtype: torch.dtype)
 
 
 def among_one_nothing_is_kept_back(algorithm: Algorithm, dtype: torch.dtype) -> None:
-    """The gradient to the bit; and whatever was owed before, when there were others, all at once."""
+    """The gradient to the bit; and whatever was unsent before, when there were others, all together."""
     gradients = [noise(1, 37, dtype, seed=step) for step in range(3)]
     (outcome,) = exchange(algorithm, gradients)
     assert all(map(same_bits, outcome.results, (gradient for (gradient,) in gradients)))

@@ -15,7 +15,7 @@ from gossamer.algorithms.blocks.difference import computed, narrow
 from gossamer.codecs import ErrorFeedback
 from gossamer.codecs.contraction import contraction
 from gossamer.comm.digraph import RandomPush
-from gossamer.comm.loopback_world import carry_out
+from gossamer.comm.operations import carry_out
 from gossamer.comm.ops import Flow, Start, Wait
 from gossamer.comm.topology import FAMILY, Hypercube, Ring, Topology, rotated
 from gossamer.state import State

@@ -452,14 +452,14 @@ def test_samples_travel_while_their_batch_is_in_use() -> None:
 
 def test_a_neighbour_may_fall_some_batches_behind_before_anyone_waits() -> None:
     """What arrives is needed in the next local epoch only."""
-    shuffle, landed = RingShuffle(torch.arange(40), 4, shuffle=False), []
+    shuffle, applied = RingShuffle(torch.arange(40), 4, shuffle=False), []
     wait = shuffle._runner.wait
     shuffle._runner.arrived = lambda ticket: False  # type: ignore[method-assign]
-    shuffle._runner.wait = lambda *a: landed.append(step) or wait(*a)  # type: ignore[method-assign, func-returns-value]
+    shuffle._runner.wait = lambda *a: applied.append(step) or wait(*a)  # type: ignore[method-assign, func-returns-value]
     for step, batch in enumerate(shuffle):
         assert len(shuffle._pending) <= UNDER_WAY
         assert batch.tolist() == list(range(4 * step, 4 * step + 4))
-    assert landed == [UNDER_WAY - 1, *range(UNDER_WAY, 9)]
+    assert applied == [UNDER_WAY - 1, *range(UNDER_WAY, 9)]
     assert shuffle.samples().sort().values.tolist() == list(range(40))
     assert shuffle.waited_seconds > 0
 

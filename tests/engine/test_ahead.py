@@ -66,7 +66,7 @@ def slope(rank: int) -> Tensor:
     return torch.randn(1, SIZE, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64)
 
 
-def averaged_at_once(topology: Dissemination | Ring, steps: int = STEPS) -> Tensor:
+def averaged_in_step(topology: Dissemination | Ring, steps: int = STEPS) -> Tensor:
     """The same training, where everyone waits after each update until weights are averaged (from the second one on)."""
     weights = torch.cat([begin(rank) for rank in range(WORLD)])
     updates = -0.1 * torch.cat([slope(rank) for rank in range(WORLD)])
@@ -83,21 +83,21 @@ def averaged_at_once(topology: Dissemination | Ring, steps: int = STEPS) -> Tens
 def test_where_updates_are_foreseen_averages_are_not_older_than_the_weights(topology: Dissemination | Ring) -> None:
     """With one partner by way of messages, with several by way of the weights."""
     found = trained(Gossip(wire="fp32", topology=topology, ahead=1.0))
-    assert torch.allclose(found, averaged_at_once(topology), rtol=0, atol=1e-6)
-    assert not torch.allclose(trained(Gossip(wire="fp32", topology=topology)), averaged_at_once(topology), rtol=0, atol=1e-3)
+    assert torch.allclose(found, averaged_in_step(topology), rtol=0, atol=1e-6)
+    assert not torch.allclose(trained(Gossip(wire="fp32", topology=topology)), averaged_in_step(topology), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_on_a_narrow_wire_up_to_its_rounding(wire: str, dtype: torch.dtype) -> None:
     found = trained(Gossip(wire=wire, ahead=1.0), dtype=dtype)
-    assert torch.allclose(found, averaged_at_once(Dissemination()), rtol=0, atol=0.05)
+    assert torch.allclose(found, averaged_in_step(Dissemination()), rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_in_a_few_bits_up_to_their_rounding(dtype: torch.dtype) -> None:
     found = trained(QuantizedGossip(bits=8, ahead=1.0), dtype=dtype)
-    assert torch.allclose(found, averaged_at_once(Dissemination()), rtol=0, atol=0.05)
+    assert torch.allclose(found, averaged_in_step(Dissemination()), rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_the_mean_moves_as_without_it(algorithm: Algorithm) -> None:
 
 
 def test_each_part_is_ahead_in_its_own_turn() -> None:
-    """Three parts: each weight is averaged in every third step, as if at once, and moves by itself in between."""
+    """Three parts: each weight is averaged in every third step, as if all together, and moves by itself in between."""
     found = trained(in_parts(3, Gossip(wire="fp32", ahead=1.0)))
     weights = torch.cat([begin(rank) for rank in range(WORLD)])
     updates = -0.1 * torch.cat([slope(rank) for rank in range(WORLD)])
@@ -167,7 +167,6 @@ def test_a_message_is_the_rounded_value_of_what_was_foreseen(wire: torch.dtype) 
         for view, weight, was in zip(bucket.views, weights, before, strict=True):
             torch.testing.assert_close(view, rounded(weight + 1.0 * (weight - was), wire), rtol=0, atol=0, equal_nan=True)
             was.copy_(weight)
-    ahead.drop()
     ahead.pack(bucket, weights, 1.0)  # no update was announced
     for view, weight in zip(bucket.views, weights, strict=True):
         torch.testing.assert_close(view, rounded(weight, wire), rtol=0, atol=0, equal_nan=True)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from gossamer.comm.runner import InlineRunner, LocalPort, Meter
-from gossamer.engine.alarms import alarming, in_words
+from gossamer.comm.runner import InlineRunner, LocalPort, Meter, alarming, in_words
 from gossamer.errors import CommunicationError, ConfigurationError, UsageError
 
 

@@ -93,22 +93,21 @@ def test_the_mean_of_what_was_not_sent_stays(algorithm: Algorithm, keys: list[st
 
 @pytest.mark.filterwarnings("ignore:the saved run had other settings")
 @pytest.mark.parametrize(("before", "now", "per_machine"), [(8, 3, 2), (4, 5, 2), (6, 2, 2), (8, 8, 4), (6, 4, 1), (8, 4, 4)])
-def test_leaders_of_before_still_send_what_they_owe(before: int, now: int, per_machine: int) -> None:
-    """Whoever leads a machine now, of as many workers or not: all that was owed to the mean, in one exact step at the next
-    change."""
+def test_leaders_of_before_still_send_their_residuals(before: int, now: int, per_machine: int) -> None:
+    """Whichever rank leads a machine now, of as many workers or not: all residuals, in one exact step at the next change."""
 
     def of(per_machine: int) -> Algorithm:
         outer = ScatterReduce(codec=Quantize(bits=2), residual="fp32")
         return after(4, AllReduce(), before=Hierarchical(outer, ranks_per_node=per_machine))
 
     algorithm, state = of(per_machine), saved(of(2), before)
-    owed = {
+    unsent = {
         name: 2 * sum(state[f"rank{rank}"][0][key][name] for rank in range(before) if key in state[f"rank{rank}"][0]) / before
         for key, tensors in state["rank0"][0].items()
         if key.endswith("outer: residual")
         for name in tensors
     }
-    assert owed
+    assert unsent
 
     def run(rank: int) -> dict[str, Tensor]:
         model, optimizer, replica = training(algorithm)
@@ -123,7 +122,7 @@ def test_leaders_of_before_still_send_what_they_owe(before: int, now: int, per_m
 
     with pytest.warns(UserWarning, match="shared out"):
         moved = loopback(run, now)[0]
-    for name, expected in owed.items():
+    for name, expected in unsent.items():
         torch.testing.assert_close(moved[name], expected, rtol=1e-4, atol=1e-6)
 
 
@@ -185,13 +184,13 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("before", "now", "told"), OTHERS, ids=[told for _, _, told in OTHERS])
-def test_with_other_settings_what_is_owed_is_kept(before: Algorithm, now: Algorithm, told: str) -> None:
+def test_with_other_settings_what_is_unsent_is_kept(before: Algorithm, now: Algorithm, told: str) -> None:
     state = saved(before, 2)
     with pytest.warns(UserWarning, match=f"other settings.*{told}.*what was not sent yet is kept"):
         loaded = reloaded(now, state, 2)
     for rank, found in enumerate(loaded):
-        for name, owed in state[f"rank{rank}"][0]["residual"].items():
-            assert torch.equal(found["residual"][name], owed)
+        for name, unsent in state[f"rank{rank}"][0]["residual"].items():
+            assert torch.equal(found["residual"][name], unsent)
 
 
 def test_with_other_settings_buckets_are_cut_anew() -> None:

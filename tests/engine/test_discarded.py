@@ -14,7 +14,7 @@ from gossamer.codecs import Cast, Quantize, Sign
 
 WORLD = 3
 COARSE = ScatterReduce(codec=Quantize(bits=2), residual="fp32")
-DEBTORS = [
+KEEP_RESIDUALS = [
     ChunkSparse(chunk=2, density=0.2, codec=Cast(wire="fp32"), residual="fp32"),
     PowerSGD(residual="fp32"),
     ScatterReduce(codec=Sign(), gather_below=0, residual="fp32"),
@@ -31,12 +31,12 @@ TURNS = {"in turn": [0, 1], "two critics' turns": [0, 0, 1], "two generators' tu
 
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("order", TURNS.values(), ids=TURNS.keys())
-@pytest.mark.parametrize("algorithm", DEBTORS, ids=repr)
-def test_what_the_other_ones_pass_gave_leaves_nothing_owed(algorithm: Algorithm, order: list[int], accumulates: bool) -> None:
+@pytest.mark.parametrize("algorithm", KEEP_RESIDUALS, ids=repr)
+def test_what_the_other_ones_pass_gave_leaves_nothing_unsent(algorithm: Algorithm, order: list[int], accumulates: bool) -> None:
     """The second's gradients pass through the first one's parameters, as a generator's through its discriminator. Each clears
     its own just before its pass.
 
-    At the end of each one's own turn, what was applied and what is owed is all that was given. ``accumulates``: half of each
+    At the end of each one's own turn, what was applied and what is unsent is all that was given. ``accumulates``: half of each
     gradient comes from a pass inside ``no_sync()``.
     """
 
@@ -61,7 +61,7 @@ def test_what_the_other_ones_pass_gave_leaves_nothing_owed(algorithm: Algorithm,
             backward()
             given[turn] += factor
             optimizers[turn].step()
-            found.append((-weights[turn].detach().clone(), given[turn].clone(), owed(replica, str(turn))))
+            found.append((-weights[turn].detach().clone(), given[turn].clone(), unsent(replica, str(turn))))
         return found
 
     for step in zip(*loopback(body, WORLD), strict=True):
@@ -69,19 +69,19 @@ def test_what_the_other_ones_pass_gave_leaves_nothing_owed(algorithm: Algorithm,
         torch.testing.assert_close(WORLD * moved[0] + kept.sum(0), given.sum(0), atol=2e-3, rtol=1e-3)
 
 
-def owed(replica: gossamer.Replica, name: str) -> Tensor:
-    """What this rank owes of a parameter's gradient."""
+def unsent(replica: gossamer.Replica, name: str) -> Tensor:
+    """What is unsent of this rank's gradient of a parameter."""
     assert replica._gradients is not None
     exchange = replica._gradients.exchange
     ((index, segment),) = [(b.index, s) for b in exchange.buckets for s in b.segments if s.name == name]
-    debt = exchange.handlers[index].hand_over(
+    given = exchange.handlers[index].hand_over(
         torch.zeros_like(exchange.buckets[index].flat), exchange.states[index], exchange.context(0)
     )
-    return segment.view(debt).clone()
+    return segment.view(given).clone()
 
 
-@pytest.mark.parametrize("algorithm", DEBTORS, ids=repr)
-def test_a_sum_of_passes_that_is_thrown_away_leaves_nothing_owed(algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", KEEP_RESIDUALS, ids=repr)
+def test_a_sum_of_passes_that_is_thrown_away_leaves_nothing_unsent(algorithm: Algorithm) -> None:
     """Of two passes whose gradients were added up, and not only of the second one."""
 
     def body(rank: int) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def test_a_sum_of_passes_that_is_thrown_away_leaves_nothing_owed(algorithm: Algo
                 (weight * random(step, number, rank)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return weight.detach(), owed(replica, "0")
+        return weight.detach(), unsent(replica, "0")
 
     moved, kept = (torch.stack(each) for each in zip(*loopback(body, WORLD), strict=True))
     given = sum(random(step, 2, rank) for step in range(6) for rank in range(WORLD))
@@ -103,7 +103,7 @@ def test_a_sum_of_passes_that_is_thrown_away_leaves_nothing_owed(algorithm: Algo
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-@pytest.mark.parametrize("algorithm", [DEBTORS[0], DEBTORS[1], COARSE], ids=repr)
+@pytest.mark.parametrize("algorithm", [KEEP_RESIDUALS[0], KEEP_RESIDUALS[1], COARSE], ids=repr)
 def test_a_resumed_run_knows_nothing_of_gradients_that_nobody_used(algorithm: Algorithm, turn: int) -> None:
     """Saved after either one's turn, when the other one's pass may have left something: bit for bit as if not interrupted."""
 
@@ -214,7 +214,7 @@ def test_what_the_last_rank_leaves_out_inside_join_is_not_undone_after_it() -> N
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_for_every_pass_needs_no_memory_for_the_way_back(overlap: bool) -> None:
-    """There are the gradients, what is owed, and what was owed before, whose memory the next result takes."""
+    """There are the gradients, what is unsent, and what was unsent before, whose memory the next result takes."""
 
     def body(rank: int) -> list[int]:
         model = nn.Linear(64, 64, bias=False)
@@ -228,7 +228,7 @@ def test_a_step_for_every_pass_needs_no_memory_for_the_way_back(overlap: bool) -
             optimizer.zero_grad()
             replica.state_dict() if step == 2 else replica.wait_for_exchanges()
             ledger = exchange.states[0].flats
-            held = [each for part in (ledger.kept, ledger.draft, ledger.before, ledger.spare) for each in part.values()]
+            held = [each for part in (ledger.kept, ledger.draft, ledger.spare) for each in part.values()]
             found.append(len({each.data_ptr() for each in (exchange.buckets[0].flat, *held) if each is not None}))
         return found[4:]
 

@@ -226,7 +226,7 @@ def test_two_models_of_one_process_do_not_mix() -> None:
 
 
 def test_buckets_go_when_weights_take_over() -> None:
-    """What is owed has been handed over; from then on a copy of the gradients would be kept for nothing."""
+    """What is unsent has been handed over; from then on a copy of the gradients would be kept for nothing."""
 
     def body(rank: int) -> list[int]:
         model = nn.Linear(16, 16, bias=False)

@@ -165,7 +165,7 @@ def looks(what: str):
     "what",
     ["evaluation", "state of the model", "state of the optimizer", "metrics", "state of the replica", "copy", "accumulation"],
 )
-def test_whoever_looks_sees_the_update(what: str) -> None:
+def test_a_reader_sees_the_update(what: str) -> None:
     algorithm = AllReduce(bucket_bytes=256)
     same(trained(False, algorithm, adamw, looks(what)), trained(True, algorithm, adamw, looks(what)))
 
@@ -254,7 +254,7 @@ def net_sgd(model: nn.Module):
 
 
 @pytest.mark.parametrize("look", ["metrics", "state_dict"])
-def test_whoever_looks_before_the_step_takes_nothing_away(look: str) -> None:
+def test_a_reader_before_the_step_takes_nothing_away(look: str) -> None:
     def body(model, optimizer, replica, rank: int, step: int) -> None:
         model(batch(rank, step)).square().mean().backward()
         if rank == 0:
@@ -407,7 +407,7 @@ def replicated(algorithm=None, optimizers=None, **options):
         ({"scaler": torch.amp.GradScaler("cpu")}, "GradScaler"),
     ],
 )
-def test_what_needs_all_gradients_at_once_is_refused(options, said: str) -> None:
+def test_what_needs_all_gradients_together_is_refused(options, said: str) -> None:
     with pytest.raises(ConfigurationError, match=f"overlap_forward=True cannot be used: .*{said}"):
         replicated(**options, overlap_forward=True)
 

@@ -72,7 +72,7 @@ def test_overflow_is_agreed_with_a_rank_that_has_no_gradients() -> None:
 
 
 @pytest.mark.parametrize("residual", ["fp32", "bf16"])
-def test_what_is_owed_follows_the_scale_of_the_loss(residual: str) -> None:
+def test_what_is_unsent_follows_the_scale_of_the_loss(residual: str) -> None:
     """Bit for bit as with the scale that it has at last: scales are powers of two."""
 
     def trained(scales: list[float]) -> list[float]:
@@ -131,7 +131,7 @@ def test_a_state_is_loaded_with_the_scale_that_it_is_of() -> None:
 
 
 @pytest.mark.parametrize(("before", "now"), [(1024.0, None), (None, 1024.0), (1024.0, 8.0)])
-def test_what_is_owed_survives_the_beginning_and_the_end_of_scaling(before: float | None, now: float | None) -> None:
+def test_what_is_unsent_survives_the_beginning_and_the_end_of_scaling(before: float | None, now: float | None) -> None:
     def body(rank: int) -> None:
         def run(scale: float | None, state: dict[str, Any] | None) -> dict[str, Any]:
             torch.manual_seed(0)

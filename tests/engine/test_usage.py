@@ -95,7 +95,7 @@ FORGETFUL = ScatterReduce(codec=Cast(wire="fp32"), worker_feedback=False, server
     ],
     ids=repr,
 )
-def test_what_was_kept_back_is_owed_on_while_nobody_uses_a_parameter(algorithm: Algorithm, world: int) -> None:
+def test_what_was_kept_back_stays_unsent_while_nobody_uses_a_parameter(algorithm: Algorithm, world: int) -> None:
     """Its gradient stays None, so nothing of it is applied, and nothing of it may count as sent."""
 
     def body(rank: int) -> list[Tensor]:
@@ -103,7 +103,7 @@ def test_what_was_kept_back_is_owed_on_while_nobody_uses_a_parameter(algorithm: 
         model = nn.ModuleDict({"always": nn.Linear(8, 8, bias=False), "sometimes": nn.Linear(8, 8, bias=False)})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         replica = gossamer.replicate(model, optimizer, algorithm)
-        owed = []
+        unsent = []
         for step in range(4):
             optimizer.zero_grad()
             out = model["always"](torch.randn(4, 8))
@@ -112,8 +112,8 @@ def test_what_was_kept_back_is_owed_on_while_nobody_uses_a_parameter(algorithm: 
             out.square().sum().backward()
             assert (model["sometimes"].weight.grad is None) == (step >= 2)
             optimizer.step()
-            owed.append(debt_of(replica, "sometimes.weight"))
-        return owed
+            unsent.append(unsent_of(replica, "sometimes.weight"))
+        return unsent
 
     by_step = [torch.stack(each).sum(0) for each in zip(*loopback(body, world), strict=True)]
     assert by_step[1].abs().max() > 0.01
@@ -121,15 +121,15 @@ def test_what_was_kept_back_is_owed_on_while_nobody_uses_a_parameter(algorithm: 
     torch.testing.assert_close(by_step[3], by_step[1])
 
 
-def debt_of(replica: gossamer.Replica, name: str) -> Tensor:
-    """What a worker owes to the sum over all workers, of one parameter."""
+def unsent_of(replica: gossamer.Replica, name: str) -> Tensor:
+    """What is unsent of this worker's term of the sum over all workers, of one parameter."""
     assert replica._gradients is not None
     exchange = replica._gradients.exchange
     ((index, segment),) = [(b.index, s) for b in exchange.buckets for s in b.segments if s.name == name]
-    owed = exchange.handlers[index].hand_over(
+    unsent = exchange.handlers[index].hand_over(
         torch.zeros_like(exchange.buckets[index].flat), exchange.states[index], exchange.context(replica.step)
     )
-    return segment.view(owed).clone()
+    return segment.view(unsent).clone()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def debt_of(replica: gossamer.Replica, name: str) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("before", [COARSE, Hierarchical(COARSE, inner=COARSE, ranks_per_node=2)])
-def test_what_is_owed_at_a_change_waits_for_a_parameter_that_nobody_uses_then(before: Algorithm, then: Algorithm) -> None:
+def test_what_is_unsent_at_a_change_waits_for_a_parameter_that_nobody_uses_then(before: Algorithm, then: Algorithm) -> None:
     world, used = 4, (0, 1, 4, 6)  # the change is at step 2
 
     def body(rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,11 +162,11 @@ def test_what_is_owed_at_a_change_waits_for_a_parameter_that_nobody_uses_then(be
             loss.backward()
             optimizer.step()
             assert (model["sometimes"].weight.grad is not None) == (step in used)
-        return begin - model["sometimes"].weight.detach(), given, debt_of(replica, "sometimes.weight")
+        return begin - model["sometimes"].weight.detach(), given, unsent_of(replica, "sometimes.weight")
 
-    moved, given, owed = (torch.stack(each) for each in zip(*loopback(body, world), strict=True))
+    moved, given, unsent = (torch.stack(each) for each in zip(*loopback(body, world), strict=True))
     assert all(torch.equal(each, moved[0]) for each in moved)
-    torch.testing.assert_close(world * moved[0] + owed.sum(0), given.sum(0), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(world * moved[0] + unsent.sum(0), given.sum(0), atol=1e-4, rtol=1e-4)
 
 
 def test_they_are_routed_by_how_many_they_are() -> None:

@@ -166,7 +166,7 @@ class Phases(Algorithm, register=False):
         if not number or isinstance(self.phases[number][1], Nothing):
             return False
         kept = any(method.traits.keeps_unsent for _, method in self.phases[:number])
-        return (step == self.phases[number][0] and kept) or RESIDUAL in set(state)
+        return (step == self.phases[number][0] and kept) or state.touched(RESIDUAL)
 
 
 def _scope(number: int) -> str:
@@ -174,7 +174,7 @@ def _scope(number: int) -> str:
 
 
 def _flat(phases: Sequence[tuple[int, Algorithm]]) -> Iterator[tuple[int, Algorithm]]:
-    """The same with the phases of phases among them, and without those that never come."""
+    """The same with the phases of phases among them, and without phases that never begin."""
     ends = [start for start, _ in phases[1:]] + [math.inf]
     for (first, method), end in zip(phases, ends, strict=True):
         inner = method.phases if isinstance(method, Phases) else ((0, method),)

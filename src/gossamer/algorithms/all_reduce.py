@@ -7,8 +7,7 @@ from torch import Tensor
 from gossamer.algorithms.base import Algorithm, Context, check_gather_below
 from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
-from gossamer.codecs.cast import wire_codec
-from gossamer.codecs.wire import Wire
+from gossamer.codecs.wire import Wire, check_wire, narrowed
 from gossamer.comm.ops import SMALL, Flow, total
 from gossamer.state import State
 
@@ -34,7 +33,7 @@ class AllReduce(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wire_codec(self.wire)
+        check_wire("wire", self.wire)
         check_gather_below(self.gather_below)
 
     @property
@@ -46,7 +45,7 @@ class AllReduce(Algorithm):
             return bucket.flat
         share = bucket.flat if bucket.holds_shares else bucket.flat.mul_(1 / ctx.world)
         # A narrow wire needs a copy; full precision does not.
-        sent = share.to(wire_codec(self.wire).wire_dtype(share.dtype))
+        sent = share if self.wire == "fp32" else share.to(narrowed(share.dtype, self.wire))
         mean = yield from total(sent, ctx.world, max(self.gather_below, _BESIDE_LONGER) if ctx.overtakes else self.gather_below)
         return share if mean is share else share.copy_(mean)
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from gossamer.algorithms import cadence as cadences
 from gossamer.algorithms import traits as what
 from gossamer.algorithms.cadence import Cadence
-from gossamer.algorithms.context import Context as Context
 from gossamer.algorithms.traits import Subject as Subject
 from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
 from gossamer.codecs.residual import add_to
+from gossamer.comm.ops import Context as Context
 from gossamer.comm.ops import Flow, Group
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide

@@ -115,16 +115,16 @@ class ChunkSparse(Lossy):
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:
             return (yield from self.among_one(bucket, state, ctx))
-        flat, owed = wide(bucket.flat), state[RESIDUAL]
+        flat, unsent = wide(bucket.flat), state[RESIDUAL]
         kept, result = turn_over(bucket, flat, state, self.residual)
-        memories = [(kept, owed)]
+        memories = [(kept, unsent)]
         if self.momentum:
             memories.append((torch.add(flat, state[MOMENTUM], alpha=self.momentum), state[MOMENTUM]))
             state[MOMENTUM] = velocity = memories[1][0]
             flat.copy_(velocity)
         chosen = self._chosen(state, flat)
         came = chosen.pack(flat)
-        packed = came + chosen.pack(owed)  # in the wider type of the two
+        packed = came + chosen.pack(unsent)  # in the wider type of the two
         if isinstance(self.codec, Cast):
             sent = take_share(packed, self.codec, ctx.world)
             handle = yield start(AllReduce(sent))
@@ -148,8 +148,8 @@ class ChunkSparse(Lossy):
         self, state: State, flat: Tensor, memories: Memories, chosen: Chosen, came: Tensor, lost: Tensor, seed: int
     ) -> None:
         """Keep back what is not sent: everything, and of the chunks that are sent what their encoding has ``lost``."""
-        kept, owed = memories[0]
-        norms = leave_out(accumulate(flat, owed, self.chunk, seed, kept), memories)
+        kept, unsent = memories[0]
+        norms = leave_out(accumulate(flat, unsent, self.chunk, seed, kept), memories)
         norms[chosen.indices] = chunk_norms(came, lost, self.chunk)
         chosen.unpack(rounded(lost, kept.dtype, seed), kept)
         state.set_extra(NORMS, bounded(norms))

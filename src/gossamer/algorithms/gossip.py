@@ -10,8 +10,7 @@ from gossamer.algorithms.blocks.difference import Difference, narrowed_message
 from gossamer.algorithms.blocks.meeting import Meeting, check_ahead
 from gossamer.algorithms.cadence import Cadence, every
 from gossamer.buckets import Bucket
-from gossamer.codecs.cast import wire_codec
-from gossamer.codecs.wire import Wire, check_wire
+from gossamer.codecs.wire import Wire, check_wire, narrowed
 from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Dissemination, Topology
 from gossamer.state import State
@@ -73,11 +72,11 @@ class Gossip(Meeting):
         return every(self.every, lag=self.lag, topology=self.topology, ahead=self.ahead)
 
     def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return wire_codec(self.wire).wire_dtype(dtype)
+        return narrowed(dtype, self.wire)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
         partners = self.topology.at(ctx.step // self.every, ctx.world).permutations
-        message = narrowed_message(bucket, wire_codec(self.wire).wire_dtype(bucket.layout.dtype))
+        message = narrowed_message(bucket, narrowed(bucket.layout.dtype, self.wire))
         handles = []
         for number, permutation in enumerate(partners):
             place = bucket.scratch(f"received {number}", message.dtype)

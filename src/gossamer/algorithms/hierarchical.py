@@ -157,7 +157,6 @@ class Hierarchical(Algorithm, register=False):
             if not self.outer.cadence.due(ctx.step):
                 return mean
             mean = mean * (len(node) / most) if uneven else mean
-            state.withdraw(mean)  # finite or not on this machine, the mean over all of them may be written there
         if ctx.rank != node[0]:
             return (yield from within(broadcast(torch.empty_like(bucket.flat, dtype=dtype)), node))
         flow = self.outer.exchange(bucket.holding(mean), state.scoped(OUTER), inside(ctx, leaders))

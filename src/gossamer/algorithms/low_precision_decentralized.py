@@ -94,8 +94,8 @@ class LowPrecisionDecentralized(Meeting):
         for number, handle in enumerate(handles):
             memories.append(self._follow(f"{FROM} {number}", (yield wait(handle)), weights, state, first))
             add_difference(memories[-1][0], own, rate, delta, fresh=False)
-        # What is not finite is in the result; in a replica it would stay for ever. Whoever else keeps this replica has the same
-        # bits, now and before, and so goes back to the same.
+        # What is not finite is in the result; in a replica it would stay for ever. Peers that keep this replica have the
+        # same bits, now and before, and go back to the same.
         leave_out(torch.linalg.vector_norm(delta if handles else own), memories)
         return bucket.flat.copy_(delta)
 

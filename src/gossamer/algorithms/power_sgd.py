@@ -73,9 +73,9 @@ class PowerSGD(Lossy):
         if ctx.world == 1:
             return (yield from self.among_one(bucket, state, ctx))
         flat = wide(bucket.flat)
-        owed = state.get(RESIDUAL)
+        unsent = state.get(RESIDUAL)
         rest, result = turn_over(bucket, flat, state, self.residual)
-        wanted = flat if owed is None else flat.add_(owed)
+        wanted = flat if unsent is None else flat.add_(unsent)
         thin = [segment for segment in bucket.segments if self.shrinks(segment.shape)]
         exact = [segment for segment in bucket.segments if not self.shrinks(segment.shape)]
         matrices = [matrix(segment, wanted) for segment in thin]

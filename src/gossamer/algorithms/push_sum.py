@@ -13,8 +13,7 @@ from gossamer.algorithms.base import Context
 from gossamer.algorithms.blocks.meeting import Meeting
 from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
-from gossamer.codecs.cast import wire_codec
-from gossamer.codecs.wire import Wire, check_wire
+from gossamer.codecs.wire import Wire, check_wire, narrowed
 from gossamer.comm.digraph import digraph
 from gossamer.comm.ops import Flow, Push, start, wait
 from gossamer.comm.topology import OnePeerExponential, Pattern
@@ -69,7 +68,7 @@ class PushSum(Meeting):
         targets = len(graph.destinations(ctx.rank))
         weights = wide(bucket.flat)
         total, weight = self._with_the_update(weights, state, state.fresh(SUM, weights))
-        message = bucket.scratch("sent", wire_codec(self.wire).wire_dtype(total.dtype))
+        message = bucket.scratch("sent", narrowed(total.dtype, self.wire))
         torch.div(total, targets + 1, out=message)
         share = (weight / (targets + 1)).reshape(1)
         sums = yield start(Push(message, graph))

@@ -59,7 +59,7 @@ class ScatterReduce(Lossy):
             return (yield from self.among_one(bucket, state, ctx))
         flat = wide(bucket.flat)
         feedback = Feedback(self.worker_feedback, self.server_feedback)
-        owed = state.get(RESIDUAL) if feedback.any else None
+        unsent = state.get(RESIDUAL) if feedback.any else None
         rest: Tensor | None
         if feedback.all:
             rest, mean = turn_over(bucket, flat, state, self.residual)
@@ -68,11 +68,7 @@ class ScatterReduce(Lossy):
             if feedback.any:
                 rest = state.fresh(RESIDUAL, flat, narrowed(flat.dtype, self.residual))
             mean = bucket.fresh() if flat is bucket.flat else torch.empty_like(flat)
-        witnesses = yield from scatter_reduce(
-            flat, owed, self.codec, ctx, bucket.index, mean, rest, feedback, self.gather_below
-        )
+        yield from scatter_reduce(flat, unsent, self.codec, ctx, bucket.index, mean, rest, feedback, self.gather_below)
         if rest is not None:
             state[RESIDUAL] = rest
-            if witnesses and flat is bucket.flat:  # narrower means may overflow
-                state.vouch(witnesses, mean, rest)
         return mean.to(bucket.flat.dtype)

@@ -1,7 +1,7 @@
 """Codecs: what is on the wire. A codec is what one worker can do alone: encode, decode, state its error."""
 
 from gossamer.codecs.base import Codec
-from gossamer.codecs.cast import Cast, wire_codec
+from gossamer.codecs.cast import Cast
 from gossamer.codecs.error_feedback import ErrorFeedback
 from gossamer.codecs.kernels import chunk_norms
 from gossamer.codecs.quantize import Quantize
@@ -19,5 +19,4 @@ __all__ = [
     "TopChunks",
     "TopK",
     "chunk_norms",
-    "wire_codec",
 ]

@@ -67,13 +67,6 @@ class Codec(ABC):
         """Add what a payload stands for to ``total``, in place."""
         total.add_(self.decode(payload, total.numel(), total.dtype))
 
-    def witness(self, payload: Tensor, numel: int) -> Tensor | None:
-        """Numbers that are all finite exactly if everything is that ``payload`` decodes to; None: decode it and look.
-
-        What cannot be seen there does not exist: the search for what is not finite need not read the whole result.
-        """
-        return None
-
     def send(self, tensor: Tensor, state: State, key: str, seed: int = 0) -> Tensor:
         """The payload of ``tensor``, with whatever the codec remembers under ``key``; plain codecs remember nothing."""
         return self.encode(tensor, seed)

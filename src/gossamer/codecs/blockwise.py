@@ -66,9 +66,6 @@ class Blockwise(Codec):
         else:
             super().add_decoded(payload, total)
 
-    def witness(self, payload: Tensor, numel: int) -> Tensor | None:
-        return self.blocks.split(payload, numel)[0]
-
 
 def _as_kernels_take(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.is_contiguous()

@@ -38,8 +38,3 @@ class Cast(Codec):
             return torch.zeros_like(tensor)
         info = torch.finfo(narrow)
         return tensor.abs() * (info.eps / 2) + info.smallest_normal * info.eps
-
-
-def wire_codec(wire: Wire) -> Cast:
-    """The codec for an algorithm's ``wire`` field."""
-    return Cast(wire=wire)

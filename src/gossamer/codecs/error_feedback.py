@@ -65,14 +65,11 @@ class ErrorFeedback(Codec):
     def add_decoded(self, payload: Tensor, total: Tensor) -> None:
         self.codec.add_decoded(payload, total)
 
-    def witness(self, payload: Tensor, numel: int) -> Tensor | None:
-        return self.codec.witness(payload, numel)
-
     def send(self, tensor: Tensor, state: State, key: str, seed: int = 0) -> Tensor:
-        flat, owed = wide(tensor), state.get(key)
-        if owed is not None and owed.dtype.itemsize > flat.dtype.itemsize:
-            owed = owed.to(flat.dtype)
+        flat, unsent = wide(tensor), state.get(key)
+        if unsent is not None and unsent.dtype.itemsize > flat.dtype.itemsize:
+            unsent = unsent.to(flat.dtype)
         rest = state.fresh(key, flat, narrowed(flat.dtype, self.residual))
-        payload = self.codec.encode_keeping(flat, owed, seed, rest)
+        payload = self.codec.encode_keeping(flat, unsent, seed, rest)
         state[key] = rest
         return payload

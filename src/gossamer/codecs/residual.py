@@ -54,6 +54,6 @@ def add_to(residual: Tensor, more: Tensor, seed: int) -> None:
         residual.add_(more)
         return
     memory = residual.as_strided((residual.numel(),), (1,))
-    owed = memory.to(more.dtype)
-    owed.as_strided(residual.shape, residual.stride()).add_(more)
-    keep(owed, memory, seed)
+    unsent = memory.to(more.dtype)
+    unsent.as_strided(residual.shape, residual.stride()).add_(more)
+    keep(unsent, memory, seed)

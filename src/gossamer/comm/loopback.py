@@ -2,7 +2,7 @@
 
 One thread per rank, exactly one of them running at a time. The baton is passed only where a rank waits for others, and
 the state of the random number generators travels with it, so a run is deterministic and each rank draws the numbers
-it would draw in a process of its own. Ranks that disagree raise at once; ranks that wait for each other in vain, too.
+it would draw in a process of its own. Ranks that disagree raise immediately; ranks that wait for each other in vain, too.
 """
 
 import threading

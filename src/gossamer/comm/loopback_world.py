@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-import torch
 from torch import Tensor
 
-from gossamer.comm import ops
 from gossamer.comm.calls import differing, left_alone
 from gossamer.comm.generators import Turns
+from gossamer.comm.operations import carry_out
 from gossamer.comm.ops import Group, Op
 from gossamer.errors import CommunicationError, ConfigurationError, DisagreementError, GossamerError, UsageError
 
@@ -221,25 +220,3 @@ class World:
         if isinstance(self.failure, DisagreementError | UsageError):
             return type(self.failure)(str(self.failure))
         return CommunicationError(f"rank {rank} gave up: another rank failed: {self.failure!r}")
-
-
-def carry_out(brought: list[Op]) -> list[Tensor]:
-    """What every rank receives when these operations (one per rank, of one kind) meet."""
-    first, tensors = brought[0], [op.tensor for op in brought]
-    if isinstance(first, ops.AllReduce):
-        total = torch.stack(tensors).sum(0, dtype=first.tensor.dtype) if first.reduce == "sum" else torch.stack(tensors).amax(0)
-        return [tensor.copy_(total) for tensor in tensors]
-    if isinstance(first, ops.Broadcast):
-        origin = tensors[first.source].clone()
-        return [tensor.copy_(origin) for tensor in tensors]
-    if isinstance(first, ops.Permute):
-        return [tensors[first.permutation.source(rank)].clone() for rank in range(len(tensors))]
-    if isinstance(first, ops.Push):
-        sources = [first.graph.sources(rank) for rank in range(len(tensors))]
-        nothing = first.tensor.new_empty((0, *first.tensor.shape))
-        return [torch.stack([tensors[source] for source in each]) if each else nothing for each in sources]
-    if isinstance(first, ops.AllToAll):
-        return [torch.stack([tensor[rank] for tensor in tensors]) for rank in range(len(tensors))]
-    if isinstance(first, ops.AllGather):
-        return [torch.stack(tensors) for _ in tensors]
-    raise TypeError(f"the loopback runner does not know {first}")

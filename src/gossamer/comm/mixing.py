@@ -25,7 +25,7 @@ def checked(topology: Pattern, step: int, world: int) -> Edges:
 
 
 def check_pattern(topology: Pattern, world: int) -> None:
-    """Raise ConfigurationError unless the first cycle of a topology is what algorithms count on: looked at once, not in
+    """Raise ConfigurationError unless the first cycle of a topology is what algorithms count on: checked one time, not in
     every step."""
     cycle: object = topology.cycle(world)
     if not is_whole(cycle, 1):

@@ -5,6 +5,7 @@ Ownership: from its start until its result arrives the tensor of an operation be
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -82,7 +83,36 @@ class AllReduce(Op):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Permute(Op):
+class Messages(Op):
+    """Every rank sends one message of one size to each of some ranks, all concurrently."""
+
+    to_all: ClassVar[bool] = False
+    """Whether every rank sends to every other one."""
+
+    def outgoing(self, rank: int, world: int) -> list[tuple[int, Tensor]]:
+        """What ``rank`` sends: destinations (itself may be one), and what goes there."""
+        raise NotImplementedError
+
+    def incoming(self, rank: int, world: int, result: Tensor) -> list[tuple[int, Tensor]]:
+        """Where in its ``result`` the message of each source goes."""
+        return list(enumerate(result))
+
+    def most(self, world: int) -> int:
+        """Messages of the rank that sends, or receives, most."""
+        return world - 1
+
+    def message_bytes(self, world: int) -> int:
+        """Size of one message."""
+        return self.nbytes
+
+    def traffic(self, world: int) -> Traffic:
+        """Priced at the rank that sends, or receives, most."""
+        most = self.most(world)
+        return Traffic(most * self.message_bytes(world), min(1, most))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Permute(Messages):
     """Every rank sends its tensor along a permutation and receives one of the same shape; in ``into``, if that is given
     and the runner has use for it."""
 
@@ -90,9 +120,14 @@ class Permute(Op):
     permutation: Permutation
     into: Tensor | None = None
 
-    def traffic(self, world: int) -> Traffic:
-        """One message; none where every rank is its own partner."""
-        return Traffic(0, 0) if self.permutation.to == tuple(range(world)) else Traffic(self.nbytes, 1)
+    def outgoing(self, rank: int, world: int) -> list[tuple[int, Tensor]]:
+        return [(self.permutation.destination(rank), self.tensor)]
+
+    def incoming(self, rank: int, world: int, result: Tensor) -> list[tuple[int, Tensor]]:
+        return [(self.permutation.source(rank), result)]
+
+    def most(self, world: int) -> int:
+        return int(self.permutation.to != tuple(range(world)))
 
     def sent(self, world: int, rank: int) -> Traffic:
         """Nothing where it has a bye."""
@@ -106,17 +141,21 @@ class Permute(Op):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Push(Op):
+class Push(Messages):
     """Every rank sends its tensor along its edges of ``graph``; the result stacks what came, in order of the senders:
     ``(number of senders, *shape)``."""
 
     name: ClassVar[str] = "push"
     graph: Digraph
 
-    def traffic(self, world: int) -> Traffic:
-        """Priced at the rank that sends, or receives, most; all messages at once."""
-        most = self.graph.most_messages
-        return Traffic(most * self.nbytes, min(1, most))
+    def outgoing(self, rank: int, world: int) -> list[tuple[int, Tensor]]:
+        return [(to, self.tensor) for to in self.graph.destinations(rank)]
+
+    def incoming(self, rank: int, world: int, result: Tensor) -> list[tuple[int, Tensor]]:
+        return list(zip(self.graph.sources(rank), result, strict=True))
+
+    def most(self, world: int) -> int:
+        return self.graph.most_messages
 
     def sent(self, world: int, rank: int) -> Traffic:
         targets = len(self.graph.destinations(rank))
@@ -130,25 +169,28 @@ class Push(Op):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AllToAll(Op):
+class AllToAll(Messages):
     """Row ``j`` of a ``(world, n)`` tensor goes to rank ``j``; row ``i`` of the result came from rank ``i``."""
 
     name: ClassVar[str] = "all_to_all"
+    to_all: ClassVar[bool] = True
 
-    def traffic(self, world: int) -> Traffic:
-        """(p−1)/p of the tensor; all messages at once."""
-        return Traffic(self.nbytes * (world - 1) // world, min(1, world - 1))
+    def outgoing(self, rank: int, world: int) -> list[tuple[int, Tensor]]:
+        return list(enumerate(self.tensor))
+
+    def message_bytes(self, world: int) -> int:
+        return self.nbytes // world
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AllGather(Op):
+class AllGather(Messages):
     """Every rank receives a ``(world, *shape)`` tensor whose row ``i`` is the tensor of rank ``i``."""
 
     name: ClassVar[str] = "all_gather"
+    to_all: ClassVar[bool] = True
 
-    def traffic(self, world: int) -> Traffic:
-        """p−1 times the tensor; all messages at once."""
-        return Traffic(self.nbytes * (world - 1), min(1, world - 1))
+    def outgoing(self, rank: int, world: int) -> list[tuple[int, Tensor]]:
+        return [(to, self.tensor) for to in range(world)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,3 +229,23 @@ def result_like(op: Op, world: int, rank: int = 0) -> Tensor:
         return op.tensor.new_empty((len(op.graph.sources(rank)), *op.tensor.shape))
     shape = (world, *op.tensor.shape) if isinstance(op, AllGather) else op.tensor.shape
     return torch.empty(shape, dtype=op.tensor.dtype, device=op.tensor.device)
+
+
+def carry_out(brought: Sequence[Op]) -> list[Tensor]:
+    """What every rank receives when these operations (one per rank, of one kind) meet."""
+    first, tensors = brought[0], [op.tensor for op in brought]
+    if isinstance(first, AllReduce):
+        total = torch.stack(tensors).sum(0, dtype=first.tensor.dtype) if first.reduce == "sum" else torch.stack(tensors).amax(0)
+        return [tensor.copy_(total) for tensor in tensors]
+    if isinstance(first, Broadcast):
+        origin = tensors[first.source].clone()
+        return [tensor.copy_(origin) for tensor in tensors]
+    if not isinstance(first, Messages):
+        raise TypeError(f"no runner knows {first}")
+    world = len(brought)
+    sent = [dict(op.outgoing(rank, world)) for rank, op in enumerate(brought)]  # type: ignore[attr-defined]
+    results = [result_like(op, world, rank) for rank, op in enumerate(brought)]
+    for rank, result in enumerate(results):
+        for source, place in first.incoming(rank, world, result):
+            place.copy_(sent[source][rank])
+    return results

@@ -3,8 +3,8 @@
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.device import on_host
-from gossamer.comm.flow import Port, drive
-from gossamer.comm.ops import AllReduce, Broadcast, Decide, Flow, Group, Op, Push, maximum, result_like
-from gossamer.comm.profiling import shown
-from gossamer.errors import PeerLeftError
+from gossamer.comm.flow import Port, drive, shown
+from gossamer.comm.operations import carry_out
+from gossamer.comm.ops import AllReduce, Broadcast, Decide, Flow, Group, Op, maximum
+from gossamer.errors import CommunicationError, GossamerError, PeerLeftError
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class Ticket(Generic[T]):
         self.result: T | None = None
         self.error: BaseException | None = None
         self.event: Any = None
-        """On a device: comes when it has done what the flow issued. Whoever reads the result makes its stream wait for it."""
+        """On a device: comes when it has done what the flow issued. The reader of the result makes its stream wait for it."""
 
     def carry_out(self, make_flow: Callable[[], Flow[T]], port: Port, stream: Any = None) -> None:
         """Run the flow to its end, on a stream of a device if there is one, keeping its result or its error."""
@@ -159,7 +159,7 @@ class Runner(ABC):
         """
 
     def arrived(self, ticket: Ticket[Any]) -> bool:
-        """Whether a flow has ended, well or not: whether :meth:`wait` returns at once."""
+        """Whether a flow has ended, well or not: whether :meth:`wait` returns immediately."""
         return ticket.wait(0.0)
 
     def run(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = CONTROL) -> T:
@@ -210,6 +210,31 @@ class Runner(ABC):
         """Leave. Ranks that still wait for this one are told; after an alarm (not ``graceful``) they have been."""
 
 
+@contextmanager
+def alarming(runner: Runner) -> Iterator[None]:
+    """Tell the other ranks about an error of this rank's own."""
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except Exception as error:
+        runner.alarm(in_words(runner.rank, error))
+        raise
+
+
+def give_up(runner: Runner, error: BaseException) -> None:
+    """Leave because of an error, which the other ranks are told of."""
+    runner.alarm(in_words(runner.rank, error))
+    runner.close(graceful=False)
+
+
+def in_words(rank: int, error: BaseException) -> str:
+    """The text of an alarm. Errors of gossamer name their rank by themselves."""
+    if isinstance(error, GossamerError):
+        return str(error)
+    return f"rank {rank}: {type(error).__name__}: {error}".removesuffix(": ")
+
+
 class LocalPort:
     """A port for a world of one: every operation is its own result."""
 
@@ -229,10 +254,7 @@ class LocalPort:
 
 def alone(op: Op) -> Tensor:
     """What an operation gives in a world of one: as elsewhere, the tensor itself only where the operation works in place."""
-    if isinstance(op, AllReduce | Broadcast):
-        return op.tensor
-    result = result_like(op, 1)
-    return result if isinstance(op, Push) else result.copy_(op.tensor)
+    return op.tensor if isinstance(op, AllReduce | Broadcast) else carry_out([op])[0]
 
 
 class InlineRunner(Runner):

@@ -1,9 +1,9 @@
-"""Answering: what a rank that waits for samples does meanwhile for those that wait for its weights."""
+"""Answering: what a rank that waits for samples does meanwhile for ranks that wait for its weights."""
 
 from collections.abc import Callable
 from typing import Protocol
 
-from gossamer.engine.lagging import patiently
+from gossamer.engine.lagging import after_grace
 
 
 class Answering(Protocol):
@@ -15,7 +15,7 @@ class Answering(Protocol):
 
 def answering(replica: Answering) -> Callable[[], bool]:
     """What to do during a wait. It is not what is waited for: the wait ends with its timeout all the same."""
-    answer = patiently(replica.answer)
+    answer = after_grace(replica.answer)
 
     def meanwhile() -> bool:
         answer()

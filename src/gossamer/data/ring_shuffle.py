@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from gossamer.comm.connect import connect
 from gossamer.comm.ops import permute
-from gossamer.comm.runner import Ticket, lane_for
+from gossamer.comm.runner import Ticket, alarming, give_up, lane_for
 from gossamer.comm.topology import shift
 from gossamer.data.answering import Answering, answering
 from gossamer.data.collation import collated_again
@@ -22,11 +22,10 @@ from gossamer.data.options import Options, place_in
 from gossamer.data.shares import batches_in, drawn
 from gossamer.data.table import Layout
 from gossamer.engine.agreement import agree
-from gossamer.engine.alarms import alarming, give_up
 from gossamer.errors import UsageError
 
 UNDER_WAY = 4
-"""Batches that may travel at once: what arrives is needed in the next local epoch only, so a neighbour may be late."""
+"""Batches that may travel concurrently: what arrives is needed in the next local epoch only, so a neighbour may be late."""
 
 
 class RingShuffle(IterableDataset[Any]):
@@ -78,7 +77,7 @@ class RingShuffle(IterableDataset[Any]):
             a sample of a share of n, of which m are used, is used ⌊k·m/n⌋ or ⌈k·m/n⌉ times (with ``mix``: on average).
         timeout: seconds (or a ``timedelta``) that an exchange may take; the process group's by default.
         replica: of the model that is trained with these samples, if its exchanges may lag (``lag=``): while this rank waits
-            for samples, it goes on answering those that wait for its weights.
+            for samples, it goes on answering ranks that wait for its weights.
 
     Raises:
         ConfigurationError: on every rank, if an option is out of range; if a share is empty, smaller than a batch, or too

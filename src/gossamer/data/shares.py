@@ -19,7 +19,7 @@ def cut(size: int, batches: int, batch_size: int) -> list[int]:
 
 
 def in_full(order: Tensor, batches: int, batch_size: int) -> tuple[Tensor, ...]:
-    """``order`` (the numbers of samples) in ``batches`` full batches; behind each, its part of those that are left over."""
+    """``order`` (the numbers of samples) in ``batches`` full batches; behind each, its part of the remaining ones."""
     used = batches * batch_size
     pairs = zip(order[:used].split(batch_size), order[used:].tensor_split(batches), strict=True)
     return tuple(torch.cat(pair) for pair in pairs)

@@ -133,7 +133,7 @@ def _from_columns(columns: Any, chosen: Sequence[int]) -> Table:
 
 
 def _from_items(dataset: Any, chosen: Sequence[int]) -> Table:
-    """Each item becomes a row at once, so that the samples are in memory only once."""
+    """Each item becomes a row when it is read, so that the samples are in memory only once."""
     layout, rows = _flattened(dataset[chosen[0]])[0], torch.empty(0)
     for row, index in enumerate(chosen):
         own, content = _flattened(dataset[index])

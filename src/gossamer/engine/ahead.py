@@ -19,17 +19,12 @@ class Ahead:
 
     def __init__(self) -> None:
         self._places: dict[int, list[Tensor | None]] = {}
-        """By bucket, where its members are remembered; None for those that are sent as they are."""
+        """By bucket, where its members are remembered; None where it is sent as it is."""
         self._remembered: set[int] = set()
 
     def forget(self) -> None:
         """Buckets are others now."""
-        self._places = {}
-        self.drop()
-
-    def drop(self) -> None:
-        """What is remembered is of an update that is over."""
-        self._remembered = set()
+        self._places, self._remembered = {}, set()
 
     def remember(self, bucket: Bucket, members: Sequence[Tensor]) -> None:
         """An update is about to be made of ``members``, the tensors that the bucket is made of."""
@@ -48,6 +43,7 @@ class Ahead:
         if bucket.index in self._remembered:
             _move_beyond(*self._weights(bucket, members), by)
             places = self._places[bucket.index]
+            self._remembered.discard(bucket.index)
             members = [member if place is None else place for place, member in zip(places, members, strict=True)]
         pack(bucket, members)
 

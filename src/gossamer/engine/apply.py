@@ -49,22 +49,20 @@ def pack(bucket: Bucket, members: Sequence[Tensor]) -> None:
         torch._foreach_copy_(bucket.views, list(members))
 
 
-def apply(members: Sequence[Tensor], result: Tensor | Difference, bucket: Bucket) -> None:
-    """Add what an exchange brought to ``members``, the tensors that the bucket was packed from.
-
-    ``result``: a flat tensor, whose memory the bucket may use again, or a difference of messages.
-    """
-    if isinstance(result, Tensor):
-        torch._foreach_add_(list(members), bucket.split(result))
-        bucket.recycle(result)
-    elif result.theirs and not _apply_compiled(members, result, bucket):
-        total = result.into(momentary(bucket.flat.numel(), bucket.layout.dtype, bucket.layout.device))
+def apply(members: Sequence[Tensor], difference: Difference, bucket: Bucket) -> None:
+    """Add what an exchange brought to ``members``, the tensors that the bucket was packed from. The bucket may use the memory
+    of a tensor again that came without a message of its own."""
+    if difference.mine is None:
+        torch._foreach_add_(list(members), bucket.split(difference.theirs[0]))
+        bucket.recycle(difference.theirs[0])
+    elif difference.theirs and not _apply_compiled(members, difference, difference.mine, bucket):
+        total = difference.into(momentary(bucket.flat.numel(), bucket.layout.dtype, bucket.layout.device))
         torch._foreach_add_(list(members), bucket.split(total))
 
 
-def _apply_compiled(members: Sequence[Tensor], difference: Difference, bucket: Bucket) -> bool:
+def _apply_compiled(members: Sequence[Tensor], difference: Difference, mine: Tensor, bucket: Bucket) -> bool:
     """Add one partner's message in one pass over the host's memory, to the same bits as without; whether that could be."""
-    dtype, message = bucket.layout.dtype, difference.mine.dtype
+    dtype, message = bucket.layout.dtype, mine.dtype
     few = bucket.flat.numel() < MANY or torch.get_num_threads() <= FEW_THREADS
     if len(difference.theirs) > 1 or (dtype, message) not in _COMPILED or not few or not _lie_as_packed(members, bucket):
         return False
@@ -77,8 +75,8 @@ def _apply_compiled(members: Sequence[Tensor], difference: Difference, bucket: B
     columns = np.array(rows, np.int64).reshape(-1, 3).T.copy()
     narrow = message == torch.bfloat16
     shown, add = (torch.int16, loops.add_bf16_difference) if narrow else (dtype, loops.add_difference)
-    theirs, mine = (each.view(shown).numpy() for each in (difference.theirs[0], difference.mine))
-    add(*columns, theirs, mine, (np.float64 if dtype == torch.float64 else np.float32)(difference.share))
+    there, here = (each.view(shown).numpy() for each in (difference.theirs[0], mine))
+    add(*columns, there, here, (np.float64 if dtype == torch.float64 else np.float32)(difference.share))
     increment_version(list(members))  # autograd does not see what is written to an address
     return True
 

@@ -32,7 +32,7 @@ def check_arguments(model: Any, optimizer_or_optimizers: Any, algorithm: Any, sc
     own = set(map(id, named_parameters(model).values()))
     if any(id(parameter) not in own for optimizer in communicating for parameter in held_by(optimizer)):
         raise ConfigurationError(
-            f"{type(communicating[0]).__name__} communicates for all parameters that it holds: give those that are ignored to "
+            f"{type(communicating[0]).__name__} communicates for all parameters that it holds: give the ignored ones to "
             "another replica's optimizer, or to one that gossamer does not see"
         )
     if communicating and any(map(is_sharded, named_parameters(model).values())):
@@ -124,7 +124,7 @@ def check_synchronize(
 
 
 def check_overlap(algorithm: Algorithm, optimizers: Sequence[Optimizer], scaler: Any, model: nn.Module) -> None:
-    """Refuse what needs all gradients at once, or has none to wait for."""
+    """Refuse what needs all gradients together, or has none to wait for."""
     reasons = {
         f"{type(optimizers[0]).__name__} communicates by itself": isinstance(optimizers[0], Communicating),
         f"{algorithm!r} moves weights, which travel beside the next forward and backward pass anyway": (

@@ -1,12 +1,14 @@
 """Bucket states: what an algorithm remembers about the buckets of one plan, and about their steps."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from gossamer.algorithms.blocks.momentum_all_reduce import MOMENTUM
 from gossamer.buckets import Bucket
+from gossamer.comm.ops import Flow
+from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.engine.unsent import INHERITED
 from gossamer.memory import wide
 from gossamer.state import RESIDUAL, WHOLE, State, named
@@ -20,13 +22,12 @@ _STEP = "step "
 
 
 class BucketStates:
-    """A state for each bucket, in the plan's order, and one for the steps of each group of buckets of one handler.
+    """A state for each bucket, in the plan's order, and one for the steps of each group of buckets of one handler."""
 
-    ``complete`` waits for the flows that still write to them; it is called before they are read or replaced by name.
-    """
-
-    def __init__(self, complete: Callable[[], None]) -> None:
-        self._complete = complete
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._later: list[tuple[Ticket[None], list[tuple[State, State]]]] = []
+        """Flows that still write, and the states that take what they write, each with the one that they write to."""
         self._buckets: list[Bucket] = []
         self._of_buckets: list[State] = []
         self.of_steps: dict[str, State] = {}
@@ -45,26 +46,46 @@ class BucketStates:
 
     def adopt(self, buckets: list[Bucket]) -> None:
         """Be the states of ``buckets``, carrying over by parameter name what was remembered about others."""
+        self.commit()
         kept, extras = self.by_name(), of_any_plan(self.extras_by_name())
         self._buckets = buckets
         for bucket in buckets:
             self.of_steps.setdefault(bucket.layout.group, State(torch.zeros(())))
         self.load_by_name(kept, extras)
 
+    def write_later(self, flow: Flow[None], label: str, states: Iterable[tuple[State, State]]) -> None:
+        """Start a flow that writes to the second of each pair of ``states``; the first one will take it."""
+        self._later.append((self._runner.submit(lambda: flow, label, CONTROL), list(states)))
+
+    @property
+    def completing(self) -> bool:
+        """Whether :meth:`complete` has anything to wait for."""
+        return bool(self._later)
+
+    def complete(self) -> None:
+        """Wait for the flows that still write, and take what they wrote. It is not committed by that."""
+        flows, self._later = self._later, []
+        for ticket, states in flows:
+            self._runner.wait(ticket)
+            for state, later in states:
+                state.take(later)
+
     @property
     def changed(self) -> bool:
         """Whether anything was written, or is to be dropped, since the last commit."""
         return any(state.changed for state in self.all())
 
-    def commit(self, revocable: bool) -> None:
-        """Keep what the flows wrote; ``revocable``: :meth:`undo` may still forget it."""
-        for state in self.all():
+    def commit(self, indices: Iterable[int] | None = None) -> None:
+        """Keep what the flows wrote; ``indices``: of these buckets, and of their steps."""
+        self.complete()
+        for state in self._states_of(indices):
             if not state.at_rest:
-                state.commit(revocable)
+                state.commit()
 
-    def rollback(self) -> None:
-        """Drop what the flows wrote."""
-        for state in self.all():
+    def rollback(self, indices: Iterable[int] | None = None) -> None:
+        """Drop what the flows wrote, and will write; ``indices``: as for :meth:`commit`, where no flow writes any more."""
+        self._later = [(ticket, []) for ticket, _ in self._later]
+        for state in self._states_of(indices):
             state.rollback()
 
     def keep_where(self, broken: Tensor) -> None:
@@ -75,7 +96,7 @@ class BucketStates:
     @property
     def remembers(self) -> bool:
         """Whether anything is kept per element."""
-        return any(state.flats.kept or state.flats.before for state in self._of_buckets)
+        return any(state.items() for state in self._of_buckets)
 
     def rescale(self, factor: Tensor) -> None:
         """Gradients are ``factor`` (one number) times as large from now on: residuals and momenta become so too."""
@@ -83,7 +104,7 @@ class BucketStates:
             return
         for state in self._of_buckets:
             for name in (RESIDUAL, MOMENTUM):
-                for kept in named(name, state.flats.kept) + named(name, state.flats.before):
+                for kept in named(name, state.flats.kept) + named(name, state.flats.draft):
                     largest = torch.finfo(kept.dtype).max
                     kept.copy_((wide(kept) * factor.to(kept.device)).clamp(-largest, largest))
 
@@ -91,58 +112,45 @@ class BucketStates:
         """Those of the buckets, then those of the steps."""
         return [*self._of_buckets, *self.of_steps.values()]
 
-    def confirm(self, names: Set[str]) -> None:
-        """The results that exchanges had for these parameters are used: what was remembered of them stays."""
-        for state in self._states_of(names):
-            state.confirm()
-
-    def undo(self, names: Set[str]) -> None:
-        """The results that exchanges had for these parameters since the last :meth:`confirm` are not going to be used: remember
-        what was remembered of them then."""
-        for state in self._states_of(names):
-            state.undo()
-
-    def _states_of(self, names: Set[str]) -> Iterator[State]:
-        """Of the buckets with these parameters, and of their steps. No bucket that remembers anything holds others, too."""
-        for bucket, state in zip(self._buckets, self._of_buckets, strict=True):
-            if any(segment.name in names for segment in bucket.segments):
-                yield from (state, self.of_steps[bucket.layout.group])
+    def _states_of(self, indices: Iterable[int] | None) -> Iterable[State]:
+        """Of these buckets, and of their steps; None: all."""
+        if indices is None:
+            return self.all()
+        return [state for i in indices for state in (self._of_buckets[i], self.of_steps[self._buckets[i].layout.group])]
 
     def drafts(self) -> list[Tensor]:
         """What the flows wrote and is not yet kept."""
         return [tensor for state in self.all() for tensor in state.drafts()]
 
-    def by_name(self, confirmed: bool = False) -> Kept:
-        """The elementwise state: tensors in the shape of their parameters. ``confirmed``: what :meth:`undo` would keep."""
-        self._complete()
+    def by_name(self) -> Kept:
+        """The elementwise state that is kept: tensors in the shape of their parameters."""
         kept: Kept = {}
         for bucket, state in zip(self._buckets, self._of_buckets, strict=True):
-            for key, flat in state.flats.items(confirmed):
+            for key, flat in state.flats.kept.items():
                 kept.setdefault(key, {}).update(zip(bucket.layout.names, bucket.split(flat), strict=True))
         return kept
 
     def residual_share(self, sent: Sequence[Tensor] = ()) -> tuple[float, float]:
         """Squared L2 norms: of all residuals, and of ``sent``, or what the buckets hold (at a step's end, the gradients).
         Without any: 0."""
-        residuals = [flat for state in self._of_buckets for flat in named(RESIDUAL, state.flats.kept)]
+        residuals = [flat for state in self._of_buckets for flat in named(RESIDUAL, state.flats.current())]
         if not residuals:
             return 0.0, 0.0
         return _squared(residuals), _squared(list(sent) or [bucket.flat for bucket in self._buckets])
 
-    def extras_by_name(self, confirmed: bool = False) -> Kept:
-        """Everything else: by key, or by bucket and key; then by parameter. ``confirmed``: what :meth:`undo` would keep."""
-        self._complete()
+    def extras_by_name(self) -> Kept:
+        """Everything else that is kept: by key, or by bucket and key; then by parameter."""
         kept: Kept = {}
         for index, state in enumerate(self._of_buckets):
-            for (key, owner), value in state.extras.items(confirmed):
+            for (key, owner), value in state.extras.kept.items():
                 kept.setdefault(f"{_BUCKET}{index}: {key}" if owner == WHOLE else key, {})[owner] = value
         for group, state in self.of_steps.items():
-            kept |= {f"{_STEP}{group}: {key}": {WHOLE: value} for key, value in state.flats.items(confirmed)}
+            kept |= {f"{_STEP}{group}: {key}": {WHOLE: value} for key, value in state.flats.kept.items()}
         return kept
 
     def load_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`by_name` and :meth:`extras_by_name` returned, whatever the plan is now."""
-        self._complete()
+        self.complete()
         self.inherits = INHERITED in kept
         self._of_buckets = [State(bucket.flat) for bucket in self._buckets]
         for bucket, state in zip(self._buckets, self._of_buckets, strict=True):

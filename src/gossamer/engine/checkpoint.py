@@ -117,7 +117,7 @@ def collect(
         for key, tensors in sync.state_by_name().items():
             own.setdefault(prefix + key, {}).update(tensors)
     if gradients is not None:
-        own |= gradients.exchange.states.by_name(confirmed=True)
+        own |= gradients.exchange.states.by_name()
         order = gradients.exchange.order if gradients.arranged else None
         plan = gradients.next_plan.to_dict() | {"learned": gradients.learned, "order": order}
     extras = [gradients.extras_to_save() if sync is gradients else sync.exchange.states.extras_by_name() for sync in syncs]
@@ -225,7 +225,7 @@ def _entries(
         )
     if regrouped:
         own = _share_of_all(state, runner, algorithm)
-    # Whoever speaks for a machine now may have spoken for none, and has not what the others would go on with.
+    # A leader of now may have led no node before, and has not what the others would go on with.
     anew = others or (regrouped and algorithm.traits.nodes)
     travels = [isinstance(sync, WeightSync) for sync in _syncs(gradients, weights)]
     if any(travels):
@@ -237,7 +237,7 @@ def _share_of_all(state: Mapping[str, Any], runner: Runner, algorithm: Algorithm
     """This rank's share of what other ranks, or as many on other machines, kept per element."""
     saved, now = int(state["world"]), runner.world
     machines, before = _machines(runner, repr(algorithm)), _machines_then(state)
-    # What the speaker of a machine owes counts as often as there are workers on the largest machine.
+    # The residual of a node's leader counts as often as there are workers on the largest machine.
     speakers = max(map(len, before)) / max(map(len, machines))
     own = _shared_out([own_of(state, each).kept for each in range(runner.rank, saved, now)], now / saved, speakers)
     own = {key: tensors for key, tensors in own.items() if not key.endswith(MOMENTUM)}

@@ -26,7 +26,7 @@ IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def named_parameters(model: nn.Module) -> dict[str, Parameter]:
-    """All parameters by name, but those that are ignored, shared (tied) ones once; names as in the uncompiled model."""
+    """All parameters by name, without ignored ones, shared (tied) ones once; names as in the uncompiled model."""
     left = getattr(model, IGNORED, ())
     return {name: p for key, p in model.named_parameters() if (name := uncompiled(key)) not in left}
 
@@ -232,7 +232,7 @@ def _some(names: Sequence[str]) -> str:
 class Watch(Subscriber):
     """Notices what would silently not be replicated: parameters added, replaced or unfrozen afterwards.
 
-    The check runs at every optimizer step, so it only compares objects by identity, all at once.
+    The check runs at every optimizer step, so it only compares objects by identity, all in one comparison.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:

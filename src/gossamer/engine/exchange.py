@@ -17,7 +17,6 @@ from gossamer.buckets import Bucket, Plan, Segment
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import Runner, Ticket
 from gossamer.engine.bucket_states import BucketStates
-from gossamer.engine.finishing import Finishing
 from gossamer.engine.finite import any_non_finite, where_they_are
 from gossamer.engine.turns import in_turn
 from gossamer.engine.unsent import inherit, inherit_again
@@ -32,15 +31,13 @@ class Exchange:
         runner: Runner,
         algorithm: Algorithm,
         alone: bool = False,
-        revocable: bool = False,
-        settles: bool = True,
+        finite: bool = True,
     ) -> None:
-        """``alone``: nothing else of this runner uses its data lanes. ``revocable``: results may turn out not to be used,
-        until they are confirmed (:meth:`BucketStates.undo`). ``settles``: what is not finite is not kept (:meth:`_settle`), and
-        so has to be searched for."""
+        """``alone``: nothing else of this runner uses its data lanes. ``finite``: a step whose results are not finite leaves no
+        trace in the state, so they are searched."""
         self.runner: Runner = runner
         self.algorithm: Algorithm = algorithm
-        self._revocable, self._settles = revocable, settles
+        self._finite = finite
         self._alone, self._prompt, self._overtakes = alone, False, False
         self.plan: Plan = Plan(())
         self.buckets: list[Bucket] = []
@@ -48,10 +45,7 @@ class Exchange:
         """The algorithm for each bucket."""
         self.cadences: list[Cadence] = []
         """When each bucket is exchanged."""
-        self._finishing = Finishing(runner)
-        self.states: BucketStates = BucketStates(self._finishing.complete)
-        self.exchanged_bytes: int = 0
-        """Size of everything that was exchanged so far, before any encoding."""
+        self.states: BucketStates = BucketStates(runner)
         self._lanes: tuple[int, ...] = ()
         self.order: list[int] = []
         """In which order buckets are launched, by their index in the plan."""
@@ -61,14 +55,13 @@ class Exchange:
         """One for each bucket that was launched."""
         self._finishers: dict[str, list[int]] = {}
         """By group, the buckets of an algorithm that does something once per step."""
-        self._seen: set[int] = set()
-        """Which results and drafts were searched for what is not finite; they are alive until they are committed."""
-        self._poisoned: list[int] = []
-        """Buckets in which something was not finite."""
+        self._searched: set[int] = set()
+        """Buckets of which the result, and what was written with it, were searched for inf and NaN."""
+        self._poisoned: set[int] = set()
+        """Those in which there was any."""
 
     def adopt(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
-        self.land()
         self.plan, self.buckets = plan, [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
         self.handlers = [layout.handler for layout in plan.layouts]
         self.cadences = [handler.cadence for handler in self.handlers]
@@ -138,20 +131,16 @@ class Exchange:
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
         make_flow = partial(self._checked, exchange, bucket, self.states[index], self.context(step))
         self._tickets[index] = self.runner.submit(make_flow, label, self._lanes[index], prompt=self._prompt)
-        self.exchanged_bytes += bucket.layout.nbytes
 
     def _checked(self, exchange: Callable[..., Flow[Any]], bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
         """The exchange; beside backward, where that does not make the host wait, the search for what is not finite."""
         if self.states.inherits and self._due(bucket.index, ctx.step):
             inherit(bucket, state, self.runner.world)
         result = yield from exchange(bucket, state, ctx)
-        if self._settles and result.device.type == "cpu" and (drafts := state.drafts()):
-            self._seen |= set(map(id, (result, *drafts)))
-            spoken_for = {id(tensor) for _, tensors in state.vouched for tensor in tensors}
-            others = [tensor for tensor in (result, *drafts) if id(tensor) not in spoken_for]
-            witnesses = [witness for several, _ in state.vouched for witness in several]
-            if any_non_finite([*witnesses, *others]).item() > 0:
-                self._poisoned.append(bucket.index)
+        if self._finite and result.device.type == "cpu" and (drafts := state.drafts()):
+            self._searched.add(bucket.index)
+            if any_non_finite([result, *drafts]).item() > 0:
+                self._poisoned.add(bucket.index)
         return result
 
     def collect(self, indices: Collection[int] | None = None) -> dict[int, Any]:
@@ -174,7 +163,7 @@ class Exchange:
         return result if isinstance(result, Difference) else result.contiguous()  # parameters are views of it
 
     def finish(self, step: int) -> None:
-        """Begin what the algorithm does once per step. Only the next exchange needs it: see :meth:`land`."""
+        """Begin what the algorithm does once per step. Only the next exchange needs what it writes."""
         for group, mine in self._finishers.items():
             handler, state = self.handlers[mine[0]], self.states.of_steps[group]
             if not self._due(mine[0], step):
@@ -183,16 +172,7 @@ class Exchange:
             *states, whole = [each.later() for each in own]
             flow = handler.finish(buckets, states, whole, self.context(step))
             if flow is not None:
-                self._finishing.begin(flow, f"finish of step {step}", zip(own, [*states, whole], strict=True))
-
-    def land(self) -> None:
-        """Wait for what :meth:`finish` began, and keep what it wrote."""
-        self._finishing.complete()
-
-    @property
-    def finishing(self) -> bool:
-        """Whether :meth:`land` has anything to wait for."""
-        return bool(self._finishing)
+                self.states.write_later(flow, f"finish of step {step}", zip(own, [*states, whole], strict=True))
 
     def forget(self) -> None:
         """Nothing is under way any more, whatever was."""
@@ -205,39 +185,41 @@ class Exchange:
             yield
         except BaseException:
             self.forget()
-            self._rollback()
+            self.states.rollback()
+            self._searched, self._poisoned = set(), set()
             raise
 
     def take_back(self, index: int, segment: Segment) -> None:
-        """Nobody will use this part of a bucket's result: what had been kept back and was sent with it is owed again."""
+        """Nobody will use this part of a bucket's result: the residual that was sent with it is unsent again."""
         if self._due(index, self._step):
             mean, state, ctx = segment.view(self.buckets[index].flat), self.states[index], self.context(self._step)
             if not self.handlers[index].put_back(mean, segment, state, ctx) and self.states.inherits:
                 inherit_again(mean, segment, state, ctx.seed(segment.offset))
 
     def conclude(self, results: Sequence[Tensor], step: int) -> None:
-        """All ``results`` of a step are there: begin what the algorithm does once per step, and keep what the flows wrote.
+        """All ``results`` of a step are there: begin what the algorithm does once per step. What the flows wrote is kept when
+        the states are committed: before the next exchange, when it is known whether the results were used.
 
-        In this order: on a device :meth:`_settle` may write again what the flows of :meth:`finish` read, and if one of these
-        fails there must be a way back to what was kept before the step.
+        In this order: on a device :meth:`_drop_non_finite` may write again what the flows of :meth:`finish` read.
         """
-        self._settle(results)
+        self._drop_non_finite(results)
+        self._searched, self._poisoned = set(), set()
         self.finish(step)
-        self.commit()
 
-    def _settle(self, results: Sequence[Tensor]) -> None:
+    def _drop_non_finite(self, results: Sequence[Tensor]) -> None:
         """Drop what the flows wrote if a result is not finite: a residual would not lose that any more.
 
         The results are the same on all ranks, so all of them drop it, or none does.
         """
-        drafts = self.states.drafts()
-        unseen = [tensor for tensor in (*drafts, *results) if id(tensor) not in self._seen]
         if not self.states.changed:
             return
-        if not self._poisoned and self._on_one_device([*drafts, *unseen]):
-            self._settle_there([tensor for tensor in unseen if tensor.is_floating_point() and tensor.numel()])
+        of_buckets = zip(results, self.states, strict=True)
+        others = [each for index, each in enumerate(of_buckets) if index not in self._searched]
+        unseen = [tensor for result, state in others for tensor in (result, *state.drafts())]
+        if not self._poisoned and self._on_one_device([*self.states.drafts(), *unseen]):
+            self._keep_finite([tensor for tensor in unseen if tensor.is_floating_point() and tensor.numel()])
         elif self._poisoned or any_non_finite(unseen).item() > 0:
-            self._rollback()
+            self.states.rollback()
 
     @staticmethod
     def _on_one_device(tensors: Sequence[Tensor]) -> bool:
@@ -245,25 +227,7 @@ class Exchange:
         devices = {tensor.device for tensor in tensors}
         return len(devices) == 1 and devices.pop().type != "cpu"
 
-    def _settle_there(self, unseen: Sequence[Tensor]) -> None:
+    def _keep_finite(self, unseen: Sequence[Tensor]) -> None:
         """The device keeps what was written, or what was there before, and the host does not ask which."""
         if unseen:
             self.states.keep_where(where_they_are(unseen) > 0)
-
-    def commit(self, indices: Collection[int] = ()) -> None:
-        """Keep what the flows wrote; where others are under way, that of ``indices``."""
-        if self._tickets and indices:
-            for index in indices:
-                self.states[index].commit()
-        else:
-            self.states.commit(self._revocable)
-        self._unsee()
-
-    def _rollback(self) -> None:
-        """Drop what the flows wrote."""
-        self.states.rollback()
-        self._finishing.drop()  # it began with what is forgotten now
-        self._unsee()
-
-    def _unsee(self) -> None:
-        self._seen, self._poisoned = set(), []

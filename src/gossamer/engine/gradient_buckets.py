@@ -1,7 +1,7 @@
 """Gradient buckets: where each gradient lies, which gradients travel together, and in which order."""
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from gossamer.algorithms.base import Algorithm
 from gossamer.buckets import Bucket, Plan, make_plan, plan_from_names
 from gossamer.comm.ops import broadcast
-from gossamer.comm.runner import Runner
+from gossamer.comm.runner import Runner, Ticket
 from gossamer.engine.agreement import agree_on_plan
 from gossamer.engine.bucket_states import Kept, of_any_plan
 from gossamer.engine.exchange import Exchange
@@ -56,7 +56,7 @@ class GradientBuckets:
         """Where the numbers of use are, if they travel in a bucket: the place of their view."""
         several = len(owners) > 1
         self._owner_of = {name: number for number, names in enumerate(owners) for name in names} if several else {}
-        self.exchange: Exchange = Exchange(runner, algorithm, alone, revocable=True)
+        self.exchange: Exchange = Exchange(runner, algorithm, alone)
         # Until the first step has shown the order, assume that gradients come in the reverse order of definition.
         self.adopt_plan(agree_on_plan(runner, self._make_plan(dict(reversed(list(parameters.items()))))))
 
@@ -108,6 +108,30 @@ class GradientBuckets:
     def _numbers_of_use(self, unused: set[str]) -> Tensor:
         return torch.tensor([name not in unused for name in self._slots], dtype=torch.uint8)
 
+    def _adopted(self, bucket: Bucket, nowhere: set[str]) -> Iterator[Slot]:
+        """The slots of a bucket whose content is a result: all but those of parameters that are used nowhere."""
+        for segment, view in zip(bucket.segments, bucket.views, strict=True):
+            if segment.name == USAGE:
+                continue
+            slot = self._slots[segment.name]
+            slot.view = view
+            if segment.name not in nowhere:
+                yield slot
+            else:
+                self.exchange.take_back(bucket.index, segment)
+
+    def _nowhere(self, unused: set[str], asked: Ticket[Tensor] | None) -> set[str]:
+        """Which of the parameters that have no gradient here have none on any rank."""
+        if asked is not None:
+            used = self._runner.wait(asked)
+        elif unused:
+            bucket, number = self._usage  # type: ignore[misc]
+            still_open = self._open is not None and bucket.index in self._open.buckets
+            used = bucket.segments[number].view(self.exchange.result(bucket.index)) if still_open else bucket.views[number]
+        else:
+            return set()
+        return {name for name, anywhere in zip(self._slots, used.tolist(), strict=True) if not anywhere}
+
     def _learn(self) -> None:
         """Lay the buckets out in the order in which gradients really came, as rank 0 saw it."""
         self.learned = True
@@ -130,12 +154,12 @@ class GradientBuckets:
 
     def extras_to_save(self) -> Kept:
         """What the algorithm keeps in other shapes than the parameters', as far as the next pass will know it."""
-        extras = self.exchange.states.extras_by_name(confirmed=True)
+        extras = self.exchange.states.extras_by_name()
         return extras if self._learned_plan is None else of_any_plan(extras)
 
     def adopt_learned(self) -> None:
-        """Lay the buckets out as learned. Not at once: the parameters' gradients still lie in the old ones, and both together
-        would be the most memory that a run ever needs."""
+        """Adopt the learned plan. Not when it is learned: the gradients still lie in the old buckets, and both would be the
+        most memory that a run ever needs."""
         if self._learned_plan is not None:
             self.adopt_plan(self._learned_plan)
 

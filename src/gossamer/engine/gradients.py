@@ -4,23 +4,20 @@ Threads and ownership: see the note in ``gossamer.comm.torch.lanes``.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.buckets import Bucket
 from gossamer.comm.ops import maximum
-from gossamer.comm.runner import CONTROL, Runner, Ticket
-from gossamer.engine.alarms import alarming
+from gossamer.comm.runner import CONTROL, Runner, Ticket, alarming
 from gossamer.engine.discarded import Discarded
 from gossamer.engine.gradient_buckets import GradientBuckets
 from gossamer.engine.loop import Loop, Subscriber
 from gossamer.engine.slots import NOT_YET, OpenStep, Slot, require_unchanged
 from gossamer.engine.statistics import Statistics
-from gossamer.engine.usage import USAGE
 from gossamer.errors import UsageError
 
 _logger = logging.getLogger("gossamer")
@@ -52,13 +49,22 @@ class GradientSync(GradientBuckets, Subscriber):
         """When each bucket was complete, in seconds, if anyone wants to know."""
         self._loop, self._statistics = loop, statistics
         self._cadence, self._takes_momentum = algorithm.cadence, algorithm.traits.takes_momentum
+        self._under_way = False
+        """Whether a pass has begun and not ended."""
         self._versions: list[int] = []
-        """Of the parameters, when the pass under way began."""
+        """Of the parameters, when the last pass began."""
         self._copies = any(parameter.is_complex() for parameter in parameters.values())
         """Whether any gradient does not lie in its bucket."""
         self._idle = False
         self._owners = [list(names) for names in owners] or [list(parameters)]
-        self.discarded: Discarded = Discarded(self.exchange, self._slots, owners or [self._slots.keys()])
+        self._discarded = Discarded(self.exchange, self._slots, owners or [self._slots.keys()])
+
+    def keep_used(self) -> None:
+        """Before a state is saved: keep what the last pass wrote, of the optimizers that have used it."""
+        if self._under_way:
+            self.exchange.states.rollback()
+        elif self._versions:
+            self._discarded.keep_used(self._loop.waiting, self._versions)
 
     def hook(self) -> list[Any]:
         """Install one hook per parameter; returns the handles."""
@@ -70,21 +76,21 @@ class GradientSync(GradientBuckets, Subscriber):
     def begin_backward(self) -> None:
         waiting = self._loop.waiting
         if self._takes_momentum and not self._loop.accumulated:
-            self.discarded.refuse_sums(waiting, self.step)
-        if self.exchange.finishing:
+            self._discarded.refuse_sums(waiting, self.step)
+        if self.exchange.states.completing:
             with self._statistics.exposed():
-                self.exchange.land()
-        self.discarded.confirm(waiting)
-        self.discarded.undo(waiting, self._loop.first, self._loop.accumulated)
+                self.exchange.states.complete()
+        if self._under_way:  # an error has ended the last pass half-way
+            self.exchange.states.rollback()
+        elif waiting:
+            self._discarded.keep_or_forget(waiting, self._versions, self._loop.first, self._loop.accumulated)
+        else:
+            self.exchange.states.commit()
         self.adopt_learned()
         self._idle = not self._cadence.due(self.step)
         self._put_away(self._over, self._idle)
         self._reset()
-        self._versions = self._now()
-
-    def _now(self) -> list[int]:
-        """The versions of the parameters."""
-        return [parameter._version for parameter in self.parameters.values()]
+        self._under_way, self._versions = True, [parameter._version for parameter in self.parameters.values()]
 
     @property
     def _over(self) -> bool:
@@ -149,7 +155,7 @@ class GradientSync(GradientBuckets, Subscriber):
                     self._leave_open()
                 else:
                     self._end()
-        self.step += 1
+        self.step, self._under_way = self.step + 1, False
         if not self.learned and not self._idle:
             self._learn()
 
@@ -278,27 +284,3 @@ class GradientSync(GradientBuckets, Subscriber):
             if moved[bucket.index] or unused or self._copies:
                 for slot in self._adopted(bucket, nowhere):
                     slot.parameter.grad = slot.gradient()
-
-    def _adopted(self, bucket: Bucket, nowhere: set[str]) -> Iterator[Slot]:
-        """The slots of a bucket whose content is a result: all but those of parameters that are used nowhere."""
-        for segment, view in zip(bucket.segments, bucket.views, strict=True):
-            if segment.name == USAGE:
-                continue
-            slot = self._slots[segment.name]
-            slot.view = view
-            if segment.name not in nowhere:
-                yield slot
-            else:
-                self.exchange.take_back(bucket.index, segment)
-
-    def _nowhere(self, unused: set[str], asked: Ticket[Tensor] | None) -> set[str]:
-        """Which of the parameters that have no gradient here have none on any rank."""
-        if asked is not None:
-            used = self._runner.wait(asked)
-        elif unused:
-            bucket, number = self._usage  # type: ignore[misc]
-            still_open = bucket.index in self.open
-            used = bucket.segments[number].view(self.exchange.result(bucket.index)) if still_open else bucket.views[number]
-        else:
-            return set()
-        return {name for name, anywhere in zip(self._slots, used.tolist(), strict=True) if not anywhere}

@@ -108,7 +108,7 @@ _VARIANCE = "running_var"
 
 
 def variances(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """Those that are a module's running variance."""
+    """The running variances of modules among them."""
     return [tensor for name, tensor in tensors.items() if is_buffer(name) and name.rpartition(".")[2].startswith(_VARIANCE)]
 
 

@@ -47,12 +47,12 @@ def conclude(parts: Parts, last: int, uneven: bool) -> None:
     ``uneven``: whether any rank ended before it.
     """
     if parts.gradients is not None:
-        parts.gradients.discarded.confirm(())
+        parts.gradients.exchange.states.commit()
     if parts.weights:
         return
     buffers = [] if parts.buffers == "local" else named_buffers(parts.model).values()
     same_from_rank(parts.runner, [*parts.parameters.values(), *buffers], last)
-    if uneven and not parts.links:  # those that communicate took their steps on all ranks
+    if uneven and not parts.links:  # communicating optimizers took their steps on all ranks
         for optimizer in parts.optimizers:
             with changing(optimizer):
                 what = f"the state of {type(optimizer).__name__}"

@@ -19,7 +19,7 @@ _GRACE = 0.02
 """Seconds after which a rank begins to answer: mostly, all others are about to come as well."""
 
 
-def patiently(answer: Callable[[], bool]) -> Callable[[], bool]:
+def after_grace(answer: Callable[[], bool]) -> Callable[[], bool]:
     """``answer`` for a wait that begins now, once it has lasted. As others may train on for long, that is getting on."""
     begin = time.monotonic()
     return lambda: time.monotonic() - begin >= _GRACE and answer()
@@ -28,10 +28,10 @@ def patiently(answer: Callable[[], bool]) -> Callable[[], bool]:
 def catch_up(runner: Runner, call: str, sync: WeightSync, answer: Callable[[], bool], again: Callable[[], None]) -> None:
     """Wait until every rank has made this ``call`` and all have taken part in the same exchanges. Collective.
 
-    Those that come first go on answering the others, who may still train and wait for their part: ``again()`` takes part
-    in one more exchange of ``sync``, ``answer()`` if it could begin at once, and says whether.
+    The first ranks go on answering the others, which may still train and wait for their part: ``again()`` takes part
+    in one more exchange of ``sync``, ``answer()`` if that could begin immediately, and says whether.
     """
-    runner.meet(call, patiently(answer))
+    runner.meet(call, after_grace(answer))
     most = int(_counts_of_all(runner, [sync.exchanges]).max())
     while sync.exchanges < most:
         again()

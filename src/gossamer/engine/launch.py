@@ -14,7 +14,7 @@ PROBE_BYTES = 4 * 2**20
 
 
 def launch_order(ready: Sequence[float], seconds: Sequence[float], needs: Sequence[float]) -> list[int]:
-    """In which order to launch buckets: whenever the line is free, of those that are there the one that is needed first.
+    """In which order to launch buckets: whenever the link is free, the one of the complete buckets that is needed first.
 
     ``ready``: when each one is complete, in seconds from the first; ``seconds``: how long each takes on the line;
     ``needs``: the place in the forward pass of the first module that waits for it.

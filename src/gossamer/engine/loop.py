@@ -17,10 +17,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from gossamer.comm.runner import Runner
-from gossamer.engine.alarms import alarming
-from gossamer.engine.hooks import OwnHook
-from gossamer.engine.nesting import current_task, is_nested
+from gossamer.comm.runner import Runner, alarming
+from gossamer.engine.hooks import OwnHook, current_task, is_nested
 from gossamer.engine.sharding import sharded_modules
 from gossamer.engine.subscriber import Subscriber as Subscriber
 from gossamer.errors import UsageError

@@ -89,7 +89,7 @@ class LossScale(Subscriber):
         return self._scaler is not None and bool(self._scaler.is_enabled())
 
     def follow(self, rescale: Callable[[Tensor], None] | None) -> None:
-        """A backward pass begins: ``rescale`` what is owed (if anything is) by what gradients have grown by, ``float32[]``."""
+        """A backward pass begins: ``rescale`` residuals (if there are any) by what gradients have grown by, ``float32[]``."""
         if not self.on:
             return
         before, self._last = self._last, scale_of(self._scaler)
@@ -99,7 +99,7 @@ class LossScale(Subscriber):
             rescale(torch.where(known, self._last / before, 1.0))
 
     def saved(self) -> float:
-        """For a state: that of what is owed; 1 if it is not scaled."""
+        """For a state: the scale of the residuals; 1 if it is not scaled."""
         return 1.0 if self._last is None else float(self._last)
 
     def load(self, saved: float | None) -> None:

@@ -17,7 +17,7 @@ class Members:
         self._rank, self._parts = rank, parts
         self.tensors = dict(tensors)
         self.variances: list[Tensor] = []
-        """Those that are a module's running variance."""
+        """The running variances of modules among them."""
         self._buckets: Sequence[Bucket] = ()
         self._of_buckets: list[list[Tensor]] = []
         self._orders: dict[str, tuple[int, ...]] = {}

@@ -68,10 +68,10 @@ class OptimizerSync:
         """Plan the buckets, once."""
         if not exchange.buckets:
             tensors = {n: wide(t) for n, t in self._tensors.items()} if exchange is self.exchange else self._tensors
-            exchange.adopt(make_plan(tensors, exchange.algorithm, at_once=True))
+            exchange.adopt(make_plan(tensors, exchange.algorithm, together=True))
 
     def _exchange(self, exchange: Exchange, write: Write, step: int) -> list[Tensor]:
-        exchange.land()
+        exchange.states.commit()
         for bucket in exchange.buckets:
             bucket.renew()
             for segment, view in zip(bucket.segments, bucket.views, strict=True):
@@ -84,7 +84,7 @@ class OptimizerSync:
         return results
 
     def _take_back(self, exchange: Exchange, results: Sequence[Tensor], write: Write, step: int) -> None:
-        """Of the means that nobody will use, what had been kept back before is owed again; and not what was written for them,
+        """Of the means that nobody will use, the residual of before is unsent again; and not what was written for them,
         which is the same on all workers, as none of them has a gradient."""
         used = self._used()
         if all(used):
@@ -111,6 +111,7 @@ class OptimizerSync:
 
     def state_by_name(self) -> Kept:
         """What the compressed means remember."""
+        self.exchange.states.commit()
         return self.exchange.states.by_name()
 
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:

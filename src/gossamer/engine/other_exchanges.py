@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from gossamer.comm.runner import Runner
-from gossamer.engine.alarms import alarming
+from gossamer.comm.runner import Runner, alarming
 from gossamer.engine.hooks import InsideDDP
 from gossamer.errors import UsageError
 

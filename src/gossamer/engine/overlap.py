@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from gossamer.comm.runner import Runner, without_autocast
-from gossamer.engine.alarms import alarming
+from gossamer.comm.runner import Runner, alarming, without_autocast
 from gossamer.engine.gradients import GradientSync
 from gossamer.engine.hooks import OwnHook
 from gossamer.engine.launch import agreed_order
@@ -40,7 +39,7 @@ class ForwardOverlap(Subscriber):
         self._needs: dict[nn.Module, tuple[int, ...]] = {}
         self._homeless: tuple[int, ...] = ()
         """Buckets of parameters of which no module's forward pass tells when they are used: waited for in the step."""
-        self._sent = 0, 0
+        self._sent = 0
         self._placed: dict[int, list[tuple[Parameter, Tensor]]] = {}
         """Gradients that are there and wait for the user's step."""
         self._unnoticed: set[int] = set()
@@ -238,22 +237,21 @@ class ForwardOverlap(Subscriber):
         self._gradients.hold = self._gradients.arranged = True
         self._assign()
 
-    def _counted(self) -> tuple[int, int]:
-        return sum(meter.bytes for meter in self._runner.meters()), self._gradients.exchange.exchanged_bytes
+    def _counted(self) -> int:
+        return sum(meter.bytes for meter in self._runner.meters())
 
     def _order(self, completed: Mapping[int, float]) -> list[int]:
-        (sent_before, exact_before), (sent, exact) = self._sent, self._counted()
         layouts, positions = self._gradients.exchange.plan.layouts, self._positions()
         return agreed_order(
             self._runner,
             layouts,
             ready=[completed[index] for index in range(len(layouts))],
             needs=[min(positions.get(name, len(self._calls)) for name in layout.names) for layout in layouts],
-            sent_share=(sent - sent_before) / max(1, exact - exact_before),
+            sent_share=(self._counted() - self._sent) / max(1, sum(layout.nbytes for layout in layouts)),
         )
 
     def _guards(self) -> Iterator[tuple[str, nn.Module | None]]:
-        """For each trainable parameter's name, the modules that wait for it: those that hold it, or, where a forward pass
+        """For each trainable parameter's name, the modules that wait for it: its holders, or, where a forward pass
         of theirs was not seen, the nearest around them; None where there is none."""
         named = dict(self._model.named_modules(remove_duplicate=False))
         names = {id(p): name for name, p in self._gradients.parameters.items()}
@@ -284,7 +282,7 @@ class ForwardOverlap(Subscriber):
 
 
 def _kept(value: Any) -> Any:
-    """A hyper-parameter as it is now; schedulers write into those that are tensors."""
+    """A hyper-parameter as it is now; schedulers write into tensors."""
     return value.clone() if isinstance(value, Tensor) else value
 
 

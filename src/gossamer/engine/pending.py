@@ -29,13 +29,13 @@ class Pending:
     until: int
     merge: float | None = None
     sent: Tensor | None = None
-    result: Tensor | Difference | None = None
+    result: Difference | None = None
 
     def arrived(self, result: Tensor | Difference) -> None:
         """The exchange has ended."""
         if self.sent is not None:
             result, self.sent = self.sent.add_(computed(result, self.sent.dtype)), None
-        self.result = result
+        self.result = Difference.of(result)
 
     def add_to(self, members: Sequence[Tensor], bucket: Bucket) -> None:
         """Add the result to ``members``, the tensors of the bucket."""
@@ -75,5 +75,5 @@ def loaded(kept: Mapping[str, Mapping[str, Tensor]], buckets: Sequence[Bucket], 
             flat = bucket.gather(tensors)
             if flat is not None:
                 merge = None if match[2] is None else float(match[2])
-                found[bucket.index] = Pending(int(match[1] or following), merge, result=flat)
+                found[bucket.index] = Pending(int(match[1] or following), merge, result=Difference.of(flat))
     return found

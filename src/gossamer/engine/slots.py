@@ -72,7 +72,7 @@ class Slot:
             raise self._of_graph()
         if in_place:  # in another order
             grad = grad.clone()
-        own = as_real(grad)
+        own = as_real(grad) if grad.is_complex() else grad
         if own.dtype != view.dtype:
             raise ConfigurationError(
                 f"{self._what} has a gradient of {grad.dtype}, and its place in the bucket is {view.dtype}: "

@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.ops import maximum
-from gossamer.comm.runner import Runner
+from gossamer.comm.runner import Runner, alarming
 from gossamer.engine.acceptance import accept
 from gossamer.engine.agreement import agree
-from gossamer.engine.alarms import alarming
 from gossamer.engine.arguments import check_is_algorithm, check_synchronize
 from gossamer.engine.assembly import Parts, assemble, remove_hooks
 from gossamer.engine.attach import attach, detach
@@ -154,7 +153,7 @@ def _unsent(parts: Parts) -> dict[str, Tensor]:
     """This worker's term of the sum that exchanges of gradients conserve, without the gradients of now: by parameter."""
     if parts.gradients is None:
         return dict(parts.unsent.tensors)
-    parts.gradients.discarded.confirm(parts.loop.waiting)
+    parts.gradients.keep_used()
     return dict(chain.from_iterable(_of_gradients(parts.gradients)))
 
 

@@ -16,7 +16,7 @@ Span = tuple[int, int, str]
 
 
 def once(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` without those that :func:`ties` names."""
+    """``tensors`` without the ones that :func:`ties` names."""
     tied = ties(tensors)
     return {name: tensor for name, tensor in tensors.items() if name not in tied}
 

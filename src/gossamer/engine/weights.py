@@ -63,7 +63,7 @@ class WeightSync:
         self._history, self._skipped, self._extended = history, skipped, False
         self._number = number if runner.world > 1 else None
         self._members = Members(runner.rank, tensors, self._cadence.parts)
-        self.exchange: Exchange = Exchange(runner, algorithm, settles=False)
+        self.exchange: Exchange = Exchange(runner, algorithm, finite=False)
         self._ahead = Ahead()
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
         self._lay_out()
@@ -89,7 +89,7 @@ class WeightSync:
         return [name for name in self._members.tensors if weight_of(name) != name] if self._extended else None
 
     def _lay_out(self) -> None:
-        self.exchange.adopt(make_plan(self._members.pieces(), self._algorithm, at_once=True))
+        self.exchange.adopt(make_plan(self._members.pieces(), self._algorithm, together=True))
         self._ahead.forget()
         self._members.adopt(self.exchange.buckets)
 
@@ -124,7 +124,7 @@ class WeightSync:
             for bucket in self.exchange.buckets:
                 pack(bucket, self._members[bucket.index])
                 self.exchange.handlers[bucket.index].begin(bucket, self.exchange.states[bucket.index], self.exchange.context(0))
-            self.exchange.commit()
+            self.exchange.states.commit()
 
     @torch.no_grad()
     def prepare(self, step: int) -> None:
@@ -149,7 +149,6 @@ class WeightSync:
         self.steps = upcoming
         if not (self._lag and self.exchange.launched) and self._cadence.due(self.steps):
             self._begin(self._cadence.step_of(self.exchanges) if self._lag else self.steps)
-        self._ahead.drop()
 
     def following(self, step: int) -> int:
         """The optimizer's next step: one more, but on the side of every change of parts on which the replica's ``step`` is."""
@@ -183,7 +182,10 @@ class WeightSync:
             first = set() if self._number is None else self.exchange.first_on_lanes(due)
             for index in due:
                 bucket, cadence = self.exchange.buckets[index], self.exchange.cadences[index]
-                self._ahead.pack(bucket, self._members[index], cadence.ahead(step))
+                if ahead := cadence.ahead(step):
+                    self._ahead.pack(bucket, self._members[index], ahead)
+                else:
+                    pack(bucket, self._members[index])
                 merge = cadence.merge(step) if self._runner.world > 1 else None
                 sent = None if merge is None else bucket.flat.to(bucket.layout.dtype, copy=True)
                 self._pending[index] = Pending(self.steps + cadence.delay(step) + self._lag, merge, sent)
@@ -200,8 +202,7 @@ class WeightSync:
             for index, result in came.items():
                 self._pending[index].arrived(result)
             self.exchange.finish(self._step)
-            self.exchange.land()
-            self.exchange.commit(came)
+            self.exchange.states.commit(came if self.exchange.launched else None)
 
     @contextmanager
     def _forgetting(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ class Chosen:
             end.copy_(rows[-1, : end.numel()])
 
     def _rows(self, flat: Tensor) -> Tensor:
-        """Those that are not short: ``[chunks, chunk]``."""
+        """The full chunks: ``[chunks, chunk]``."""
         return flat[: flat.numel() - flat.numel() % self.chunk].view(-1, self.chunk)
 
     def _end(self, flat: Tensor) -> Tensor:

@@ -38,13 +38,13 @@ class Lossy(Algorithm, register=False):
         return AllReduce(bucket_bytes=self.bucket_bytes)
 
     def among_one(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        """The exchange where there is nobody to talk to: the gradient and what is owed, of which nothing is kept back."""
+        """The exchange where there is nobody to talk to: the gradient and the residual, of which nothing is kept back."""
         gradient: Tensor = yield from self.exactly.exchange(bucket, state, ctx)
-        owed = state.get(RESIDUAL)
-        if owed is None:
+        unsent = state.get(RESIDUAL)
+        if unsent is None:
             return gradient
-        state[RESIDUAL] = torch.zeros_like(owed)  # and not nothing: part of it may be put back
-        return (wide(gradient) + owed).to(gradient.dtype)
+        state[RESIDUAL] = torch.zeros_like(unsent)  # and not nothing: part of it may be put back
+        return (wide(gradient) + unsent).to(gradient.dtype)
 
 
 def check_codec(codec: object, *, remembers: bool = True) -> None:

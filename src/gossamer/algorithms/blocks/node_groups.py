@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from gossamer.algorithms.context import Context
-from gossamer.comm.ops import Group
+from gossamer.comm.ops import Context, Group
 
 
 def machines_of(ctx: Context, ranks_per_node: int | None) -> tuple[Group, ...]:

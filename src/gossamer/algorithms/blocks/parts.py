@@ -37,7 +37,7 @@ class Feedback:
 
 def scatter_reduce(
     flat: Tensor,
-    owed: Tensor | None,
+    unsent: Tensor | None,
     codec: Codec,
     ctx: Context,
     index: int,
@@ -45,27 +45,25 @@ def scatter_reduce(
     rest: Tensor | None,
     feedback: Feedback = Feedback(),
     gather_below: int = SMALL,
-) -> Flow[list[Tensor]]:
-    """The mean of ``flat + owed`` over several workers into ``mean``; what this worker owes from now on into ``rest``.
+) -> Flow[None]:
+    """The mean of ``flat + unsent`` over several workers into ``mean``; what this worker leaves unsent into ``rest``.
 
     With all ``feedback``, ``rest`` may be ``flat`` itself: no element of it is read once its remainder is written. Or ``mean``
-    may be, which is begun when all remainders are written. ``owed`` and ``rest`` may have fewer bits.
+    may be, which is begun when all remainders are written. ``unsent`` and ``rest`` may have fewer bits.
 
     Long tensors go in pieces: one is encoded or decoded while those before it are on the wire. A tensor of which at most
     ``gather_below`` bytes arrive is gathered whole from all workers instead, in one round of messages.
-
-    Returns witnesses: numbers that are all finite exactly if ``mean`` and ``rest`` are (``Codec.witness``); or nothing.
     """
     if rest is not None and not feedback.all:
         rest.zero_()  # nobody writes all of it
     if (ctx.world - 1) * payload_bytes(codec, flat.numel(), flat.dtype) <= gather_below:
-        yield from Piece(codec, ctx, index, feedback, flat, owed, mean, rest).gather()
-        return []  # a sum of payloads may overflow, each of which is finite
+        yield from Piece(codec, ctx, index, feedback, flat, unsent, mean, rest).gather()
+        return
     size = elements_per_piece(codec, flat.numel(), flat.dtype)
     pieces = []
     for number, begin in enumerate(range(0, max(1, flat.numel()), size)):
         cut, seeds = slice(begin, begin + size), index + number * _MANY_BUCKETS
-        own, kept = None if owed is None else owed[cut], None if rest is None else rest[cut]
+        own, kept = None if unsent is None else unsent[cut], None if rest is None else rest[cut]
         pieces.append(Piece(codec, ctx, seeds, feedback, flat[cut], own, mean[cut], kept))
     scattered, gathered = deque[Any](), []
     for number in range(len(pieces) + _AHEAD):
@@ -74,25 +72,15 @@ def scatter_reduce(
         if number >= _AHEAD:
             arrived = yield wait(scattered.popleft())
             gathered.append((yield start(AllGather(pieces[number - _AHEAD].reduce(arrived)))))
-    witnesses: list[Tensor] = []
     for piece, handle in zip(pieces, gathered, strict=True):
-        payloads = yield wait(handle)
-        piece.assemble(payloads)
-        witnesses += _witnesses(codec, payloads, piece.parts.size)
-    return witnesses
-
-
-def _witnesses(codec: Codec, payloads: Tensor, numel: int) -> list[Tensor]:
-    """What shows whether the payloads decode to anything that is not finite; nothing if one of them cannot tell."""
-    found = [witness for payload in payloads if (witness := codec.witness(payload, numel)) is not None]
-    return found if len(found) == len(payloads) else []
+        piece.assemble((yield wait(handle)))
 
 
 PIECE_BYTES = 2**19
 """About the payload of a piece: several messages of less each would cost more than they hide."""
 
 _AHEAD = 2
-"""How many pieces are on their way when the first one is waited for. Long operations are posted by whoever waits."""
+"""How many pieces are on their way when the first one is waited for. Long operations are posted by the thread that waits."""
 
 _MANY_BUCKETS = 2**20
 """More than there are: pieces of different buckets have different seeds."""
@@ -144,7 +132,7 @@ class Piece:
     index: int
     feedback: Feedback
     flat: Tensor
-    owed: Tensor | None
+    unsent: Tensor | None
     mean: Tensor
     rest: Tensor | None
 
@@ -163,16 +151,16 @@ class Piece:
     def _encode(self, rank: int) -> Tensor:
         """The payload for ``rank``."""
         seed = self.ctx.seed(self.index, rank)
-        # Whoever remembers: where parts were cut differently, or nobody used a parameter, anyone may owe anywhere.
-        owed = None if self.owed is None else self._at(rank, self.owed)
+        # Whatever the feedback: where parts were cut differently, or nobody used a parameter, there may be residuals anywhere.
+        unsent = None if self.unsent is None else self._at(rank, self.unsent)
         rest = self._at(rank, self.rest) if self.feedback.worker and self.rest is not None else None
-        return _encode(self.codec, self._at(rank, self.flat), owed, seed, rest, self.parts.size)
+        return _encode(self.codec, self._at(rank, self.flat), unsent, seed, rest, self.parts.size)
 
     def gather(self) -> Flow[None]:
         """Whole, from all workers to all, once: who averages has nothing more to encode, so nothing more to lose."""
         numel, seed = self.flat.numel(), self.ctx.seed(self.index, self.ctx.rank)
         rest = self.rest if self.feedback.worker else None
-        payloads = yield from all_gather(_encode(self.codec, self.flat, self.owed, seed, rest, numel))
+        payloads = yield from all_gather(_encode(self.codec, self.flat, self.unsent, seed, rest, numel))
         self.mean.zero_()
         for payload in payloads:
             self.codec.add_decoded(payload, self.mean)
@@ -182,7 +170,7 @@ class Piece:
         """The payload of the mean of this worker's part."""
         parts, ctx = self.parts, self.ctx
         mine = self._at(ctx.rank, self.flat)
-        total = whole(mine.clone() if self.owed is None else mine + self._at(ctx.rank, self.owed), parts.size)
+        total = whole(mine.clone() if self.unsent is None else mine + self._at(ctx.rank, self.unsent), parts.size)
         for rank, payload in enumerate(arrived):
             if rank != ctx.rank:
                 self.codec.add_decoded(payload, total)
@@ -211,12 +199,12 @@ class Piece:
         return self.parts.of(tensor, rank)
 
 
-def _encode(codec: Codec, part: Tensor, owed: Tensor | None, seed: int, rest: Tensor | None, size: int) -> Tensor:
-    """The payload of ``part + owed``, which may be shorter than ``size``; what it does not carry goes into ``rest``."""
+def _encode(codec: Codec, part: Tensor, unsent: Tensor | None, seed: int, rest: Tensor | None, size: int) -> Tensor:
+    """The payload of ``part + unsent``, which may be shorter than ``size``; what it does not carry goes into ``rest``."""
     if rest is None:
-        return codec.encode(whole(part if owed is None else part + owed, size), seed)
+        return codec.encode(whole(part if unsent is None else part + unsent, size), seed)
     if part.numel() == size:
-        return codec.encode_keeping(part, owed, seed, rest)
-    payload, left = codec.encode_rest(whole(part, size), None if owed is None else whole(owed, size), seed)
+        return codec.encode_keeping(part, unsent, seed, rest)
+    payload, left = codec.encode_rest(whole(part, size), None if unsent is None else whole(unsent, size), seed)
     keep(left[: rest.numel()], rest, seed)
     return payload

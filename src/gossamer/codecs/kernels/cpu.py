@@ -24,8 +24,8 @@ def array(tensor: Tensor | None) -> Array:
 
 def memories(residual: Tensor | None, rest: Tensor | None) -> tuple[Array, Array]:
     """Both as arrays. One that is not there has the other's type: loops are compiled anew for each pair of types."""
-    owed, left = array(residual), array(rest)
-    return (owed if residual is not None else left[:0]), (left if rest is not None else owed[:0])
+    unsent, left = array(residual), array(rest)
+    return (unsent if residual is not None else left[:0]), (left if rest is not None else unsent[:0])
 
 
 def noise_of(seed: int) -> Any:
@@ -37,8 +37,8 @@ def quantize(x: Tensor, residual: Tensor | None, grid: Grid, seed: int, payload:
     header, packed = map(array, grid.split(payload, x.numel()))
     key1, key2 = map(np.uint32, keys(seed))
     shape = (grid.block, grid.bits, np.float32(grid.inverse), grid.top, grid.stochastic, key1, key2, noise_of(seed))
-    owed, left = memories(residual, rest)
-    quantize_all(array(x), owed, header, packed, left, *shape)
+    unsent, left = memories(residual, rest)
+    quantize_all(array(x), unsent, header, packed, left, *shape)
 
 
 def dequantize(payload: Tensor, out: Tensor, grid: Grid, add: bool) -> None:
@@ -48,8 +48,8 @@ def dequantize(payload: Tensor, out: Tensor, grid: Grid, add: bool) -> None:
 
 def sign(x: Tensor, residual: Tensor | None, blocks: Blocks, seed: int, payload: Tensor, rest: Tensor | None) -> None:
     header, packed = map(array, blocks.split(payload, x.numel()))
-    owed, left = memories(residual, rest)
-    sign_all(array(x), owed, header, packed, left, blocks.block, noise_of(seed))
+    unsent, left = memories(residual, rest)
+    sign_all(array(x), unsent, header, packed, left, blocks.block, noise_of(seed))
 
 
 def unsign(payload: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None:

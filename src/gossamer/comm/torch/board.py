@@ -72,7 +72,7 @@ class FailureBoard:
         return len(self._members)
 
     def seal(self, secret: bytes) -> None:
-        """From now on messages carry a code under ``secret``, and those that have none are ignored."""
+        """From now on messages carry a code under ``secret``, and messages without one are ignored."""
         self._secret = secret
 
     def _key(self, name: str, rank: int | None = None) -> str:
@@ -158,7 +158,7 @@ class FailureBoard:
         self._post("waits", "{} {}".format(*min(waiting)) if waiting else "")
 
     def late(self, sequence: int, label: str = "") -> list[int]:
-        """The ranks that keep flow ``sequence`` waiting: those that wait for nobody, or else in the earliest flow."""
+        """The ranks that keep flow ``sequence`` waiting: ranks that wait for nobody, or else in the earliest flow."""
         self.wait_in(sequence, label)
         time.sleep(0.3)
         waits = self.waits()
@@ -197,8 +197,8 @@ class FailureBoard:
         return {rank: (int(number), label) if number else None for rank, (number, _, label) in posted.items()}
 
     def roll_call(self, seconds: float = 3.0) -> list[int]:
-        """After a lost connection that belongs to no known rank: those that give no answer within so many seconds; fewer if all
-        have answered."""
+        """After a lost connection that belongs to no known rank: the ranks that give no answer within so many seconds; fewer if
+        all have answered."""
         self._post("answer", "here")
         self._tell("roll call")
         end = time.monotonic() + seconds

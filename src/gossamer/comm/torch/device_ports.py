@@ -70,21 +70,17 @@ class DevicePort:
             source.rootRank = op.source
             return Pending(op, [group.broadcast([op.tensor], source)], op.tensor)
         result = ops.result_like(op, world, rank)
-        if isinstance(op, ops.Permute):
-            there, back = op.permutation.destination(rank), op.permutation.source(rank)
-            return Pending(op, _batch(circle, [(there, op.tensor)], [(back, result)]), result)
-        if isinstance(op, ops.Push):
-            outgoing = [(to, op.tensor) for to in op.graph.destinations(rank)]
-            return Pending(op, _batch(circle, outgoing, list(zip(op.graph.sources(rank), result, strict=True))), result)
         if isinstance(op, ops.AllToAll):
             return Pending(op, [group.alltoall_base(result, op.tensor, [], [], options.AllToAllOptions())], result)
         if isinstance(op, ops.AllGather):
             return Pending(op, [group._allgather_base(result.view(-1), op.tensor.view(-1), options.AllgatherOptions())], result)
+        if isinstance(op, ops.Messages):
+            return Pending(op, _batch(circle, op.outgoing(rank, world), op.incoming(rank, world, result)), result)
         raise TypeError(f"the torch runner does not know {op}")
 
 
 def _batch(circle: Circle, outgoing: list[tuple[int, Tensor]], incoming: list[tuple[int, Tensor]]) -> list[Any]:
-    """Send and receive at once; a rank's message to itself is a copy.
+    """Send and receive concurrently; a rank's message to itself is a copy.
 
     What ``dist.batch_isend_irecv`` does, which knows only groups that are registered: on NCCL one launch for all, since
     sends and receives launched one after the other could wait for each other.
@@ -116,9 +112,9 @@ class Staged:
 class StagedPort(GlooPort):
     """A lane on Gloo for tensors of a device, which Gloo's messages cannot read: they pass through pinned memory.
 
-    Runs on a lane's own thread, on the stream of whoever submitted the flow, so that copies are ordered with what wrote the
-    tensors and with what reads the result. The thread waits for its bytes to be on the host, and for no more; nothing else
-    does. What lies on the host anyway goes straight to Gloo.
+    Runs on a lane's own thread, on the stream that was current when the flow was submitted, so that copies are ordered with
+    what wrote the tensors and with what reads the result. The thread waits for its bytes to be on the host, and for no more;
+    nothing else does. What lies on the host anyway goes straight to Gloo.
     """
 
     def __init__(

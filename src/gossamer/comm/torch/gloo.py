@@ -14,7 +14,7 @@ from gossamer.comm import ops
 from gossamer.comm.ops import Decide, Group, Op
 from gossamer.comm.runner import Meter, Ticket, alone
 from gossamer.comm.shaper import Shaper
-from gossamer.comm.torch.send_window import AT_ONCE, Post, SendWindow
+from gossamer.comm.torch.send_window import TOGETHER, Post, SendWindow
 
 REDUCE: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 """Reductions by their names in the vocabulary."""
@@ -73,7 +73,7 @@ class Peers:
 
 PIECE = 2**20
 """Bytes that travel as one Gloo message. Each message begins with a round trip that queues behind the data of the
-other direction; with several posted at once, one is always on the wire (8 MB between a pair at 1 Gbit/s: 852 Mbit/s as
+other direction; with several posted together, one is always on the wire (8 MB between a pair at 1 Gbit/s: 852 Mbit/s as
 one message, 890 in pieces; plain TCP 934)."""
 
 
@@ -135,7 +135,7 @@ class GlooPort:
         self._meter.wire_seconds += time.perf_counter() - begin
         return handle.result
 
-    def patient(self, handle: Pending) -> bool:
+    def interruptible(self, handle: Pending) -> bool:
         """Whether :meth:`arrives` can be asked: whether a wait for the operation can be cut short."""
         return handle.collective or not handle.works
 
@@ -173,33 +173,19 @@ class GlooPort:
             source.rootRank = op.source
             return Pending(op, [circle.up.broadcast([op.tensor], source)], op.tensor)
         result = ops.result_like(op, circle.world, circle.rank)
-        if isinstance(op, ops.Push):
-            outgoing = [(to, op.tensor) for to in op.graph.destinations(circle.rank)]
-            incoming = list(zip(op.graph.sources(circle.rank), result, strict=True))
-            return Pending(op, self._window.put_at_once(lambda: _post(circle, outgoing, incoming)), result)
-        if isinstance(op, ops.Permute):
-            there, back = op.permutation.destination(circle.rank), op.permutation.source(circle.rank)
-            if there == circle.rank:  # a bye, which waits for nobody
-                result.copy_(op.tensor)
-                return Pending(op, [], result)
+        if not isinstance(op, ops.Messages):
+            raise TypeError(f"the torch runner does not know {op}")
+        outgoing, incoming = op.outgoing(circle.rank, circle.world), op.incoming(circle.rank, circle.world, result)
+        if op.to_all and circle.world > 2 and circle.near and (circle.world - 1) * incoming[0][1].nbytes > TOGETHER:
+            return Pending(op, self._put_in_rounds(circle, dict(outgoing), dict(incoming)), result)
+        post = partial(_post, circle, outgoing, incoming)
+        bye = {rank for rank, _ in (*outgoing, *incoming)} <= {circle.rank}  # which waits for nobody
+        return Pending(op, post() if bye else self._window.put_together(post), result)
 
-            def post() -> list[Any]:
-                return [*_receive(circle, back, result), *_send(circle, there, op.tensor)]
-
-            return Pending(op, self._window.put_at_once(post), result)
-        if isinstance(op, ops.AllToAll):
-            return Pending(op, self._exchange_all(circle, op.tensor.unbind(), result), result)
-        if isinstance(op, ops.AllGather):
-            return Pending(op, self._exchange_all(circle, [op.tensor] * circle.world, result), result)
-        raise TypeError(f"the torch runner does not know {op}")
-
-    def _exchange_all(self, circle: Circle, outgoing: Sequence[Tensor], incoming: Tensor) -> Sequence[Any]:
-        """To and from every rank: in rounds, unless it is little, or they are far from each other. In round ``k`` each sends to
-        the one ``k`` before it."""
+    def _put_in_rounds(self, circle: Circle, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> Sequence[Any]:
+        """To and from every rank, where that is much, and they are near each other. In round ``k`` each sends to the one ``k``
+        before it."""
         me, world = circle.rank, circle.world
-        nbytes = incoming[0].nbytes
-        if world == 2 or not circle.near or (world - 1) * nbytes <= AT_ONCE:
-            return self._window.put_at_once(partial(_post, circle, list(enumerate(outgoing)), list(enumerate(incoming))))
         incoming[me].copy_(outgoing[me])
         messages: list[tuple[Post, int]] = []
         for distance in range(1, world):
@@ -215,7 +201,7 @@ def _describe(handle: Pending) -> None:
 
 
 _BLOCKED = 5e-4
-"""Seconds from which on a wait did not return at once."""
+"""Seconds from which on a wait did not return immediately."""
 
 
 def _delay(handle: Pending) -> None:

@@ -185,7 +185,7 @@ def _warm(group: Any, world: int, device: Device) -> None:
 
 
 _WARM_PAIRS = 16
-"""Ranks up to which each is connected with each other one at once. Connections take memory of the device."""
+"""Ranks up to which each is connected with each other one from the start. Connections take memory of the device."""
 
 
 def nccl(store: Any, rank: int, ranks: list[int], name: str, timeout: timedelta) -> Any:
@@ -210,7 +210,7 @@ def single(store: Any, rank: int, world: int, name: str, backend: Any, device: D
 
 
 def _gloo_devices(address: str) -> list[Any]:
-    """The network interfaces for a Gloo group: those that the user names, the one that has ``address``, or torch's choice."""
+    """The network interfaces for a Gloo group: the ones that the user names, the one with ``address``, or torch's choice."""
     make = dist.ProcessGroupGloo
     named = [make.create_device(interface=name) for name in interfaces()]
     if named or not address:

@@ -19,7 +19,7 @@ Note, who owns what, until when (cited by the modules that depend on it):
    communicators used from several threads can deadlock. Nothing waits on the host; a ticket carries an event.
    Where a host lane works on tensors of a device (the control lane; all lanes on Gloo), its thread issues on the stream
    that was current where the flow was submitted: after all that was issued there, and with memory of that stream only.
-6. The first error in any lane ends all lanes: what is queued fails at once with the same error. The main thread,
+6. The first error in any lane ends all lanes: what is queued fails immediately with the same error. The main thread,
    which waits in short slices, raises it.
 """
 
@@ -34,9 +34,8 @@ from typing import Any, TypeVar
 import torch
 
 from gossamer.comm.device import Device
-from gossamer.comm.flow import Begun
+from gossamer.comm.flow import Begun, shown
 from gossamer.comm.ops import Flow
-from gossamer.comm.profiling import shown
 from gossamer.comm.runner import Meter, Ticket
 
 T = TypeVar("T")
@@ -67,9 +66,9 @@ class PromptTicket(Ticket[T]):
         self._begun.may_start = False
 
     @property
-    def patient(self) -> bool:
+    def interruptible(self) -> bool:
         """Whether a wait for it can be cut short."""
-        return self.done.is_set() or bool(self._port.patient(self._begun.handle))
+        return self.done.is_set() or bool(self._port.interruptible(self._begun.handle))
 
     @property
     def left(self) -> bool:
@@ -89,7 +88,7 @@ class PromptTicket(Ticket[T]):
     def wait(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
         while not self._left and not self.done.is_set():
-            if self._port.patient(self._begun.handle) and not self._arrives(max(0.0, end - time.monotonic())):
+            if self._port.interruptible(self._begun.handle) and not self._arrives(max(0.0, end - time.monotonic())):
                 return False
             self._go_on()
         return self.done.wait(max(0.0, end - time.monotonic()))
@@ -171,7 +170,7 @@ class ThreadLanes:
         ticket.begin(make_flow, self.ports[lane], self._meters[lane])
         if ticket.error is not None:
             self.error = ticket.error
-        elif not ticket.patient:
+        elif not ticket.interruptible:
             self.take_over(ticket, lane)
 
     def take_over(self, ticket: PromptTicket[Any], lane: int = 0) -> None:

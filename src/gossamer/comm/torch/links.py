@@ -29,7 +29,7 @@ def _mark(near: str, far: str) -> int:
 
 
 class Links:
-    """Connections by rank. Those that no rank has recognised as its own belong to none, and tell nothing."""
+    """Connections by rank. Connections that no rank has recognised as its own belong to none, and tell nothing."""
 
     def __init__(self, by_rank: Mapping[int, Sequence[Connection]] | None = None) -> None:
         self._by_rank = dict(by_rank or {})

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from gossamer.comm.device import Device
+from gossamer.comm.flow import shown
 from gossamer.comm.ops import Flow, Group
-from gossamer.comm.profiling import shown
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
 from gossamer.comm.torch import opening, process_exit
@@ -44,7 +44,7 @@ class TorchRunner(Runner):
     """Flows over ``torch.distributed``: lanes with process groups of their own, and waits with a limit.
 
     ``lanes`` data lanes and one control lane. Waiting never hangs: a failed rank's alarm is raised within about a
-    second, a lost connection at once, a late rank is named after ten seconds and is an error after ``timeout``.
+    second, a lost connection immediately, a late rank is named after ten seconds and is an error after ``timeout``.
     """
 
     lanes = 2

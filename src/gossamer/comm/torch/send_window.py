@@ -1,6 +1,6 @@
 """Send window: the messages of one lane over Gloo, posted in the order in which they were asked for, a few at a time.
 
-What everyone sends to everyone at once arrives from all sides at once: streams crowd each other out in turns, and the
+What everyone sends to everyone concurrently arrives from all sides together: streams crowd each other out in turns, and the
 slowest decides. So such operations go in rounds, in each of which every rank sends to one and receives from another one.
 """
 
@@ -14,10 +14,10 @@ from gossamer.errors import CommunicationError
 Post = Callable[[], Sequence[Any]]
 """Hand something to the transport; returns what to wait for."""
 
-AT_ONCE = 2**18
+TOGETHER = 2**18
 """Bytes of messages in rounds that may be under way at a time; and two messages, however long they are. Four hosts, 8 to
-64 MB at 1 Gbit/s: everything at once reaches 0.82 to 0.92 of plain TCP, two messages of 1 MiB 0.91 to 1.00, four of them
-0.83 to 0.95; 0.5 MB at 200 Mbit/s 0.72 at once, 0.85 so."""
+64 MB at 1 Gbit/s: everything together reaches 0.82 to 0.92 of plain TCP, two messages of 1 MiB 0.91 to 1.00, four of them
+0.83 to 0.95; 0.5 MB at 200 Mbit/s 0.72 together, 0.85 so."""
 
 
 class Message:
@@ -41,7 +41,7 @@ class Message:
         """Hand it to the transport. For its window."""
         assert self._post is not None
         self._works += self._post()
-        self._post = None  # not before: whoever waits on another thread would find nothing to wait for
+        self._post = None  # not before: a waiter on another thread would find nothing to wait for
 
     def wait(self) -> None:
         """Block until it is done, and so is, if need be, what has to be posted before it."""
@@ -86,7 +86,7 @@ class SendWindow:
         self.go_on()
         return messages
 
-    def put_at_once(self, post: Post) -> Sequence[Any]:
+    def put_together(self, post: Post) -> Sequence[Any]:
         """What an operation without rounds waits for: it is posted now, unless something before it is not."""
         with self._lock:
             if not self._waiting:
@@ -133,7 +133,7 @@ class SendWindow:
 
     def _has_room(self) -> bool:
         nbytes = sum(message.nbytes for message in self._under_way) + self._waiting[0].nbytes
-        return len(self._under_way) < 2 or nbytes <= AT_ONCE
+        return len(self._under_way) < 2 or nbytes <= TOGETHER
 
     def _post_next(self) -> None:
         message = self._waiting.popleft()

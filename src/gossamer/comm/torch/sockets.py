@@ -183,7 +183,7 @@ def _is_same(connection: Connection) -> bool:
 
 
 def cut(chosen: Iterable[Connection]) -> None:
-    """End these connections in both directions, so that whoever waits for something on them waits no more."""
+    """End these connections in both directions, so that waits on them end."""
     for connection in chosen:
         if _is_same(connection):
             try:

@@ -134,7 +134,7 @@ class _Silence(Exception):
 
 
 class _Clerk:
-    """A thread that asks, so that whoever wants to know need not wait for a host that is stopped, or cut off: a call to the
+    """A thread that asks, so that the waiter need not wait for a host that is stopped, or cut off: a call to the
     store itself knows no limit. While it waits for such an answer nobody else begins to.
 
     An executor of one thread is not enough: the interpreter waits for its thread at the end.
@@ -198,14 +198,14 @@ _SLICE = 0.1
 
 
 class _Line:
-    """The connections of a store's clients, those that were found."""
+    """The connections of a store's clients, as far as they were found."""
 
     def __init__(self, found: set[int]) -> None:
         self._descriptors = [os.dup(descriptor) for descriptor in found]
 
     def is_cut(self) -> bool:
         """Whether the other side has gone, from all of them: some may be left of an earlier store at the same port."""
-        poll = select.poll()  # its own: two threads may ask at once
+        poll = select.poll()  # its own: two threads may ask concurrently
         for descriptor in self._descriptors:
             poll.register(descriptor, CLOSED)
         return bool(self._descriptors) and len(poll.poll(0)) == len(self._descriptors)

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class StreamLanes:
-    """Device lanes: flows are issued at once by the submitting thread, on one side stream per lane."""
+    """Device lanes: flows are issued when they are submitted, by that thread, on one side stream per lane."""
 
     def __init__(self, port: Any, device: Device, lanes: int) -> None:
         self.error: BaseException | None = None

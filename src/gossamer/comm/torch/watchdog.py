@@ -47,11 +47,11 @@ class Issued(Ticket[None]):
 class Watchdog:
     """A thread that waits for what a device was given, oldest first, under the same wait policy as the main thread elsewhere.
 
-    After ten seconds it warns, naming flow and late ranks; it hears of other ranks' failures; after the timeout it gives up.
+    After ten seconds it warns, naming flow and late ranks; it is told of other ranks' failures; after the timeout it gives up.
     Then ``fail`` ends what the device waits for, so that the main thread, which may stand in a synchronisation (``.item()``),
     goes on to its next exchange and raises the error there.
 
-    The thread holds neither the watchdog nor the owner of the method ``fail``: whoever lets go of both leaves no thread behind.
+    The thread holds neither the watchdog nor the owner of the method ``fail``: once both are released, no thread is left.
     """
 
     def __init__(self, policy: WaitPolicy, device: Device, fail: Callable[[GossamerError], Any]) -> None:

@@ -66,7 +66,7 @@ def test_a_machine_does_not_speak_for_the_others() -> None:
         model = nn.Linear(16, 64, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         replica = gossamer.replicate(model, optimizer, algorithm)
-        owed = []
+        unsent = []
         for step in range(4):
             optimizer.zero_grad()
             inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -74,9 +74,9 @@ def test_a_machine_does_not_speak_for_the_others() -> None:
             if step < 3:
                 optimizer.step()
             (kept,) = replica.state_dict()[f"rank{rank}"][0].values()
-            owed.append(kept["weight"].clone())
+            unsent.append(kept["weight"].clone())
         assert not model.weight.grad.isfinite().all()  # type: ignore[union-attr]
-        return owed[2:]
+        return unsent[2:]
 
     for before, after in loopback(body, 4):
         assert before.count_nonzero() > 0
