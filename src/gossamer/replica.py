@@ -14,11 +14,12 @@ from gossamer.engine import checkpoint, joining, mixing, switching
 from gossamer.engine.assembly import Parts, disassemble
 from gossamer.engine.averages import Averages
 from gossamer.engine.optimizers import OptimizerSync
+from gossamer.engine.tracing import Traced
 from gossamer.engine.weights import WeightSync
 from gossamer.errors import UsageError
 
 
-class Replica:
+class Replica(Traced):
     """What :func:`gossamer.replicate` returns. The model itself is unchanged and is used as before.
 
     ``step`` counts the synchronised backward passes; ``algorithm`` is what was chosen.
@@ -41,8 +42,6 @@ class Replica:
         if self._gradients is not None:
             return self._gradients.step
         return self._weights[0].steps if self._weights else self._loop.steps[0]
-
-    # -- what the user calls ------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -90,29 +89,29 @@ class Replica:
             yield
 
     @contextmanager
-    def consensus(self) -> Iterator[nn.Module]:
+    def consensus(self, *beside: nn.Module) -> Iterator[nn.Module]:
         """Inside, the model holds the average of all replicas (to evaluate or save it); afterwards its own weights.
 
         Collective: every rank enters. For gradient algorithms the replicas are equal, and only buffers are brought together
-        (those of rank 0, or their mean, as ``buffers`` says), and stay so. Parameters that
-        were frozen when the replica was made are left as they are. The average is the one that ``close(average=True)``
-        would leave now, of the weights with what their last exchange brought. It may be nested, and left by an exception;
-        an optimizer's step inside is refused, because it would be undone. The average of a whole run is left in the model by
-        ``close(average=True)``.
+        (those of rank 0, or their mean, as ``buffers`` says), and stay so. Parameters that were frozen when the replica was
+        made are left as they are. The average is the one that ``close(average=True)`` would leave now, of the weights with what
+        their last exchange brought. It may be nested, and left by an exception; steps inside are refused.
+        ``beside``: other modules that hold their average inside: a moving average of the weights (``AveragedModel``), say.
         """
-        if self._runner.world == 1 or self._averages.on:
+        if self._runner.world == 1:
             yield self._parts.model
             return
-        if not self._weights:
-            if not self._parts.join.on:
+        if self._averages.on or not self._weights:
+            if not self._averages.on and not self._parts.join.on:
                 self._come_together("consensus()")
             self._averages.bring_buffers_together()
-            yield self._parts.model
+            with self._averages.of(beside):
+                yield self._parts.model
             return
         joining.refuse_inside(self._parts, "consensus()")
         self._come_together("consensus()")
         self.wait_for_exchanges()
-        with self._averages.inside():
+        with self._averages.inside(), self._averages.of(beside):
             yield self._parts.model
 
     def consensus_distance(self) -> float:

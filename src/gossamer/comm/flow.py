@@ -62,11 +62,13 @@ def answer(command: Command, port: Port) -> Any:
     raise TypeError(f"an algorithm yielded {command!r}; only start(op), wait(handle) and decide(…) are known")
 
 
-def drive(flow: Flow[T], port: Port) -> T:
+def drive(flow: Flow[T], port: Port, label: str = "") -> T:
     """Carry out every command that ``flow`` yields on ``port`` and return what the flow returns."""
     begun = Begun(flow, port)
     while not begun.ended:
-        begun.go_on(port.wait(begun.handle))
+        with shown("wire", label):
+            reply = port.wait(begun.handle)
+        begun.go_on(reply)
     return begun.result  # type: ignore[return-value]
 
 
@@ -77,9 +79,11 @@ _NOTHING = nullcontext()
 def shown(what: str, label: str) -> AbstractContextManager[Any]:
     """Show what runs inside as ``gossamer: <what> of <label>``, without the number of a step, so that steps can be summed up.
 
-    Where this thread has no profiler, which is asked first, it costs less than a microsecond. Lanes are threads of their own:
+    Where there is no profiler, which is asked first, it costs less than a microsecond. Lanes are threads of their own:
     a profiler sees their flows with ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
     """
-    if not torch._C._autograd._profiler_enabled():
+    # The flag of the process: the one of the thread is False everywhere where a profiler follows all threads.
+    if not torch.autograd.profiler._is_profiler_enabled:
         return _NOTHING
-    return torch.profiler.record_function(f"gossamer: {what} of {_STEP.sub('', label)}")
+    name = _STEP.sub("", label).replace("…", "...")  # a Chrome trace says "unknown" for what is not ASCII
+    return torch.profiler.record_function(f"gossamer: {what} of {name}")

@@ -73,10 +73,10 @@ class Ticket(Generic[T]):
         try:
             with without_autocast(), shown("flow", self.label):
                 if stream is None:
-                    self.result = drive(make_flow(), port)
+                    self.result = drive(make_flow(), port, self.label)
                 else:
                     with stream:
-                        self.result = drive(make_flow(), port)
+                        self.result = drive(make_flow(), port, self.label)
                     self.event = stream.record_event()
         except BaseException as error:
             self.error = error

@@ -1,12 +1,13 @@
 """Averages: the average of a replica and all others in its model, their distance, and whether they are equal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossamer.engine import joining
+from gossamer.engine.agreement import agree
 from gossamer.engine.assembly import Parts
 from gossamer.engine.checks import named_buffers
 from gossamer.engine.consensus import at_average, become_average, check_equal, distance, equal
@@ -39,6 +40,20 @@ class Averages:
             reshard(parts.model)
             self.on = False
 
+    @contextmanager
+    def of(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, these modules hold the averages over all ranks of their parameters and buffers."""
+        if not modules:
+            yield
+            return
+        tensors = [{**dict(each.named_parameters()), **dict(each.named_buffers())} for each in modules]
+        named = {f"{number}: {name}": tensor for number, each in enumerate(tensors) for name, tensor in each.items()}
+        agree(
+            self._runner, {"the modules beside the model": "\n".join(f"{name}: {list(t.shape)}" for name, t in named.items())}
+        )
+        with at_average(self._runner, (), once(floating(named)), lambda copies: None):
+            yield
+
     def become(self) -> None:
         """Leave the average in the model; where gradients are exchanged, only buffers may differ from it."""
         parts = self._parts
@@ -62,7 +77,7 @@ class Averages:
     def bring_buffers_together(self) -> None:
         """Where gradients are exchanged: before the model is used outside of training, so that it is one model on all ranks."""
         parts = self._parts
-        if parts.buffers != "local" and self._runner.world > 1 and named_buffers(parts.model):
+        if not self.on and parts.buffers != "local" and self._runner.world > 1 and named_buffers(parts.model):
             joining.refuse_inside(parts, "consensus() of a model with buffers")
             if parts.overlap is not None:
                 parts.overlap.complete()

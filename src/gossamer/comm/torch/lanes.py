@@ -109,7 +109,9 @@ class PromptTicket(Ticket[T]):
         self._do(self._receive)
 
     def _receive(self) -> None:
-        self._begun.go_on(self._port.wait(self._begun.handle))
+        with shown("wire", self.label):
+            reply = self._port.wait(self._begun.handle)
+        self._begun.go_on(reply)
 
     def _do(self, work: Callable[[], None]) -> None:
         """Carry the flow on; at its end, or at an error, it is done."""
