@@ -1,9 +1,10 @@
-"""Command line: ``gossamer lab`` and ``gossamer bench``."""
+"""Command line: ``gossamer lab``, ``gossamer bench``, ``gossamer plan``."""
 
 import typer
 
 from gossamer.bench.command import bench
 from gossamer.lab.command import CONTEXT_SETTINGS, lab
+from gossamer.planning.command import plan
 
 app = typer.Typer(
     name="gossamer",
@@ -14,6 +15,7 @@ app = typer.Typer(
 )
 app.command("lab", context_settings=CONTEXT_SETTINGS)(lab)
 app.command("bench")(bench)
+app.command("plan")(plan)
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from os import PathLike
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,6 +16,8 @@ from gossamer.engine.arguments import Synchronize
 from gossamer.engine.module_buffers import Buffers
 from gossamer.replica import Replica
 from gossamer.replication import replicate_over
+
+Fidelity = Literal["exact", "close", "loose"]
 
 _logger = logging.getLogger("gossamer")
 
@@ -31,6 +35,9 @@ def replicate(
     overlap_forward: bool = False,
     ignore: Sequence[str | nn.Module] = (),
     synchronize: Synchronize | None = None,
+    fidelity: Fidelity | None = None,
+    plan: str | PathLike[str] | None = None,
+    switch: bool = False,
 ) -> Replica:
     """Make the training of ``model`` data-parallel over the ranks of a process group.
 
@@ -42,7 +49,7 @@ def replicate(
         model: any module; not wrapped in DDP or FSDP1. Its parameters may be sharded over other dimensions of a mesh (DTensors:
             ``fully_shard``, ``parallelize_module``): then ``group`` or ``mesh`` has the ranks with the same part of the model.
         optimizer_or_optimizers: the optimizer, or a sequence of them; together they hold the trainable parameters.
-        algorithm: the relaxation; exact :class:`AllReduce` by default.
+        algorithm: the relaxation. Without one, ``fidelity`` and ``plan``: exact :class:`AllReduce`, and nothing is measured.
         group: a process group; the default group if none is given. Without any, a world of one. What moves tensors is the
             backend that it has for the device of the parameters (which all lie on one): NCCL, or Gloo. On a GPU Gloo's go
             through the host's memory. GPUs are supported by construction and by tests with fakes; none has run this yet.
@@ -69,11 +76,27 @@ def replicate(
             ``"step"``, all that have accumulated once, when an optimizer's step begins, or in :meth:`Replica.synchronize`
             before it (where gradients are clipped, say). For pipelines (``torch.distributed.pipelining``), whose micro-batches
             are backward passes, and for accumulation without ``no_sync()``. Weights are exchanged once per step anyway.
+        fidelity: instead of an algorithm: have it chosen among those that take the same mean (``"exact"``), need at most 1.03
+            times as many steps (``"close"``), or 1.25 times (``"loose"``), as far as is known. The first five steps are plain
+            all-reduce, and their computation is timed; then links are measured for at most ten seconds, the step of every
+            candidate that goes with the other arguments is predicted, and all ranks go on with the same one. A line of the log
+            (logger ``gossamer``) says which, and why.
+        plan: instead of an algorithm: the path of a plan, as ``gossamer plan`` writes it. Rank 0 reads it, and its choice is
+            used from the first step on. Where there is no file it is made as for ``fidelity`` (``"exact"`` unless said), and
+            rank 0 writes it.
+        switch: with ``fidelity`` or ``plan``: go on watching. When steps take 20 % longer or shorter than expected three times
+            in a row (medians of eight steps), links are measured again, and where another candidate is predicted to be 10 %
+            faster all ranks go on with that (:meth:`Replica.switch`).
 
     Raises:
-        ConfigurationError: arguments that cannot work, with the reason.
+        ConfigurationError: arguments that cannot work, with the reason; a plan of another model or number of ranks.
         DisagreementError: on every rank, if ranks differ in version, algorithm, model or options.
     """
+    begin = None
+    if fidelity is not None or plan is not None or switch:
+        from gossamer.planning import start  # which most scripts need not import
+
+        begin = partial(start.begin, wish=start.wished(algorithm, fidelity, plan, switch))
     runner = connect(group, mesh, timeout, by_machine=isinstance(algorithm, Algorithm) and None in algorithm.traits.nodes)
     replica = replicate_over(
         runner,
@@ -85,6 +108,7 @@ def replicate(
         overlap_forward=overlap_forward,
         ignore=ignore,
         synchronize=synchronize,
+        begin=begin,
     )
     if runner.rank == 0:
         _logger.info("replicating %s over %d ranks with %r", type(model).__name__, runner.world, replica.algorithm)

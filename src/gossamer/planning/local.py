@@ -1,0 +1,84 @@
+"""Local: what ranks compute for an exchange: codecs, sums and copies, by running its flow without a network."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.algorithms.base import Algorithm, Context
+from gossamer.buckets import Bucket, make_plan
+from gossamer.comm.flow import drive
+from gossamer.comm.ops import AllGather, AllToAll, Decide, Group, Op, Permute, Push
+from gossamer.planning.links import Pattern, wait_for
+from gossamer.simulate.clocked import echoed
+from gossamer.state import State
+
+ELEMENTS = 2**18
+"""Of the bucket by which it is told: 1 MiB in fp32."""
+
+
+_PATTERNS: dict[type[Op], Pattern] = {Permute: "pair", Push: "pair", AllToAll: "all", AllGather: "all"}
+"""By what pattern the links of an operation are measured; of all others a ring."""
+
+
+class Echo:
+    """A port on which every operation ends when it begins, with what this rank has brought in place of what others would."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self.sent: Counter[Pattern] = Counter()
+        """Bytes by pattern."""
+
+    def start(self, op: Op, group: Group | None = None) -> Tensor:
+        world = self._world if group is None else len(group)
+        self.sent[_PATTERNS.get(type(op), "ring")] += op.traffic(world).bytes
+        return echoed(op, world)
+
+    def wait(self, handle: Tensor) -> Tensor:
+        return handle
+
+    def decide(self, decision: Decide) -> Any:
+        return decision.fn()
+
+
+class Exchanged:
+    """One bucket that an algorithm exchanges with itself, again and again."""
+
+    def __init__(self, algorithm: Algorithm, world: int, nodes: tuple[Group, ...] | None, device: torch.device) -> None:
+        numbers = torch.randn(512, ELEMENTS // 512, generator=torch.Generator().manual_seed(0)).to(device)
+        weights = algorithm.subject == "weights"
+        plan = make_plan({"weight": numbers}, algorithm, together=weights)
+        self._buckets = [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
+        self._states = [State(bucket.flat) for bucket in self._buckets]
+        self._algorithm, self._numbers, self._step = algorithm, numbers, 0
+        self._world, self._nodes = world, nodes
+        self._port = Echo(world)
+
+    @property
+    def pattern(self) -> Pattern:
+        """The one by which most of its bytes travel."""
+        return max(self._port.sent, key=lambda pattern: self._port.sent[pattern], default="ring")
+
+    def best_of(self, times: int, now: Callable[[], float]) -> float:
+        """Seconds of one exchange by the clock ``now``: the least of several, after one that is not counted."""
+        seconds = []
+        for _ in range(1 + times):
+            begin = now()
+            self()
+            wait_for(self._numbers.device)
+            seconds.append(now() - begin)
+        return min(seconds[1:])
+
+    def __call__(self) -> None:
+        """Once, with everything that is due at the next step at which anything is."""
+        self._step += 1
+        while not self._algorithm.cadence.due(self._step):
+            self._step += 1
+        context = Context(self._step, 0, tuple(range(self._world)), self._nodes)
+        for bucket, state in zip(self._buckets, self._states, strict=True):
+            bucket.renew()
+            bucket.flat.copy_(self._numbers.reshape(-1))
+            drive(bucket.layout.handler.exchange(bucket, state, context), self._port)
+            state.commit()
