@@ -75,7 +75,7 @@ def test_the_handle() -> None:
     public = {name for name in dir(gossamer.Replica) if not name.startswith("_")}
     assert public == {
         "answer", "catch_up", "close", "consensus", "consensus_distance", "join", "load_state_dict", "metrics", "no_sync",
-        "state_dict", "step", "synchronize", "wait_for_exchanges",
+        "state_dict", "step", "switch", "synchronize", "wait_for_exchanges",
     }  # fmt: skip
 
 
@@ -326,7 +326,7 @@ def test_a_rank_without_the_compiler_of_the_kernels_is_named(monkeypatch: pytest
     def compiler(device_type: str) -> str:
         return "torch" if threading.current_thread().name == "rank-1" else "numba"
 
-    monkeypatch.setattr(sys.modules["gossamer.replicate"], "compiler_for", compiler)
+    monkeypatch.setattr(sys.modules["gossamer.replication"], "compiler_for", compiler)
 
     def body(rank: int) -> None:
         model = make()

@@ -41,7 +41,7 @@ def on_meta(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch, steps: int = 
     runner = EchoRunner(FakeDevice(torch.device("meta")))
     entry = importlib.import_module("gossamer.replicate")
     monkeypatch.setattr(entry, "connect", lambda *arguments, **options: runner)
-    monkeypatch.setattr(entry, "_start_equal", lambda *arguments: None)
+    monkeypatch.setattr("gossamer.replication._start_equal", lambda *arguments: None)
     model = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 3)).to("meta")
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     replica = gossamer.replicate(model, optimizer, algorithm)
