@@ -37,7 +37,7 @@ class OfFour(Topology):
 )
 def test_a_topology_may_serve_one_world_only(algorithm: Algorithm) -> None:
     def body(rank: int) -> float:
-        model = nn.Linear(1, 1, bias=False)
+        model = nn.Linear(1, 2, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = optim.SGD(model.parameters(), lr=1.0)
         replica = gossamer.replicate(model, optimizer, algorithm)
@@ -46,7 +46,7 @@ def test_a_topology_may_serve_one_world_only(algorithm: Algorithm) -> None:
             (model.weight * (rank if step == 0 else 0)).sum().backward()
             optimizer.step()
         replica.close(average=True)
-        return model.weight.item()
+        return model.weight[0].item()
 
     assert loopback(body, 4) == pytest.approx([-1.5] * 4, abs=0.02)
 
