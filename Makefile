@@ -5,7 +5,7 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test fuzz test-slow test-triton test-gpu check format docs readme bench study clean
+.PHONY: help setup peers demo test fuzz test-slow test-triton test-gpu check types format docs readme bench study clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,10 @@ check: $(READY) ## lint, formatting and types; warnings are errors
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+types: $(READY) ## check that types of the public surface are known without inference (installs pyright, which downloads itself)
+	$(RUN) -m pip install --quiet --disable-pip-version-check pyright
+	PATH=$(abspath $(VENV))/bin:$$PATH $(RUN) -m tests.typed_surface
 
 format: $(READY) ## format the code and mend what can be mended
 	$(VENV)/bin/ruff check --fix .

@@ -73,11 +73,15 @@ class DistributedDataParallel(_DDP):
         synchronize: Synchronize | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not DDP's own, which makes the reducer
-        self.device_ids = _one_device(device_ids, output_device, module)
-        self.output_device = None if self.device_ids is None else self.device_ids[0]
-        self.dim, self.mixed_precision, self.logger = 0, None, None
-        self.process_group, self.find_unused_parameters = process_group, find_unused_parameters
-        self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
+        self.device_ids: list[Any] | None = _one_device(device_ids, output_device, module)
+        self.output_device: Any = None if self.device_ids is None else self.device_ids[0]
+        self.dim: int = 0
+        self.mixed_precision: Any = None
+        self.logger: Any = None
+        self.process_group: Any = process_group
+        self.find_unused_parameters: bool = find_unused_parameters
+        self.gradient_as_bucket_view: bool = gradient_as_bucket_view
+        self.static_graph: bool = static_graph
         self.use_side_stream_for_tensor_copies = True
         self.require_forward_param_sync = True
         self.module = module
@@ -95,9 +99,11 @@ class DistributedDataParallel(_DDP):
             synchronize=synchronize,
         )
         first = next(p for p in module.parameters() if p.requires_grad)
-        self.device, self.device_type = first.device, first.device.type
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.forward_sync_buffers = self.broadcast_buffers = self.replica._parts.buffers == "broadcast"
+        self.device: torch.device = first.device
+        self.device_type: str = first.device.type
+        self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.broadcast_buffers: bool = self.replica._parts.buffers == "broadcast"
+        self.forward_sync_buffers: bool = self.broadcast_buffers
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the module returns."""

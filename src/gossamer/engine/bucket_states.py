@@ -32,7 +32,7 @@ class BucketStates:
         self._of_buckets: list[State] = []
         self.of_steps: dict[str, State] = {}
         """By group."""
-        self.inherits = False
+        self.inherits: bool = False
         """Whether anything may be kept that the algorithm before this one has not sent."""
 
     def __getitem__(self, index: int) -> State:

@@ -38,7 +38,8 @@ class Loop:
     def __init__(
         self, runner: Runner, optimizers: Sequence[Optimizer], model: nn.Module | None = None, at_step: bool = False
     ) -> None:
-        self._model, self.at_step = model, at_step
+        self._model = model
+        self.at_step: bool = at_step
         self._sharded = model is not None and bool(sharded_modules(model))
         self.synchronise = True
         """Whether passes are synchronised: not inside of ``no_sync()``."""
