@@ -25,6 +25,17 @@ def test_a_case(seed: int) -> None:
     assert broken in ("", REFUSED), f"{case.code()}\n{broken}"
 
 
+FOUND = [
+    # An optimizer without any history, of which a resumed run knew too late that there is none.
+    Case("GossipGraD(ahead=1.0)", dtype="float32", linear=True, layers=("linear:6",), steps=4, resume=1),
+]
+
+
+@pytest.mark.parametrize("case", FOUND, ids=Case.code)
+def test_a_case_that_once_broke_a_law(case: Case) -> None:
+    assert check(case) == ""
+
+
 @pytest.mark.alone
 def test_cases_in_real_processes() -> None:
     cases = [case for case in map(draw, range(100)) if case.world == 2][:6]

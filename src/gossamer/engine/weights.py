@@ -280,7 +280,7 @@ class WeightSync:
         self.arrive()
         self._pending = {}
         self.exchanges = max((int(number) for number in kept.get(EXCHANGES, {}).values()), default=0)
-        if self._history is not None and self._history():  # otherwise it comes with the first step
+        if self._history is not None and (self._history() or self.history_saved == []):  # else it comes with the first step
             self._follow_history()
         own = {key: tensors for key, tensors in kept.items() if not key.startswith((PENDING, EXCHANGES))}
         self.exchange.states.load_by_name(own, extras)
