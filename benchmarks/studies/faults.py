@@ -86,7 +86,7 @@ def run(case: Case) -> dict[str, Any]:
 
     moment = case.moment if case.fault == "kill -9" else "lab"
     command = [str(SCRIPT), case.algorithm, str(case.victim), moment]
-    spec = LabSpec(hosts=WORLD, rate="100mbit", shaping="namespaces", faults=case.faults or ("kill 0 @1000s",), timeout=150)
+    spec = LabSpec(hosts=WORLD, rate="100mbit", shaping="namespaces", faults=case.faults or ("kill 0 @1000s",), timeout=300)
     result = run_lab(spec, command, on_line=on_line)
     begin = next((row["fault_at"] for row in said if "fault_at" in row), None)
     ranks = [row | {"seconds": row["end"] - begin} for row in said if "rank" in row and begin is not None]

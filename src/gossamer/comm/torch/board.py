@@ -71,6 +71,11 @@ class FailureBoard:
         """How many ranks share it."""
         return len(self._members)
 
+    @property
+    def waited(self) -> float:
+        """Seconds for which the store's answers were waited for."""
+        return float(getattr(self._store, "waited", 0.0))
+
     def seal(self, secret: bytes) -> None:
         """From now on messages carry a code under ``secret``, and messages without one are ignored."""
         self._secret = secret

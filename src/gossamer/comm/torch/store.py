@@ -59,6 +59,8 @@ class QuietStore:
     def __init__(self, store: Any, own_connection: bool = True, within: float = 10.0) -> None:
         """``within``: seconds that the store may take for an answer."""
         self._store, self._within, self._clerk = store, within, _Clerk()
+        self.waited = 0.0
+        """Seconds for which answers were waited for; a stop of the whole process is no part of them."""
         tcp = _bottom(store)
         port = tcp.port if isinstance(tcp, TCPStore) else None
         # torchrun keeps the store in its agent; elsewhere the process of rank 0 hosts it.
@@ -116,12 +118,15 @@ class QuietStore:
     def _ask(self, call: Callable[[], T]) -> T:
         self._require_line()
         try:
-            return self._clerk.do(call, self._within)
+            return self._clerk.do(call, self._within, self._waited_for)
         except _Silence:
             raise StoreSilentError(f"{self.host} has not answered for {self._within:g} s") from None
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             self._lost = True
             raise StoreLostError(f"{self.host} no longer answers: {error}") from error
+
+    def _waited_for(self, seconds: float) -> None:
+        self.waited += seconds
 
     def _require_line(self) -> None:
         if self._lost or self._line.is_cut():
@@ -146,8 +151,9 @@ class _Clerk:
         self._lock = threading.RLock()
         """One that the handler of a signal may take in the midst of a call of its own thread."""
 
-    def do(self, call: Callable[[], T], within: float) -> T:
-        """What ``call`` returns or raises; :class:`_Silence` if that takes too long, or another call already has."""
+    def do(self, call: Callable[[], T], within: float, pause: Callable[[float], None]) -> T:
+        """What ``call`` returns or raises; :class:`_Silence` if that takes too long, or another call already has. ``pause`` is
+        called for each slice without an answer, with its seconds."""
         if not self._begin():
             return call()
         if self._stuck.is_set():
@@ -155,7 +161,11 @@ class _Clerk:
         answer: Future[T] = Future()
         self._calls.put((answer, call))
         # In slices: they pass as slowly as everything else where the whole machine stands still.
-        if not any(wait([answer], _SLICE).done for _ in range(max(1, round(within / _SLICE)))):
+        for _ in range(max(1, round(within / _SLICE))):
+            if wait([answer], _SLICE).done:
+                break
+            pause(_SLICE)
+        else:
             with self._lock:
                 if not answer.done():
                     answer.cancel()  # if it has not begun

@@ -58,11 +58,11 @@ class WaitPolicy:
         """What to add where process groups cannot be opened."""
         self._board, self._rank = board, rank
         self._backlog: dict[int, float] = {}
-        self._active, self._absent, self._returned = time.monotonic(), 0.0, 0.0
+        self._active, self._absent, self._returned = time.monotonic() - board.waited, 0.0, 0.0
 
     def active(self) -> None:
         """This rank takes part: :meth:`_was_absent` is about the longest time for which it did not."""
-        now = time.monotonic()
+        now = time.monotonic() - self._board.waited  # this rank's own questions are no absence
         if now - self._active >= self._absent:
             self._absent, self._returned = now - self._active, now
         self._active = now
@@ -98,7 +98,9 @@ class WaitPolicy:
                 wait.next_warning *= 2
                 self._require_same_flow(ticket)
                 self._warn(ticket, waited)
-        if time.monotonic() - self._returned > self.timeout:  # what ends sooner may have been under way before the absence
+        if (
+            time.monotonic() - self._board.waited - self._returned > self.timeout
+        ):  # what ends sooner may have been under way before the absence
             self._absent = 0.0
         if wait.posted:
             self._go_on()
