@@ -412,6 +412,14 @@ def test_what_needs_all_gradients_together_is_refused(options, said: str) -> Non
         replicated(**options, overlap_forward=True)
 
 
+def test_parameters_that_share_their_memory_are_refused() -> None:
+    """Between their updates, a module would compute with half of what both bring."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ConfigurationError, match=r"parameters '0\.weight' and '1\.weight' share their memory"):
+        gossamer.replicate(model, sgd(model.parameters()), overlap_forward=True)
+
+
 def test_join_is_refused() -> None:
     replica = replicated(overlap_forward=True)
     with pytest.raises(UsageError, match="overlap_forward"), replica.join():

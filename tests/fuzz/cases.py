@@ -232,6 +232,7 @@ def sensible(case: Case) -> bool:
     if case.join is not None and (case.scaler or case.overlap_forward or both or case.resume or case.evaluate):
         return False
     simple = case.passes == 1 and not (case.clip or case.scaler or case.join) and case.optimizers == 1 and case.set_to_none
+    simple = simple and "tied_by_memory" not in case.layers  # which one update changes after the other
     if case.overlap_forward and not (simple and algorithm.part("weights") is None):
         return False
     if case.linear and (case.clip or case.optimizer != "SGD(lr=0.1)"):

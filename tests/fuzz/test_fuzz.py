@@ -28,6 +28,8 @@ def test_a_case(seed: int) -> None:
 FOUND = [
     # An optimizer without any history, of which a resumed run knew too late that there is none.
     Case("GossipGraD(ahead=1.0)", dtype="float32", linear=True, layers=("linear:6",), steps=4, resume=1),
+    # An overflow in the first step, of which nothing is kept to choose chunks from.
+    Case("ChunkSparse(chunk=16, residual='fp32')", dtype="float32", linear=True, steps=3, scaler=True, overflow=(0, 0)),
 ]
 
 

@@ -164,9 +164,9 @@ class ChunkSparse(Lossy):
 
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None]:
         """Choose the chunks of the next step, over all buckets."""
-        if ctx.world == 1:
-            return
         norms = [norm for each in states if (norm := each.extra(NORMS)) is not None]
+        if ctx.world == 1 or not norms:  # all ranks have dropped every step so far, because of an overflow
+            return
         mine = torch.cat(norms) / ctx.world
         norm = yield from total(mine if mine.device.type == "meta" else mine.cpu(), ctx.world)
         count = share_of(norm.numel(), self.density_at(ctx.step + 1))

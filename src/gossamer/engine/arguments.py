@@ -11,6 +11,7 @@ from gossamer.checks import hint_at_class
 from gossamer.engine.checks import check_held, check_model, check_optimizers, held_by, named_parameters
 from gossamer.engine.module_buffers import Buffers
 from gossamer.engine.sharding import is_sharded, offloads
+from gossamer.engine.ties import overlapping
 from gossamer.errors import ConfigurationError
 from gossamer.optim.communicating import Communicating
 
@@ -125,7 +126,13 @@ def check_synchronize(
 
 def check_overlap(algorithm: Algorithm, optimizers: Sequence[Optimizer], scaler: Any, model: nn.Module) -> None:
     """Refuse what needs all gradients together, or has none to wait for."""
+    shared = overlapping(
+        {name: p.detach() for name, p in named_parameters(model).items() if p.requires_grad and not is_sharded(p)}
+    )
     reasons = {
+        f"parameters {shared and shared[0]!r} and {shared and shared[1]!r} share their memory, and are not updated together": (
+            shared is not None
+        ),
         f"{type(optimizers[0]).__name__} communicates by itself": isinstance(optimizers[0], Communicating),
         f"{algorithm!r} moves weights, which travel beside the next forward and backward pass anyway": (
             algorithm.part("gradients") is None or algorithm.part("weights") is not None

@@ -43,6 +43,11 @@ def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return found
 
 
+def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """The first two names whose memory overlaps."""
+    return next(_overlapping(tensors), None)
+
+
 def called(name: str) -> str:
     """A tensor that travels with the weights, in words."""
     return f"buffer {name_of_buffer(name)!r}" if is_buffer(name) else f"parameter {name!r}"
