@@ -18,6 +18,7 @@ from gossamer import (
     Hierarchical,
     LocalSGD,
     PowerSGD,
+    PushSum,
     ScatterReduce,
     after,
     by_size,
@@ -25,7 +26,7 @@ from gossamer import (
     loopback,
 )
 from gossamer.algorithms import Algorithm
-from gossamer.algorithms.diloco import START, VELOCITY
+from gossamer.algorithms.blocks.outer import START, VELOCITY
 from gossamer.buckets import buffer_name
 from gossamer.codecs import Quantize
 from gossamer.errors import ConfigurationError
@@ -310,7 +311,10 @@ def test_what_is_not_finite_is_seen_by_all_and_remembered_by_none(averaging: Alg
         (lambda: DiLoCo(momentum=1.0), "must be from 0 to below 1"),
         (lambda: DiLoCo(momentum=-0.1), "must be from 0 to below 1"),
         (lambda: DiLoCo(averaging=ScatterReduce), "must be an instance of a gossamer algorithm"),
-        (lambda: DiLoCo(averaging=Gossip()), "moves weights"),
+        (lambda: DiLoCo(averaging=PushSum()), "keeps the mean of what it exchanges"),
+        (lambda: DiLoCo(averaging=GossipGraD()), "keeps the mean of what it exchanges"),
+        (lambda: DiLoCo(averaging=LocalSGD()), "has an every="),
+        (lambda: DiLoCo(averaging=Gossip(lag=1)), "has an every=, lag="),
         (lambda: DiLoCo(averaging=ChunkSparse()), "averages one bucket by itself"),
         (lambda: DiLoCo(averaging=after(3, PowerSGD())), "averages one bucket by itself"),
         (lambda: after(4, DiLoCo(), before=GossipGraD()), "what an optimizer remembers must not be moved"),
