@@ -11,6 +11,7 @@ from gossamer.algorithms.blocks.parts import Feedback, scatter_reduce
 from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
+from gossamer.codecs.error_feedback import check_decay, faded
 from gossamer.codecs.quantize import Quantize
 from gossamer.codecs.wire import Wire, check_wire, narrowed
 from gossamer.comm.ops import SMALL, Flow
@@ -24,7 +25,8 @@ class ScatterReduce(Lossy):
 
     δ and ε are what was lost before (``worker_feedback``, ``server_feedback``; the released code of BAGUA has neither).
     Both live in one residual per element: a worker keeps δ for the parts that it sends, and for its own part, which it
-    need not send, p·ε. So a residual is this worker's unsent part of the sum, wherever parts are cut.
+    need not send, p·ε. So a residual is this worker's unsent part of the sum, wherever parts are cut. It is multiplied by
+    ``decay`` before it is sent.
 
     Per bucket and step 2·(p−1)/p of the encoded gradient (with 8 bits, a quarter of an all-reduce), in two rounds of
     messages. A bucket of which a worker would receive at most ``gather_below`` bytes is gathered whole from all, in one round:
@@ -42,11 +44,13 @@ class ScatterReduce(Lossy):
     worker_feedback: bool = True
     server_feedback: bool = True
     residual: Wire = "bf16"
+    decay: float = 1.0
     gather_below: int = SMALL
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_wire("residual", self.residual)
+        check_decay(self.decay)
         check_codec(self.codec, remembers=self.traits.keeps_unsent)
         check_gather_below(self.gather_below)
 
@@ -59,7 +63,7 @@ class ScatterReduce(Lossy):
             return (yield from self.among_one(bucket, state, ctx))
         flat = wide(bucket.flat)
         feedback = Feedback(self.worker_feedback, self.server_feedback)
-        unsent = state.get(RESIDUAL) if feedback.any else None
+        unsent = faded(state.get(RESIDUAL), self.decay) if feedback.any else None
         rest: Tensor | None
         if feedback.all:
             rest, mean = turn_over(bucket, flat, state, self.residual)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gossamer.checks import is_number
 from gossamer.codecs.base import Codec
 from gossamer.codecs.contraction import check_contracts, check_hashable
 from gossamer.codecs.quantize import Quantize
@@ -12,6 +13,17 @@ from gossamer.codecs.wire import Wire, check_wire, narrowed
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
 from gossamer.state import State
+
+
+def check_decay(decay: object) -> None:
+    """Raise ConfigurationError unless it is a share of what is remembered."""
+    if not (is_number(decay) and 0 <= decay <= 1):
+        raise ConfigurationError(f"decay must be the share of the residual that is kept, from 0 to 1; got {decay!r}")
+
+
+def faded(residual: Tensor | None, decay: float) -> Tensor | None:
+    """What is remembered, times ``decay``, in full precision; itself where that is 1."""
+    return residual if residual is None or decay == 1 else wide(residual) * decay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +35,9 @@ class ErrorFeedback(Codec):
     ``"fp16"`` to the nearest number, and cuts it off at 65504; ``"fp32"`` keeps full precision in twice the memory. A residual
     is always finite: a step that overflowed leaves it as it was.
 
+    ``decay``: what is remembered is multiplied by it before it is added, so that sent + kept = decay·had + tensor. Below 1,
+    what waits for long fades: for what others have meanwhile learned without it.
+
     Not around codecs of which it would remember more and more (``RandomK(unbiased=True)``).
 
     Source: Seide et al. 2014 (Interspeech); Karimireddy et al. 2019 (arXiv 1901.09847).
@@ -30,6 +45,7 @@ class ErrorFeedback(Codec):
 
     codec: Codec = field(default_factory=Quantize, kw_only=False)
     residual: Wire = "bf16"
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.codec, ErrorFeedback):
@@ -39,6 +55,7 @@ class ErrorFeedback(Codec):
         check_hashable(self.codec)
         check_contracts(self.codec)
         check_wire("residual", self.residual)
+        check_decay(self.decay)
 
     @property
     def unbiased(self) -> bool:
@@ -69,6 +86,7 @@ class ErrorFeedback(Codec):
         flat, unsent = wide(tensor), state.get(key)
         if unsent is not None and unsent.dtype.itemsize > flat.dtype.itemsize:
             unsent = unsent.to(flat.dtype)
+        unsent = faded(unsent, self.decay)
         rest = state.fresh(key, flat, narrowed(flat.dtype, self.residual))
         payload = self.codec.encode_keeping(flat, unsent, seed, rest)
         state[key] = rest
