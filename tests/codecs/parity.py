@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.codecs import Cast, Codec, Quantize, RandomK, Sign, TopChunks, TopK
+from gossamer.codecs import Cast, Codec, Quantize, RandomK, Sign, TopChunks, TopK, TopPerChunk
 from gossamer.codecs import kernels as kernels_module
 from gossamer.codecs import quantize as quantize_module
 from gossamer.codecs import sign as sign_module
@@ -221,6 +221,19 @@ def places_agree(kernels: Kernels, count: int, device: str = "cpu") -> None:
         assert bits == 4 or heard[0][3].all()
 
 
+def largest_agree(kernels: Kernels, count: int, device: str = "cpu") -> None:
+    """The same elements, of several that are as large the same ones."""
+    for _, draw, x, _ in cases(count, seed=31):
+        if not x.numel():
+            continue
+        if draw.random() < 0.3:
+            x = x.mul(3).round_()  # many are as large as others
+        chunk = draw.choice([1, 3, 64, 1000, 4096])
+        wanted, last = draw.randint(1, chunk), x.numel() % chunk and draw.randint(1, x.numel() % chunk)
+        there = kernels.largest(x.to(device), chunk, wanted, last).cpu()
+        assert there.tolist() == reference.largest(x, chunk, wanted, last).tolist()
+
+
 LAWS = [
     (quantisation_agrees, 300),
     (chance_moves_no_zero, 84),
@@ -231,6 +244,7 @@ LAWS = [
     (accumulating_agrees, 100),
     (narrowing_agrees, 100),
     (places_agree, 100),
+    (largest_agree, 100),
 ]
 """And on how many cases they are tried; where kernels are compiled anew for many of them, a seventh will do."""
 
@@ -244,6 +258,7 @@ CODECS: list[Codec] = [
     RandomK(density=0.1),
     RandomK(density=0.1, unbiased=True),
     TopChunks(density=0.2, chunk=16),
+    TopPerChunk(density=0.1, chunk=64),
 ]
 
 

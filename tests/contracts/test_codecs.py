@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.codecs import Codec, ErrorFeedback, Quantize, RandomK, Sign, TopChunks, TopK
+from gossamer.codecs import Codec, ErrorFeedback, Quantize, RandomK, Sign, TopChunks, TopK, TopPerChunk
 
 from . import laws
 from .cases import all_codecs, noise
@@ -21,6 +21,7 @@ FURTHER = [
     TopK(density=1),
     RandomK(density=0.3, unbiased=True),
     TopChunks(density=0.4, chunk=7),
+    TopPerChunk(density=0.3, chunk=7),
     ErrorFeedback(Sign(block=64)),
     ErrorFeedback(TopChunks(chunk=16), residual="bf16"),
 ]

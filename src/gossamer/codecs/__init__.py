@@ -7,6 +7,7 @@ from gossamer.codecs.kernels import chunk_norms
 from gossamer.codecs.quantize import Quantize
 from gossamer.codecs.sign import Sign
 from gossamer.codecs.sparse import RandomK, Sparse, TopChunks, TopK
+from gossamer.codecs.top_per_chunk import TopPerChunk
 
 __all__ = [
     "Cast",
@@ -18,5 +19,6 @@ __all__ = [
     "Sparse",
     "TopChunks",
     "TopK",
+    "TopPerChunk",
     "chunk_norms",
 ]

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.codecs.kernels.cpu_largest import largest_all
 from gossamer.codecs.kernels.cpu_modulo import difference_all, pack_all
 from gossamer.codecs.kernels.cpu_numba import Array
 from gossamer.codecs.kernels.cpu_quantize import dequantize_all, quantize_all
@@ -92,3 +93,9 @@ def modulo_difference(
     given = (array(codes), unsigned[1], array(own), inverse, array(steps), bits, unsigned[0])
     difference_all(*given, np.float32(share), array(out), add, array(true), array(furthest))
     return true, furthest
+
+
+def largest(x: Tensor, chunk: int, count: int, last: int) -> Tensor:
+    places = torch.empty(x.numel() // chunk * count + last, dtype=torch.int16)
+    largest_all(array(x), chunk, count, last, array(places))
+    return places

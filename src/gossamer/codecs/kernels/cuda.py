@@ -12,6 +12,7 @@ from torch import Tensor
 from gossamer.codecs.kernels import cuda_loops as loops
 from gossamer.codecs.kernels import cuda_modulo_loops as modulo_loops
 from gossamer.codecs.kernels.layout import Blocks, Grid, keys, noise_key, signed
+from gossamer.codecs.kernels.reference import largest as largest  # a sort of torch's on the device
 
 TILE = 4096
 """Elements that one program reads at a time for a chunk's norm."""

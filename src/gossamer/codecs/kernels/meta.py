@@ -104,3 +104,9 @@ def modulo_difference(
     """As the reference has it, on shapes alone."""
     with _named(f"last {bits} bits of places", "decode", own):
         return reference.modulo_difference(codes, sums, own, steps, bits, factors, share, out, add)
+
+
+def largest(x: Tensor, chunk: int, count: int, last: int) -> Tensor:
+    """``int16[m]``."""
+    with _named("largest of each chunk", "encode", x):
+        return torch.empty(x.numel() // chunk * count + last, dtype=torch.int16, device="meta")

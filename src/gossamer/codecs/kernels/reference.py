@@ -281,3 +281,21 @@ def checksum(places: Tensor, factors: Tensor) -> Tensor:
 def _places(values: Tensor, steps: Tensor, factors: Tensor) -> Tensor:
     """``int32[blocks, length]``: a value is about place · step."""
     return (in_blocks(values, len(factors)) * (1 / steps).unsqueeze(1)).round_().to(torch.int32)
+
+
+# -- the largest of each chunk --------------------------------------------------------------------------------------------
+
+
+def largest(x: Tensor, chunk: int, count: int, last: int) -> Tensor:
+    """``int16[m]``: where in each chunk its ``count`` elements of largest size are, in order; ``last`` of a shorter one at the
+    end.
+
+    Of elements of one size the first ones; NaN is as large as inf.
+    """
+    sizes = x.abs()
+    sizes = torch.where(sizes.isnan(), float("inf"), sizes)
+    found = []
+    for rows_, wanted in zip(rows(sizes, chunk), [count, last] if x.numel() >= chunk else [last], strict=False):
+        order = torch.sort(rows_, dim=1, descending=True, stable=True).indices[:, :wanted]
+        found.append(order.sort(dim=1).values.flatten())
+    return torch.cat(found).to(torch.int16)
