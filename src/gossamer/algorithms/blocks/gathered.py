@@ -1,0 +1,61 @@
+"""Gathered: the mean of what all workers send to all, each for itself what it finds worth sending."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gossamer.algorithms.base import Context
+from gossamer.algorithms.blocks.lossy import Lossy, check_codec, turn_over
+from gossamer.buckets import Bucket
+from gossamer.codecs.base import Codec
+from gossamer.codecs.error_feedback import check_decay, faded
+from gossamer.codecs.top_per_chunk import TopPerChunk
+from gossamer.codecs.wire import Wire, check_wire
+from gossamer.comm.ops import Flow, all_gather
+from gossamer.memory import wide
+from gossamer.state import RESIDUAL, State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered(Lossy, register=False):
+    """Each worker sends Q(x + decay·residual) to all others, and all take the mean; what Q leaves out is the new residual.
+
+    For sparse codecs, with which a sum of messages has more elements than each. ``clip``: a message that is longer (in the L2
+    norm of what it decodes to) than the median of all counts only with that length.
+    """
+
+    codec: Codec = field(default_factory=TopPerChunk)
+    decay: float = 1.0
+    clip: bool = False
+    residual: Wire = "bf16"
+    exact_vectors: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_codec(self.codec)
+        check_decay(self.decay)
+        check_wire("residual", self.residual)
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        if ctx.world == 1:
+            return (yield from self.among_one(bucket, state, ctx))
+        flat, had = wide(bucket.flat), faded(state.get(RESIDUAL), self.decay)
+        rest, mean = turn_over(bucket, flat, state, self.residual)
+        payloads = yield from all_gather(self.codec.encode_keeping(flat, had, ctx.seed(bucket.index), rest))
+        state[RESIDUAL] = rest
+        shares = self._shares(payloads, mean) / ctx.world
+        mean.zero_()
+        for payload, share in zip(payloads, shares, strict=True):
+            mean.addcmul_(self.codec.decode(payload, mean.numel(), mean.dtype), share)
+        return mean.to(bucket.flat.dtype)
+
+    def _shares(self, payloads: Tensor, like: Tensor) -> Tensor:
+        """With what each message counts: NaN where one is not finite."""
+        if not self.clip:
+            return torch.ones(len(payloads), dtype=like.dtype, device=like.device)
+        decoded = (self.codec.decode(payload, like.numel(), like.dtype) for payload in payloads)
+        norms = torch.stack([torch.linalg.vector_norm(each) for each in decoded])
+        lower, upper = norms.sort().values[[(len(norms) - 1) // 2, len(norms) // 2]]
+        median = (lower + upper) / 2
+        return torch.where(median > 0, (median / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1), norms * 0 + 1)
