@@ -8,6 +8,12 @@ from torch import Tensor
 
 from gossamer.errors import ConfigurationError
 
+OF = " of "
+"""In the name of what an optimizer remembers of a weight: ``"exp_avg of 0.weight"``."""
+
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf")
+"""What torch's optimizers call sums, means and bounds of squares or magnitudes."""
+
 _PIECE = re.compile(r"(.*) \[part (\d+)\]", re.DOTALL)
 
 

@@ -57,7 +57,7 @@ def values_are_finite(case: Case, results: Results) -> str:
 def nothing_is_lost(case: Case, results: Results) -> str:
     """The mean of the replicas has moved by all gradients but the residuals."""
     algorithm = case.make_algorithm()
-    if not case.linear or algorithm.traits.takes_momentum or "DiLoCo" in case.algorithm or _loses(case):
+    if not case.linear or algorithm.traits.takes_momentum or "LoCo" in case.algorithm or _loses(case):
         return ""
     if _nodes_differ(case) and algorithm.part("weights") is not None:
         return ""  # nodes count alike there, however many ranks they have, and so do not all gradients

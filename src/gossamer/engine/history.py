@@ -14,15 +14,11 @@ from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree, digest, values_of_all
 from gossamer.engine.sharding import local
 from gossamer.memory import as_real
+from gossamer.pieces import OF, SQUARES
 
 _logger = logging.getLogger("gossamer")
 
-_OF = " of "
-
 _COUNTERS = ("step",)
-
-_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf")
-"""What torch's optimizers call sums, means and bounds of squares or magnitudes."""
 
 
 def history(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -33,7 +29,7 @@ def history(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str,
     """
     state = getattr(optimizer, "exact_state", None) or (lambda parameter: optimizer.state.get(parameter, {}))
     return {
-        f"{key}{_OF}{name}": as_real(local(value))
+        f"{key}{OF}{name}": as_real(local(value))
         for name, parameter in parameters.items()
         for key, value in sorted(state(parameter).items())
         if isinstance(value, Tensor)
@@ -101,7 +97,7 @@ def _tell_of_own(everyone: Sequence[Mapping[str, str]], common: Set[str]) -> Non
 
 def weight_of(name: str) -> str:
     """The weight that something is remembered of; a weight's own name is its own."""
-    return name.partition(_OF)[2] or name
+    return name.partition(OF)[2] or name
 
 
 _VARIANCE = "running_var"
@@ -123,10 +119,10 @@ def halve_at_most(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
 
 def keep_squares_valid(tensors: Mapping[str, Tensor]) -> None:
     """Raise what has become negative among means of squares to zero: their root is taken."""
-    squares = [tensor for name, tensor in tensors.items() if _OF in name and name.partition(_OF)[0] in _SQUARES]
+    squares = [tensor for name, tensor in tensors.items() if OF in name and name.partition(OF)[0] in SQUARES]
     if squares:
         torch._foreach_clamp_min_(squares, 0.0)
     for name, mean in tensors.items():
-        key, _, of = name.partition(_OF)
-        if key == "grad_avg" and (square := tensors.get(f"square_avg{_OF}{of}")) is not None:
+        key, _, of = name.partition(OF)
+        if key == "grad_avg" and (square := tensors.get(f"square_avg{OF}{of}")) is not None:
             square.copy_(torch.maximum(square, mean * mean))  # RMSprop(centered=True) takes the root of their difference
