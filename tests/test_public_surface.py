@@ -19,8 +19,10 @@ PUBLIC = {
     "PowerSGD",
     "PushSum",
     "QuantizedGossip",
+    "DESLOC",
     "QSGD",
     "ScatterReduce",
+    "SparseLoCo",
     "after",
     "by_size",
     "in_parts",
@@ -46,6 +48,7 @@ PUBLIC = {
     "__version__",
     "loopback",
     "replicate",
+    "sparta",
     "streaming_diloco",
 }
 

@@ -2,6 +2,7 @@
 
 from gossamer._version import __version__
 from gossamer.algorithms import (
+    DESLOC,
     QSGD,
     Algorithm,
     AllReduce,
@@ -19,9 +20,11 @@ from gossamer.algorithms import (
     PushSum,
     QuantizedGossip,
     ScatterReduce,
+    SparseLoCo,
     after,
     by_size,
     in_parts,
+    sparta,
     streaming_diloco,
 )
 from gossamer.comm.loopback import loopback
@@ -40,6 +43,7 @@ from gossamer.replica import Replica
 from gossamer.replicate import replicate
 
 __all__ = [
+    "DESLOC",
     "QSGD",
     "Algorithm",
     "AllReduce",
@@ -66,6 +70,7 @@ __all__ = [
     "QuantizedGossip",
     "Replica",
     "ScatterReduce",
+    "SparseLoCo",
     "UsageError",
     "__version__",
     "after",
@@ -73,5 +78,6 @@ __all__ = [
     "in_parts",
     "loopback",
     "replicate",
+    "sparta",
     "streaming_diloco",
 ]

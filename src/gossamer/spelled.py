@@ -6,7 +6,7 @@ from inspect import isabstract
 from typing import Any
 
 from gossamer import codecs
-from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, in_parts, registry, streaming_diloco
+from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, in_parts, registry, sparta, streaming_diloco
 from gossamer.comm import digraph, topology
 from gossamer.comm.topology import Pattern
 from gossamer.errors import ConfigurationError

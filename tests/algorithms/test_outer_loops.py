@@ -1,20 +1,40 @@
 """Outer loops: overlap of several steps, fragments, merging and what a resumed run goes on with."""
 
 import copy
+import re
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import DiLoCo, Gossip, LocalSGD, after, in_parts, loopback, streaming_diloco
+from gossamer import (
+    DESLOC,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    LocalSGD,
+    QuantizedGossip,
+    ScatterReduce,
+    SparseLoCo,
+    after,
+    in_parts,
+    loopback,
+    sparta,
+    streaming_diloco,
+)
 from gossamer.algorithms import Algorithm
+from gossamer.algorithms.blocks.gathered import Gathered
+from gossamer.codecs import Cast, ErrorFeedback, Quantize, TopPerChunk
+from gossamer.comm.topology import Complete, OnePeerExponential, Ring, Topology
 from gossamer.errors import ConfigurationError
 
-from ..contracts.cases import weights
+from ..contracts.cases import exchange, noise, weights
+from ..contracts.traces import trace
 
 WORLD, STEPS, SIZE, PERIOD = 3, 31, 12, 8
 
@@ -163,6 +183,181 @@ def test_what_is_under_way_when_a_replica_closes_is_added() -> None:
     torch.testing.assert_close(last[:, -1] - own, (last[:, -1] - own).mean(0).expand(WORLD, -1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_gossip_among_all_is_diloco(nesterov: bool) -> None:
+    """With peers that are all workers, and full precision on the wire."""
+    everyone = Gossip(wire="fp32", topology=Complete())
+    gossiped, plain = (
+        trained(DiLoCo(every=4, nesterov=nesterov, averaging=averaging), 4) for averaging in (everyone, AllReduce())
+    )
+    torch.testing.assert_close(gossiped, plain, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("averaging", [Gossip(), Gossip(topology=Ring()), QuantizedGossip()], ids=repr)
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_gossip_with_an_outer_optimizer_moves_the_mean_by_the_mean_outer_step(world: int, averaging: Algorithm) -> None:
+    """Whatever is on the wire and whoever meets: the mean of all workers goes as if all had averaged exactly."""
+    gossiped, plain = (trained(DiLoCo(every=4, averaging=each), world).mean(0) for each in (averaging, AllReduce()))
+    torch.testing.assert_close(gossiped, plain, rtol=0, atol=1e-9)
+
+
+def test_gossip_with_an_outer_optimizer_has_no_collective() -> None:
+    """And peers change from one outer step to the next, also where the steps between two are a multiple of the cycle."""
+    steps = trace(DiLoCo(every=4, averaging=Gossip(topology=OnePeerExponential())), 4)[0]
+    said = [step for step in steps if "bytes" in step and not step.startswith("0 bytes")]
+    assert len(said) == 2
+    assert said[0] != said[1]
+    assert all(set(re.findall(r"\d ([a-z_]+)\(", step)) == {"permute"} for step in said)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.95, 0.5, 0.0])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(Gathered, codec=TopPerChunk(density=0.2, chunk=32), residual="fp32"),
+        partial(ScatterReduce, codec=Quantize(bits=2), residual="fp32", gather_below=0),
+    ],
+    ids=["gathered", "scatter-reduce"],
+)
+def test_what_is_sent_and_kept_is_what_was_kept_times_the_decay_and_the_delta(
+    make: Callable[..., Algorithm], decay: float
+) -> None:
+    steps = [noise(WORLD, 100, torch.float64, seed=step) for step in range(5)]
+    kept_before = torch.zeros(100, dtype=torch.float64)
+    for step in range(5):
+        outcomes = exchange(make(decay=decay), steps[: step + 1])
+        kept = torch.stack([outcome.state["residual"] for outcome in outcomes]).sum(0)
+        had = decay * kept_before + torch.stack(steps[step]).sum(0)
+        torch.testing.assert_close(WORLD * outcomes[0].results[-1] + kept, had, rtol=0, atol=1e-12)
+        kept_before = kept
+
+
+def test_a_message_counts_with_the_length_of_the_median_at_most() -> None:
+    tensors = noise(5, 200, torch.float64)
+    tensors[3] *= 1000
+    lengths = sorted(float(torch.linalg.vector_norm(tensor)) for tensor in tensors)
+    scaled = [tensor * min(1.0, lengths[2] / float(torch.linalg.vector_norm(tensor))) for tensor in tensors]
+    found = exchange(Gathered(codec=Cast(), clip=True), [tensors])[0].results[0]
+    torch.testing.assert_close(found, torch.stack(scaled).mean(0), rtol=0, atol=1e-12)
+
+
+def test_what_loses_nothing_makes_diloco_of_sparse_loco() -> None:
+    sparse, plain = (
+        trained(algorithm)
+        for algorithm in (
+            SparseLoCo(every=4, averaging=Gathered(codec=Cast())),
+            DiLoCo(every=4, rate=1.0, momentum=0.0),
+        )
+    )
+    torch.testing.assert_close(sparse, plain, rtol=0, atol=1e-12)
+
+
+def bytes_between(algorithm: Algorithm, first: int, last: int) -> float:
+    """What a rank of four sends from one step to another."""
+
+    def body(rank: int) -> float:
+        model = nn.Linear(256, 256)
+        optimizer = inner(model)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        sent = {}
+        for step in range(1, last + 1):
+            optimizer.zero_grad()
+            model(torch.ones(1, 256)).sum().backward()
+            optimizer.step()
+            replica.wait_for_exchanges()
+            sent[step] = replica.metrics()["bytes_sent"]
+        replica.close()
+        return sent[last] - sent[first]
+
+    return loopback(body, 4)[0]
+
+
+def test_sparse_loco_sends_a_hundred_and_fortieth_of_an_all_reduce_of_every_step() -> None:
+    """In each of its periods; with four workers, less than a two-thousandth."""
+    dense, sparse = bytes_between(AllReduce(), 31, 61), bytes_between(SparseLoCo(), 31, 61)
+    assert 0 < sparse < dense / 140
+    assert sparse < dense / 2000
+
+
+def test_moments_become_their_means_after_periods_of_their_own() -> None:
+    """As in one loop where nothing travels."""
+
+    def make() -> tuple[Pull, torch.optim.Optimizer]:
+        model = Pull()
+        return model, torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-3)
+
+    def body(rank: int) -> Tensor:
+        model, optimizer = make()
+        replica = gossamer.replicate(model, optimizer, DESLOC(every=2, first=2, second=3, delay=0))
+        seen = []
+        for _ in range(25):
+            optimizer.zero_grad()
+            model(rank).backward()
+            optimizer.step()
+            seen.append(model.weight.detach().clone())
+        replica.close()
+        return torch.stack(seen)
+
+    workers, expected = [make() for _ in range(WORLD)], []
+    for step in range(1, 26):
+        for rank, (model, optimizer) in enumerate(workers):
+            optimizer.zero_grad()
+            model(rank).backward()
+            optimizer.step()
+        states = [optimizer.state[model.weight] for model, optimizer in workers]
+        for period, tensors in (
+            (2, [model.weight.data for model, _ in workers]),
+            (4, [state["exp_avg"] for state in states]),
+            (6, [state["exp_avg_sq"] for state in states]),
+        ):
+            mean = torch.stack(tensors).mean(0)
+            if step % period == 0:
+                for tensor in tensors:
+                    tensor.copy_(mean)
+        expected.append(torch.stack([model.weight.detach().clone() for model, _ in workers]))
+    found = torch.stack(loopback(body, WORLD))
+    torch.testing.assert_close(found, torch.stack(expected, 1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("topology", [None, Ring()], ids=repr)
+def test_a_few_weights_in_every_step_keep_the_mean_and_replicas_closer(topology: Topology | None) -> None:
+    alone, seldom = trained(LocalSGD(every=1000)), trained(LocalSGD(every=12))
+    often = trained(sparta(LocalSGD(every=12), share=0.2, topology=topology))
+    torch.testing.assert_close(often.mean(0), alone.mean(0), rtol=0, atol=1e-12)
+    assert often[:, :-1].std(0).mean() < 0.9 * seldom[:, :-1].std(0).mean()
+
+
+def test_a_few_weights_in_every_step_cost_their_share() -> None:
+    few, none = (bytes_between(algorithm, 31, 41) for algorithm in (sparta(LocalSGD(every=30), share=0.005), SparseLoCo()))
+    assert none == 0
+    assert 0 < few < 1.1 * 0.005 * bytes_between(AllReduce(), 31, 41) + 10 * 64 * 4
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_muon_and_adamw_with_an_outer_optimizer(bits: Literal[8, 4, 2]) -> None:
+    """Each has an exchange of its own; outer deltas travel in a few bits, and all go on from the same weights."""
+
+    def body(rank: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16)
+        optimizers = [torch.optim.Muon([model.weight], lr=0.02), torch.optim.AdamW([model.bias], lr=0.02)]
+        averaging = ScatterReduce(codec=Quantize(bits=bits), decay=0.9, gather_below=0)
+        replica = gossamer.replicate(model, optimizers, DiLoCo(every=3, delay=0, averaging=averaging))
+        start = weights(model)
+        for step in range(12):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            model(noise(1, 64, seed=10 * step + rank)[0].view(4, 16)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        replica.close()
+        return weights(model) - start
+
+    moved = torch.stack(loopback(body, 4))
+    assert (moved - moved[0]).abs().max() < 1e-6
+    assert moved.abs().min() > 0
+
+
 def peak_and_total(algorithm: Algorithm) -> tuple[float, float]:
     """The most bytes per step that a rank must send to keep what its exchanges promise, and the bytes of three periods."""
 
@@ -201,6 +396,14 @@ def test_streaming_needs_a_tenth_of_the_rate_of_diloco() -> None:
         (lambda: streaming_diloco(every=10, fragments=4), "cannot be spread evenly"),
         (lambda: streaming_diloco(every=8, fragments=4, delay=9), "more than the every=8"),
         (lambda: streaming_diloco(merge=1.0), "merge must be the share"),
+        (lambda: TopPerChunk(chunk=5000), "chunk must be a number of elements from 1 to 4096"),
+        (lambda: Gathered(decay=1.5), "decay must be the share of the residual"),
+        (lambda: ScatterReduce(decay=-0.1), "decay must be the share of the residual"),
+        (lambda: ErrorFeedback(decay="0.9"), "decay must be the share of the residual"),
+        (lambda: sparta(AllReduce()), "takes an algorithm over weights"),
+        (lambda: sparta(DiLoCo(), share=0), "density must be above 0"),
+        (lambda: sparta(streaming_diloco()), "under way for longer, or in parts"),
+        (lambda: DESLOC(first=0), "first must be a number of steps, at least 1"),
         (lambda: in_parts(2, Gossip(), strides=0), "strides must be a number"),
         (lambda: trained(LocalSGD(every=4, delay=5)), "added after 5 steps .* exchanged every 4 steps"),
         (lambda: trained(in_parts(2, DiLoCo(every=4, delay=9))), "added after 9 steps .* exchanged every 8 steps"),

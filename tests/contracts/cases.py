@@ -27,16 +27,19 @@ from gossamer.algorithms import (
     PowerSGD,
     QuantizedGossip,
     ScatterReduce,
+    SparseLoCo,
     after,
     by_size,
     in_parts,
     registry,
+    sparta,
     streaming_diloco,
 )
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.blocks.difference import Difference, computed, narrow
+from gossamer.algorithms.blocks.gathered import Gathered
 from gossamer.buckets import Bucket, make_layout
-from gossamer.codecs import Codec
+from gossamer.codecs import Codec, TopPerChunk
 from gossamer.codecs.quantize import Quantize
 from gossamer.codecs.sign import Sign
 from gossamer.comm.loopback import LoopbackRunner, current_runner
@@ -91,6 +94,9 @@ def combined() -> list[Algorithm]:
         LowPrecisionDecentralized(codec=Quantize(bits=4)),
         LowPrecisionDecentralized(codec=Quantize(bits=2, rounding="stochastic"), rate=0.5),
         DiLoCo(averaging=four_bits, momentum=0.5),
+        DiLoCo(averaging=Gossip(), momentum=0.5),
+        SparseLoCo(averaging=Gathered(codec=TopPerChunk(density=0.3, chunk=64), decay=0.9)),
+        ScatterReduce(codec=Quantize(bits=4), decay=0.9, gather_below=0),
         Hierarchical(AllReduce(), ranks_per_node=2),
         Hierarchical(ChunkSparse(chunk=16, bucket_bytes=200), ranks_per_node=3),
     ]
@@ -116,6 +122,7 @@ def mixed() -> list[Algorithm]:
         Hierarchical(DiLoCo(every=2, averaging=ScatterReduce()), ranks_per_node=2),
         after(2, LocalSGD(every=2)),
         streaming_diloco(every=4, fragments=2, delay=3),
+        sparta(DiLoCo(every=3), share=0.1),
         Hierarchical(streaming_diloco(every=4, fragments=2, delay=3), ranks_per_node=2),
     ]
 

@@ -14,6 +14,7 @@ from gossamer.algorithms.by_size import by_size  # noqa: E402
 from gossamer.algorithms.byte_grad import ByteGrad  # noqa: E402
 from gossamer.algorithms.chunk_sparse import ChunkSparse  # noqa: E402
 from gossamer.algorithms.decentralized_sgd import DecentralizedSGD  # noqa: E402
+from gossamer.algorithms.des_loc import DESLOC  # noqa: E402
 from gossamer.algorithms.diloco import DiLoCo  # noqa: E402
 from gossamer.algorithms.gossip import Gossip  # noqa: E402
 from gossamer.algorithms.gossip_grad import GossipGraD  # noqa: E402
@@ -27,9 +28,12 @@ from gossamer.algorithms.push_sum import PushSum  # noqa: E402
 from gossamer.algorithms.qsgd import QSGD  # noqa: E402
 from gossamer.algorithms.quantized_gossip import QuantizedGossip  # noqa: E402
 from gossamer.algorithms.scatter_reduce import ScatterReduce  # noqa: E402
+from gossamer.algorithms.sparse_loco import SparseLoCo  # noqa: E402
+from gossamer.algorithms.sparta import sparta  # noqa: E402
 from gossamer.algorithms.streaming_diloco import streaming_diloco  # noqa: E402
 
 __all__ = [
+    "DESLOC",
     "QSGD",
     "Algorithm",
     "AllReduce",
@@ -47,9 +51,11 @@ __all__ = [
     "PushSum",
     "QuantizedGossip",
     "ScatterReduce",
+    "SparseLoCo",
     "after",
     "by_size",
     "in_parts",
     "registry",
+    "sparta",
     "streaming_diloco",
 ]
