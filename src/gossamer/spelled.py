@@ -21,7 +21,7 @@ def algorithm_names() -> dict[str, Any]:
     made_of |= {name: made for name, made in patterns if isinstance(made, type) and issubclass(made, Pattern)}
     made_of = {name: made for name, made in made_of.items() if not isabstract(made)}
     combinations = {"Hierarchical": Hierarchical, "after": after, "by_size": by_size, "in_parts": in_parts}
-    others = {"rotated": topology.rotated, "streaming_diloco": streaming_diloco}
+    others = {"rotated": topology.rotated, "sparta": sparta, "streaming_diloco": streaming_diloco}
     return made_of | combinations | others | dict(registry())
 
 
