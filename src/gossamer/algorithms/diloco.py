@@ -18,7 +18,7 @@ from gossamer.algorithms.blocks.outer import (
     outer_step,
     start_of,
 )
-from gossamer.algorithms.cadence import Cadence, every
+from gossamer.algorithms.cadence import Cadence
 from gossamer.algorithms.local_sgd import LocalSGD, mean_of
 from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket, is_buffer
@@ -82,8 +82,8 @@ class DiLoCo(LocalSGD):
     @property
     def cadence(self) -> Cadence:
         beat = self.averaging.cadence.beats[0]
-        alike = {"topology": beat.topology, "exchanges": beat.exchanges}
-        return every(self.every, delay=self.delay, merge=self.merge, **alike)
+        same = replace(beat, every=self.every, delay=self.delay, merge=self.merge)
+        return Cadence((same,))
 
     def check(self, world: int, nodes: Sequence[Group] | None = None) -> None:
         self.averaging.check(world, nodes)

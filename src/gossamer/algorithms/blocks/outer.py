@@ -33,7 +33,8 @@ def start_of(bucket: Bucket, state: State) -> Tensor | None:
 def averaged(averaging: Algorithm, bucket: Bucket, values: Tensor, state: State, ctx: Context) -> Flow[Tensor]:
     """``values``, flat and like the bucket's, averaged by an algorithm over gradients, or over weights with its peers."""
     if averaging.subject == "gradients":
-        return (yield from averaging.exchange(bucket.holding(values), state, ctx))
+        mean: Tensor = yield from averaging.exchange(bucket.holding(values), state, ctx)
+        return mean
     difference = yield from averaging.exchange(bucket.holding(values.clone()), state, ctx)  # which may write to it
     return values + computed(difference, values.dtype)
 
