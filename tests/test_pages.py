@@ -25,6 +25,18 @@ def test_the_design_is_read_in_one_sitting() -> None:
     assert len((DOCS / "design.md").read_text().split()) <= 2500
 
 
+WORDS = re.compile(
+    r"\b(ow(es?|ed|ing)|freight|cargo|bulletin|patience|patiently|vouch\w*|whoever|hears?|outbox|departure)\b", re.IGNORECASE
+)
+
+
+def test_sources_and_pages_use_the_words_of_the_glossary() -> None:
+    """And not the ones of another dialect: a residual is not owed, and a result is applied."""
+    files = [*(DOCS.parent / "src").rglob("*.py"), *DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")]
+    lines = ((file.name, line) for file in files for line in file.read_text().splitlines())
+    assert [f"{name}: {found[0]!r} in {line.strip()}" for name, line in lines if (found := WORDS.search(line))] == []
+
+
 def test_every_public_name_has_one_entry() -> None:
     public = {id(getattr(gossamer, name)): name for name in gossamer.__all__ if name != "__version__"}
     for submodule in SUBMODULES:

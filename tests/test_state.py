@@ -253,14 +253,14 @@ def test_an_aborted_exchange_of_weights_is_forgotten(where: str) -> None:
 
     def step(number: int) -> list[Tensor]:
         sync.launch(number)
-        sync.land()
+        sync.apply_due()
         return [state["smooth"].clone() for state in sync.exchange.states]
 
     before = step(1)
     with pytest.raises(ConnectionError, match=where):
         step(2)
     assert all(same_bits(state["smooth"], kept) for state, kept in zip(sync.exchange.states, before, strict=True))
-    sync.land()
+    sync.apply_due()
     assert all(not same_bits(after, kept) for after, kept in zip(step(3), before, strict=True) if kept.any())
     (of_the_step,) = sync.exchange.states.of_steps.values()
     assert of_the_step["steps"] == 2

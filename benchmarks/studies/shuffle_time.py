@@ -66,7 +66,7 @@ def fed(workload: Workload, batches: Iterator[Shard], emulated: bool) -> Workloa
 
 
 def measure(workload: Workload, samples: Workload, method: str, stored: str, turns: Turns, batches: int) -> Record:
-    """Step times of ``method`` on ``samples`` that travel and on those that stay, by round; and how long the loop waited."""
+    """Step times of ``method`` on ``samples`` that travel and on samples that stay, by round; and how long the loop waited."""
     rank, rounds, steps, load_before = dist.get_rank(), turns.rounds, turns.steps, load()
     own = share_of(samples, rank, batches, stored)
     batch = len(own[1]) // batches

@@ -162,7 +162,7 @@ OF_OURS: dict[str, Any] = {
 
 
 def optimizers_of_ours(here: Here) -> None:
-    """Those that look at whole tensors (norms) see them whole, whatever part a rank has."""
+    """Optimizers that look at whole tensors (norms) see them whole, whatever part a rank has."""
     for name, make in OF_OURS.items():
         one = transformer()
         optimizer = make(one.parameters())

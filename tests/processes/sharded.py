@@ -68,7 +68,7 @@ def transformer(seed: int = 0) -> Transformer:
 
 
 def batch(step: int, who: int, size: int = 3) -> Tensor:
-    """The words of a step for one of those that have data of their own."""
+    """The words of a step for a worker with data of its own."""
     return torch.randint(0, WORDS, (size, LENGTH), generator=torch.Generator().manual_seed(1000 * step + who))
 
 

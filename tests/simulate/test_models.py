@@ -1,4 +1,4 @@
-"""Shipped models: their sizes are those that are known, and what they compute is counted."""
+"""Shipped models: their sizes are the known ones, and what they compute is counted."""
 
 import pytest
 import torch

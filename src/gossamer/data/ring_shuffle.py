@@ -162,7 +162,7 @@ class RingShuffle(IterableDataset[Any]):
 
     def samples(self) -> Any:
         """All samples that this rank holds now, in no particular order, as one batch. Waits for those under way."""
-        self._land()
+        self._receive()
         left = [self._home[indices] for indices in self._using[self._step :]]
         come = [self._next_home[indices] for indices in self._coming[: self._step]]
         return self._layout.unpack(self._storage[torch.cat(left + come)])
@@ -196,7 +196,7 @@ class RingShuffle(IterableDataset[Any]):
             return
         self._closed = True
         try:
-            self._land()
+            self._receive()
         finally:
             self._runner.close()
 
@@ -216,7 +216,7 @@ class RingShuffle(IterableDataset[Any]):
         """The rows of the next batch; they leave for rank − 1, and what rank + 1 uses comes."""
         if self._closed:
             raise UsageError("the shuffle is closed")
-        self._land(at_most=UNDER_WAY - 1)
+        self._receive(at_most=UNDER_WAY - 1)
         places = self._home[self._using[self._step]]
         message = torch.zeros(self._widest, self._storage.shape[1], dtype=torch.uint8)
         message[: len(places)] = self._storage[places]
@@ -229,7 +229,7 @@ class RingShuffle(IterableDataset[Any]):
         # To be read only, while it is on the wire; what is left over of a share travels behind the batch.
         return message[: len(places)][: self._options.batch_size]
 
-    def _land(self, at_most: int = 0) -> None:
+    def _receive(self, at_most: int = 0) -> None:
         """Put what has come where there is room, and wait until ``at_most`` so many batches are under way.
 
         Which samples they are, every rank knows by itself.
@@ -260,7 +260,7 @@ class RingShuffle(IterableDataset[Any]):
         return batches_in(self._epoch, share, self._sizes[share], self._steps, self._options)
 
     def _next_epoch(self) -> None:
-        self._land()
+        self._receive()
         self._home = self._next_home
         self._epoch, self._step = self._epoch + 1, 0
         self._begin_epoch()

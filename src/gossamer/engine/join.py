@@ -86,7 +86,7 @@ class Join(Subscriber):
     @contextmanager
     def active(self, conclude: Callable[[int, bool], None], of_all: bool = True, all_stop: bool = False) -> Iterator[None]:
         """Train inside; then mirror the others to their end. ``conclude(rank, uneven)`` gets a rank that trained to the
-        end, and whether any did not. ``of_all``: gradients are means over all ranks, and not only over those that still train.
+        end, and whether any did not. ``of_all``: gradients are means over all ranks, and not only over ranks that still train.
         ``all_stop``: raise on all ranks once one of them ends while others go on."""
         self.on = self._loop.uneven = True
         self._all_stop = all_stop

@@ -250,7 +250,7 @@ class Loop:
         self.synchronised_passes += 1
 
     def pass_without_gradients(self) -> None:
-        """A synchronised pass that computes no gradient: those that are there are exchanged, or zeros."""
+        """A synchronised pass that computes no gradient: existing ones are exchanged, or zeros."""
         self.first = None
         for call in self._begin_pass():
             call()

@@ -52,7 +52,7 @@ def check_buffers(algorithm: Algorithm, model: nn.Module, buffers: Buffers) -> N
 
 
 def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that can be averaged: complex ones as views of their real numbers, of sharded ones what this rank holds. Torch does
+    """What can be averaged: complex ones as views of their real numbers, of sharded ones what this rank holds. Torch does
     not compute with 8-bit numbers, and what else wraps other tensors may not be written to."""
     held = local_of(tensors)
     real = {name: as_real(tensor.detach()) if tensor.is_complex() else tensor for name, tensor in held.items()}
@@ -66,9 +66,9 @@ def beside_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def averaged(model: nn.Module) -> dict[str, Tensor]:
-    """Those that do travel with the weights.
+    """Buffers that travel with the weights.
 
-    Not those that hold infinities when training starts (masks of attention, equal on all ranks): ∞ − ∞ is no number. Of a
+    Not buffers that hold infinities when training starts (masks of attention, equal on all ranks): ∞ − ∞ is no number. Of a
     model on the ``meta`` device, which is only priced, nobody knows that.
     """
     return {name: tensor for name, tensor in beside_parameters(model).items() if tensor.is_meta or tensor.isfinite().all()}

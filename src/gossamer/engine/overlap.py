@@ -79,7 +79,7 @@ class ForwardOverlap(Subscriber):
         self._asked = [{key: _kept(value) for key, value in group.items() if key != "params"} for group in groups]
         waiting = [p for index in self._waiting for p in self._gradients.parameters_of(index)]
         self._versions = {id(parameter): parameter._version for parameter in waiting}
-        self._land(self._homeless)
+        self._take_updates(self._homeless)
 
     @property
     def _waiting(self) -> set[int]:
@@ -91,7 +91,7 @@ class ForwardOverlap(Subscriber):
         if self._asked is not None:
             needed = self._needs.get(module)
             if needed is not None:
-                self._land(needed)
+                self._take_updates(needed)
         elif not self._gradients.hold and module.training and torch.is_grad_enabled():
             self._calls.setdefault(module, len(self._calls))
 
@@ -100,7 +100,7 @@ class ForwardOverlap(Subscriber):
     def complete(self) -> None:
         """Take every update that is still to come, if the user took the step; else the weights are what they are to be."""
         if self._asked is not None:
-            self._land(sorted(self._waiting))
+            self._take_updates(sorted(self._waiting))
         for index in sorted(self._gradients.open):
             self._place(index)
 
@@ -130,7 +130,7 @@ class ForwardOverlap(Subscriber):
                 parameter.grad = grad
         self.drop()
 
-    def _land(self, indices: Sequence[int]) -> None:
+    def _take_updates(self, indices: Sequence[int]) -> None:
         for index in indices:
             if index in self._waiting:
                 self._place(index)

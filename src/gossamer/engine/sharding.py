@@ -131,7 +131,7 @@ def _groups(state: Any) -> list[Any]:
 def sum_of_parts(values: Mapping[str, Tensor], tensors: Mapping[str, Any]) -> float:
     """The sum of one number per tensor, each of the part that this rank holds, over all parts of the model.
 
-    Collective over the meshes of ``tensors``; of those that a mesh keeps equal, each counts once.
+    Collective over the meshes of ``tensors``; of tensors that a mesh keeps equal, each counts once.
     """
     total = 0.0
     for kind in dict.fromkeys(_parts_of(tensors[name]) for name in tensors):

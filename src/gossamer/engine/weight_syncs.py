@@ -111,13 +111,13 @@ class WeightSyncs(Subscriber):
 
     def after_step(self, index: int) -> None:
         if self._late:
-            self.land(index, self._all[index].following(self.clock(index)))
+            self.apply_due(index, self._all[index].following(self.clock(index)))
         self.launch(index, self.clock(index))
 
     def exchange_without_step(self, index: int) -> None:
         """Take part in the exchange after a step that another rank takes, with the weights as they are."""
         self.begin(index)
-        self.land(index, self._all[index].following(self.clock(index)))
+        self.apply_due(index, self._all[index].following(self.clock(index)))
         self.launch(index, self.clock(index))
 
     def begin(self, index: int) -> None:
@@ -125,11 +125,11 @@ class WeightSyncs(Subscriber):
         self._follow(index)
         self._all[index].begin()
 
-    def land(self, index: int, step: float = math.inf) -> None:
+    def apply_due(self, index: int, step: float = math.inf) -> None:
         """Add what is due by an optimizer's ``step`` to its weights; everything by default."""
         self._follow(index)
         with changing(self._optimizers[index]):
-            self._all[index].land(step)
+            self._all[index].apply_due(step)
 
     def prepare(self, index: int, step: int) -> None:
         """One optimizer is about to update its weights: add what has come for them."""
@@ -143,7 +143,7 @@ class WeightSyncs(Subscriber):
         with self._changing_late(index):
             self._all[index].launch(step)
         if self._all[index].waits:
-            self.land(index, self._all[index].steps)
+            self.apply_due(index, self._all[index].steps)
 
     def conclude(self, alone: bool = False) -> None:
         """Wait for everything that is under way, and add it. ``alone``: an exchange with a rank that has left is left out."""
@@ -156,7 +156,7 @@ class WeightSyncs(Subscriber):
                 if not alone:
                     raise
             else:
-                self.land(index)
+                self.apply_due(index)
 
     def weigh(self, tensors: Mapping[str, Tensor], arrived: bool = True) -> None:
         """Make of ``tensors`` what their mean over the ranks is made of: see :meth:`WeightSync.weigh`."""
@@ -164,7 +164,7 @@ class WeightSyncs(Subscriber):
             sync.weigh(tensors, arrived)
 
     def answer(self) -> bool:
-        """Take part in one more exchange if it could begin at once; whether it did."""
+        """Take part in one more exchange if it could begin without waiting; whether it did."""
         if not self._all[0].can_answer:
             return False
         self.exchange_again()

@@ -131,7 +131,7 @@ class WeightSync:
         """An update is about to be made: add what is due, and remember what those weights were that are sent ahead after it.
         ``step``: as for :meth:`launch`."""
         upcoming = self.following(step)
-        self.land(upcoming)
+        self.apply_due(upcoming)
         for index in self.exchange.due_at(upcoming):
             if self.exchange.cadences[index].ahead(upcoming):
                 self._members.follow_moved()
@@ -145,7 +145,7 @@ class WeightSync:
         ``step``: of the replica.
         """
         upcoming = self.following(step)
-        self.land(upcoming)
+        self.apply_due(upcoming)
         self.steps = upcoming
         if not (self._lag and self.exchange.launched) and self._cadence.due(self.steps):
             self._begin(self._cadence.step_of(self.exchanges) if self._lag else self.steps)
@@ -159,7 +159,7 @@ class WeightSync:
     @torch.no_grad()
     def exchange_again(self) -> None:
         """Take part in one more exchange, because others do, whatever step this rank is at."""
-        self.land()
+        self.apply_due()
         self._begin(self._cadence.step_of(self.exchanges))
 
     @property
@@ -169,7 +169,7 @@ class WeightSync:
 
     @property
     def can_answer(self) -> bool:
-        """Whether one more exchange could begin at once. The first one waits for what the optimizer will remember."""
+        """Whether one more exchange could begin without waiting. The first one waits for what the optimizer will remember."""
         return self.exchange.arrived and (self._extended or self._history is None)
 
     def _begin(self, step: int) -> None:
@@ -214,7 +214,7 @@ class WeightSync:
             raise
 
     @torch.no_grad()
-    def land(self, step: float = math.inf) -> None:
+    def apply_due(self, step: float = math.inf) -> None:
         """Add what is due by the optimizer's ``step``, and what is exchanged again after it; where exchanges may lag, what has
         come."""
         if self._lag and self.exchange.arrived:

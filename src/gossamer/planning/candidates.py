@@ -90,7 +90,7 @@ def kind_of(optimizers: Sequence[Optimizer]) -> Kind:
 def candidates(
     fidelity: Fidelity, optimizers: Sequence[Optimizer], nodes: Sequence[Group], noise: float | None = None
 ) -> list[Candidate]:
-    """The methods of this class and of those that are more exact, the most exact first.
+    """The methods of this class and of more exact ones, the most exact first.
 
     ``nodes``: the ranks of each. ``noise``: the gradient noise scale in batches of one worker, if it is known.
     """
@@ -106,7 +106,7 @@ def within(fidelity: Fidelity, asked: Fidelity) -> bool:
 
 
 def overlapped(found: Sequence[Candidate]) -> list[Candidate]:
-    """Those that exchange gradients alone, with forward overlap."""
+    """Methods that exchange gradients alone, with forward overlap."""
     gradients = [each for each in found if each.algorithm.part("weights") is None]
     return [replace(each, overlap_forward=True) for each in gradients]
 

@@ -25,7 +25,7 @@ from gossamer.simulate.profile import Compute
 _logger = logging.getLogger("gossamer")
 
 LEARNING = 2
-"""Steps before those that are watched: in the first the order of gradients is learned, and memory is made."""
+"""Steps before the watched ones: in the first the order of gradients is learned, and memory is made."""
 
 WINDOW = 8
 """Steps whose median is one observation."""

@@ -241,7 +241,7 @@ def _cluster(table: Table) -> Cluster:
 
 
 def with_machines(cluster: Cluster, count: int) -> Cluster:
-    """The same cluster of so many machines. What is said of single machines holds for those that are among them."""
+    """The same cluster of so many machines. What is said of single machines holds where they are among them."""
     slow = {number: factor for number, factor in cluster.stragglers.slow.items() if number < count}
     return replace(
         cluster,

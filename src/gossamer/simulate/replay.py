@@ -1,6 +1,6 @@
 """Replay: a recorded program carried out by all workers, each with its own clock, in arrays.
 
-An operation ends for a worker when the last of those that it waits for has begun it, and its duration has passed: of a
+An operation ends for a worker when the last worker that it waits for has begun it, and its duration has passed: of a
 collective operation all members, of a permutation the worker itself, whom it receives from, and whom it sends to. What
 operations lose to each other on a link is that of the recorded run.
 """

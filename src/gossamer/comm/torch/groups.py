@@ -30,7 +30,7 @@ from gossamer.errors import ConfigurationError
 
 
 def part_of(ranks: Sequence[int], processes: int) -> int | None:
-    """The number of a group among those that share out all ``processes`` as a dimension of a mesh does; None if it has all of
+    """The number of a group among all that share out ``processes`` as a dimension of a mesh does; None if it has all of
     them. The same for the same part of a model, however many ranks each has. Of a group that is no such row: its first rank."""
     if len(ranks) == processes:
         return None
