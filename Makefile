@@ -5,7 +5,7 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test fuzz test-slow test-triton test-gpu check types format docs readme bench study clean
+.PHONY: help setup peers demo test fuzz test-slow test-integrations test-triton test-gpu check types format docs readme bench study clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ fuzz: $(READY) ## draw models, loops and algorithms from seeds and check what mu
 
 test-slow: $(READY) ## run the tests that take minutes
 	$(RUN) -m pytest -m slow
+
+test-integrations: $(READY) ## test gossamer.integrations with the real libraries (installs them: 400 MB)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev,integrations]'
+	$(RUN) -m pytest tests/integrations tests/optim/test_optimizers_of_today.py -rs
 
 test-triton: $(READY) ## check the GPU's kernels in Triton's interpreter (installs triton: 290 MB)
 	$(RUN) -m pip install --quiet --disable-pip-version-check triton
