@@ -38,6 +38,7 @@ def replicate(
     fidelity: Fidelity | None = None,
     plan: str | PathLike[str] | None = None,
     switch: bool = False,
+    statistics: bool = False,
 ) -> Replica:
     """Make the training of ``model`` data-parallel over the ranks of a process group.
 
@@ -87,6 +88,8 @@ def replicate(
         switch: with ``fidelity`` or ``plan``: go on watching. When steps take 20 % longer or shorter than expected three times
             in a row (medians of eight steps), links are measured again, and where another candidate is predicted to be 10 %
             faster all ranks go on with that (:meth:`Replica.switch`).
+        statistics: where gradients are exchanged, measure the gradient noise scale (McCandlish et al. 2018): ``metrics()`` has
+            it as ``noise_scale``, in batches of one worker (nan where noise hides the signal). Two passes over the gradients.
 
     Raises:
         ConfigurationError: arguments that cannot work, with the reason; a plan of another model or number of ranks.
@@ -108,6 +111,7 @@ def replicate(
         overlap_forward=overlap_forward,
         ignore=ignore,
         synchronize=synchronize,
+        statistics=statistics,
         begin=begin,
     )
     if runner.rank == 0:

@@ -16,7 +16,7 @@ from gossamer.comm.runner import Runner, give_up
 from gossamer.engine.acceptance import accept, travelling
 from gossamer.engine.agreement import agree, checksum, same_from_rank
 from gossamer.engine.arguments import Synchronize, check_arguments, check_synchronize
-from gossamer.engine.assembly import Parts, assemble
+from gossamer.engine.assembly import Parts, assemble, measure_noise
 from gossamer.engine.attach import attach, detach
 from gossamer.engine.checks import Ignored, held_by, named_buffers, named_parameters, release
 from gossamer.engine.exact import copies_from_rank
@@ -37,6 +37,7 @@ def replicate_over(
     overlap_forward: bool = False,
     ignore: Sequence[str | nn.Module] = (),
     synchronize: Synchronize | None = None,
+    statistics: bool = False,
     begin: Callable[[Replica, Parts], None] | None = None,
 ) -> Replica:
     """:func:`replicate` over a runner that is there; it is closed if this fails. ``begin``: called with what was made."""
@@ -59,6 +60,8 @@ def replicate_over(
         _start_equal(runner, model, optimizers)
         parts = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward, at_step)
         parts.ignored, parts.buffers_asked, parts.synchronize_asked = ignored, buffers, synchronize
+        if statistics and runner.world > 1:
+            measure_noise(parts)
         replica = Replica(parts)
         if begin is not None:
             begin(replica, parts)

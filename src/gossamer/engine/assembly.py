@@ -19,6 +19,7 @@ from gossamer.engine.join import Join
 from gossamer.engine.loop import Loop, Subscriber
 from gossamer.engine.loss_scale import LossScale
 from gossamer.engine.module_buffers import Buffers, BufferSync, named_buffers
+from gossamer.engine.noise import NoiseScale
 from gossamer.engine.optimizers import OptimizerSync
 from gossamer.engine.other_exchanges import OtherExchanges
 from gossamer.engine.overlap import ForwardOverlap
@@ -129,6 +130,7 @@ def assemble(
     else:
         names = [each.keys() for each in owned]
         parts.gradients = GradientSync(runner, loop, of_gradients, travelling, statistics, not weights and not links, names)
+        parts.gradients.exchange.noise = statistics.noise
         if overlap_forward:
             parts.overlap = ForwardOverlap(runner, loop, model, optimizers[0], parts.gradients)
         weights.clock = lambda index: parts.gradients.step  # type: ignore[union-attr]
@@ -142,6 +144,13 @@ def assemble(
             remove(parts.step_handles)
         raise
     return parts
+
+
+def measure_noise(parts: Parts) -> None:
+    """Measure the gradient noise scale from now on, while gradients are exchanged."""
+    parts.statistics.noise = NoiseScale(parts.runner.world)
+    if parts.gradients is not None:
+        parts.gradients.exchange.noise = parts.statistics.noise
 
 
 def disassemble(parts: Parts) -> None:

@@ -18,6 +18,7 @@ from gossamer.comm.ops import Flow
 from gossamer.comm.runner import Runner, Ticket
 from gossamer.engine.bucket_states import BucketStates
 from gossamer.engine.finite import any_non_finite, where_they_are
+from gossamer.engine.noise import NoiseScale
 from gossamer.engine.turns import in_turn
 from gossamer.engine.unsent import inherit, inherit_again
 from gossamer.state import State
@@ -39,6 +40,8 @@ class Exchange:
         self.algorithm: Algorithm = algorithm
         self._finite = finite
         self._alone, self._prompt, self._overtakes = alone, False, False
+        self.noise: NoiseScale | None = None
+        """Of gradients, if it is measured."""
         self.plan: Plan = Plan(())
         self.buckets: list[Bucket] = []
         self.handlers: list[Algorithm] = []
@@ -62,6 +65,8 @@ class Exchange:
 
     def adopt(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
+        if self.noise is not None:
+            self.noise.forget()
         self.plan, self.buckets = plan, [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
         self.handlers = [layout.handler for layout in plan.layouts]
         self.cadences = [handler.cadence for handler in self.handlers]
@@ -136,7 +141,10 @@ class Exchange:
         """The exchange; beside backward, where that does not make the host wait, the search for what is not finite."""
         if self.states.inherits and self._due(bucket.index, ctx.step):
             inherit(bucket, state, self.runner.world)
+        own = 0.0 if self.noise is None else self.noise.before(bucket)
         result = yield from exchange(bucket, state, ctx)
+        if self.noise is not None:
+            self.noise.after(bucket.index, own, result)
         if self._finite and result.device.type == "cpu" and (drafts := state.drafts()):
             self._searched.add(bucket.index)
             if any_non_finite([result, *drafts]).item() > 0:

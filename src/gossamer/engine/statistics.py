@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from gossamer.comm.runner import Runner
 from gossamer.engine.loop import Subscriber
+from gossamer.engine.noise import NoiseScale, noise_scale
 
 
 @dataclass
@@ -17,6 +18,8 @@ class Statistics(Subscriber):
     sizes: Sequence[int] = ()
     """Of each optimizer, the bytes of its parameters' gradients."""
     exposed_seconds: float = 0.0
+    noise: NoiseScale | None = None
+    """Of the gradients, if it is measured."""
     gradient_bytes: int = 0
     """Size of the gradients of every optimizer step so far, before any encoding."""
     _begun: float = field(init=False)
@@ -66,7 +69,9 @@ class Statistics(Subscriber):
         totals, world = self.totals(), self.runner.world
         exact, sent = 2 * (world - 1) / world * self.gradient_bytes, totals["bytes_sent"]
         kept_back, held = sum(mine for mine, _ in shares), sum(held for _, held in shares)
+        noise = None if self.noise is None else noise_scale([self.noise.sums()], world)
         return {
+            **({} if self.noise is None else {"noise_scale": math.nan if noise is None else noise}),
             "step": step,
             "compression_ratio": exact / sent if sent else 1.0,
             "residual_norm": math.sqrt(kept_back / held) if held else 0.0,

@@ -191,11 +191,10 @@ def steps_of(algorithm: Algorithm, nodes: Sequence[Group], noise: float | None =
     of ``p`` workers. As if each worker trained with n exact ones; steps grow with noise as McCandlish et al. (2018) find.
 
     Unless ``noise`` is known it is taken to be p, where a batch of all workers has as much noise as signal; the interval is
-    that of any.
+    that of any noise.
     """
     world = sum(map(len, nodes))
     count = neighbours(algorithm, world, tuple(map(tuple, nodes)))
     x = world if noise is None else noise
     estimate = (1 + x / count) / (1 + x / world)
-    low, high = (1.0, world / count) if noise is None else (estimate, estimate)
-    return Steps(estimate=estimate, low=low, high=high)
+    return Steps(estimate=estimate, low=1.0, high=world / count)

@@ -14,7 +14,9 @@ import torch
 
 from gossamer.comm.ops import maximum
 from gossamer.engine.acceptance import accept
+from gossamer.engine.agreement import values_of_all
 from gossamer.engine.assembly import Parts
+from gossamer.engine.noise import NoiseScale, noise_scale
 from gossamer.planning.candidates import Fidelity, candidates, overlapped
 from gossamer.planning.facts import nodes_of
 from gossamer.planning.plan import Plan, planned
@@ -44,13 +46,21 @@ class Wish:
     switch: bool = False
 
 
-def make(parts: Parts, compute: Compute, fidelity: Fidelity) -> Plan:
+def make(parts: Parts, compute: Compute, fidelity: Fidelity, noise: float | None) -> Plan:
     """Measure, and choose on rank 0 for all. Collective, while nothing is under way."""
     overlap = parts.overlap is not None
-    found = candidates(fidelity, parts.optimizers, nodes_of(parts.runner))
+    found = candidates(fidelity, parts.optimizers, nodes_of(parts.runner), noise)
     asked = partial(accept, buffers=parts.buffers_asked, scaler=parts.scaler)
     return planned(
-        parts.runner, parts.model, parts.optimizers, compute, overlapped(found) if overlap else found, fidelity, overlap, asked
+        parts.runner,
+        parts.model,
+        parts.optimizers,
+        compute,
+        overlapped(found) if overlap else found,
+        fidelity,
+        overlap,
+        asked,
+        noise,
     )
 
 
@@ -61,6 +71,9 @@ class Chooser:
         self._replica, self._parts, self._wish = replica, parts, wish
         self._profile = StepProfile(parts.model, parts.trainable, parts.optimizers[0], parts.runner.now)
         self._profile.hook()
+        self._noise = NoiseScale(parts.runner.world)
+        if parts.gradients is not None:
+            parts.gradients.exchange.noise = self._noise
         self._taken = 0
         self._then: Watch | None = None
 
@@ -80,7 +93,10 @@ class Chooser:
         self._profile.release()
         compute = self._profile.compute(parts.runner, LEARNING)
         replica.wait_for_exchanges()
-        plan = make(parts, compute, wish.fidelity)
+        if parts.gradients is not None:
+            parts.gradients.exchange.noise = parts.statistics.noise
+        noise = noise_scale(values_of_all(parts.runner, self._noise.sums()), parts.runner.world)
+        plan = make(parts, compute, wish.fidelity, noise)
         if wish.switch:
             self._then = Watch(replica, parts, wish, plan)
         if parts.runner.rank == 0:
@@ -126,7 +142,7 @@ class Watch:
         replica, parts, before = self._replica, self._parts, self._plan
         self._disagreed, self._last = 0, None
         replica.wait_for_exchanges()
-        plan = make(parts, before.facts.compute, self._wish.fidelity)
+        plan = make(parts, before.facts.compute, self._wish.fidelity, before.facts.noise)
         if plan.of(before.method, before.overlap_forward).seconds <= (1 + GAIN) * plan.row.seconds:
             self._expected = observed
             return

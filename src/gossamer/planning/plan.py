@@ -121,10 +121,11 @@ def planned(
     fidelity: Fidelity,
     overlap_forward: bool,
     accept: Accept,
+    noise: float | None = None,
 ) -> Plan:
     """Measure, and choose on rank 0 for all. Collective, while nothing is under way. ``accept`` refuses candidates."""
     possible = [each for each in found if _runs(each, model, optimizers, runner, accept)]
-    facts = measure(runner, compute, possible, next(iter(model.parameters())).device)
+    facts = measure(runner, compute, possible, next(iter(model.parameters())).device, noise)
     text = ""
     if runner.rank == 0:
         text = make_plan(facts, possible, fidelity, model, optimizers, overlap_forward).dumps()
