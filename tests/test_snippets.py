@@ -21,7 +21,7 @@ def snippet(page: str, word: str) -> str:
 
 
 def test_the_prediction_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(snippet("README.md", "step_time"), "README.md", "exec"), {})
+    exec(compile(snippet("docs/choosing.md", "step_time"), "docs/choosing.md", "exec"), {})
     exact, gossip = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
     assert gossip < exact
 

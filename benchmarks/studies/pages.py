@@ -6,10 +6,15 @@ from importlib import import_module
 from pathlib import Path
 
 from benchmarks.studies.harness import console, parser_of
+from gossamer.algorithms import Algorithm
+from gossamer.bench.cases import is_measured
+from gossamer.bench.methods import parse_method
 from gossamer.bench.rows import days, markdown, read_rows
 from gossamer.bench.suites import Suite, suites
 from gossamer.bench.tables import of_rows, overview
 from gossamer.errors import ConfigurationError
+from gossamer.planning import read_plan
+from gossamer.spelled import algorithm_of
 
 STUDIES = {
     "convergence": ("convergence.md",),
@@ -34,6 +39,12 @@ TABLES = (
     "benchmarks/results/quality/gpt-quality.md",
 )
 """Files that README.md shows, between markers with their names."""
+
+PLAN_OF = ("examples/02_convnet.py", "200mbit", 4)
+"""Where ``benchmarks/results/plan.toml`` was made."""
+
+PLAN_BESIDE = "relaxations"
+"""The suite that has measured there."""
 
 NETWORKS = ("200mbit", "1gbit", "unshaped")
 """The networks of which README.md shows the suite of speed."""
@@ -74,10 +85,32 @@ def benchmarks_page(text: str, root: Path) -> str:
     return insert(text, "studies", "\n".join(studies_table(root / "benchmarks" / "results")))
 
 
+def plan_table(root: Path) -> list[str]:
+    """What ``gossamer plan`` says of one network, beside what a suite has measured there; DDP is measured for all-reduce."""
+    results = root / "benchmarks" / "results"
+    plan = read_plan(results / "plan.toml")
+    rows = [row for row in read_rows(results / PLAN_BESIDE / "results.jsonl") if is_measured(row)]
+    rows = [row for row in rows if (row["workload"], row["network"], row["hosts"]) == PLAN_OF]
+    measured = {
+        repr(algorithm_of("AllReduce()" if row["method"] == "ddp" else row["method"])): row["step_seconds"]
+        for row in rows
+        if row["method"] == "ddp" or isinstance(parse_method(row["method"]), Algorithm)
+    }
+    head = ("method", "class", "predicted, ms", "measured, ms", "limited by", "steps")
+    lines = [
+        [f"`{row}`", row.fidelity, f"{1e3 * row.step_seconds:.0f}", f"{1e3 * there:.0f}", row.limit, row.steps]
+        for row in plan.table
+        if not row.overlap_forward and (there := measured.get(repr(algorithm_of(row.method)))) is not None
+    ]
+    alone = f"{1e3 * plan.facts.compute.seconds:.0f} ms when it was made, {1e3 * rows[0]['compute_seconds']:.0f} when they were"
+    return [*markdown(head, lines), "", f"Its choice (`close`): `{plan.method}`. Compute alone took {alone} measured."]
+
+
 def front_page(text: str, root: Path) -> str:
     """``README.md`` with the tables that it shows."""
     for table in TABLES:
         text = insert(text, Path(table).stem, (root / table).read_text())
+    text = insert(text, "plan", "\n".join(plan_table(root)))
     rows = read_rows(root / "benchmarks" / "results" / "speed" / "results.jsonl")
     speed = [row for row in rows if row["network"] in NETWORKS]
     return insert(text, "speed-summary", "\n".join([*overview(speed, "relative to DDP"), "", days(speed)]))
