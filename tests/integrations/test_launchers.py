@@ -56,7 +56,14 @@ def slurm(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(("launcher", "how"), [(open_mpi, "ours"), (slurm, "ours"), (open_mpi, "torch")])
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [
+        (open_mpi, "ours"),
+        pytest.param(slurm, "ours", marks=pytest.mark.slow),
+        pytest.param(open_mpi, "torch", marks=pytest.mark.slow),
+    ],
+)
 def test_a_script_started_so_trains(tmp_path: Path, launcher: object, how: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -45,6 +45,7 @@ def test_a_script_in_the_style_of_nano_gpt_trains_as_with_ddp_and_resumes(tmp_pa
         assert ours["exchanges"] == 6
 
 
+@pytest.mark.slow
 def test_the_same_script_gossips(tmp_path: Path) -> None:
     ours, others = run(changed(tmp_path, "Gossip()"), tmp_path, str(tmp_path))
     assert ours["exchanges"] == 6
