@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import gossamer
 from gossamer import AllReduce, Gossip, ScatterReduce, UsageError, loopback
 from gossamer.algorithms import Algorithm
+from reentrant import OwnCheckpoint
 
 WORLD = 2
 
@@ -142,25 +143,6 @@ def test_a_custom_function_that_returns_no_gradient_leaves_its_parameter_unused(
 
 
 # -- passes inside a pass ----------------------------------------------------------------------------------------------
-
-
-class OwnCheckpoint(torch.autograd.Function):
-    """What libraries wrote before torch's: a backward pass inside the backward of a function."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(inputs)
-        with torch.no_grad():
-            return run(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:  # type: ignore[override]
-        (inputs,) = ctx.saved_tensors
-        inputs = inputs.detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.run(inputs), grad)
-        return None, inputs.grad
 
 
 def of_torch(run: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from gossamer import (
 )
 from gossamer.algorithms import Algorithm
 from gossamer.codecs import Sign
+from reentrant import OwnCheckpoint
 
 STEPS = 6
 
@@ -266,26 +267,6 @@ def test_where_exchanges_may_lag_a_batch_whose_backward_failed_may_be_left_out()
 # -- a backward pass inside a backward pass -------------------------------------------------------------------------------
 
 
-class Own(torch.autograd.Function):
-    """A reentrant checkpoint as several libraries write their own."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
-        (x,) = ctx.saved_tensors
-        again = x.detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.run(again)
-        torch.autograd.backward(y, gradient)
-        return None, again.grad
-
-
 class Checkpointed(nn.Module):
     """Four blocks, of which some are computed again in backward; ``shared`` takes part in two of them."""
 
@@ -300,7 +281,7 @@ class Checkpointed(nn.Module):
 
     def again(self, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if self.how.startswith("own"):
-            return Own.apply(block, x)
+            return OwnCheckpoint.apply(block, x)
         if self.how.startswith("torch"):
             return checkpoint(block, x, use_reentrant=True)
         return block(x)
