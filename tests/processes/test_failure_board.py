@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from gossamer.comm.calls import names
 from gossamer.comm.torch import board as failure_board
-from gossamer.comm.torch.board import FailureBoard, names, note_exit
+from gossamer.comm.torch.attempts import note_exit
+from gossamer.comm.torch.board import FailureBoard
 from gossamer.comm.torch.store import StoreLostError, StoreSilentError
 from gossamer.errors import CommunicationError, CommunicationTimeout, PeerLeftError
 

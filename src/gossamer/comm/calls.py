@@ -7,7 +7,7 @@ from gossamer.errors import PeerLeftError, UsageError
 _ADVICE = (
     "not all ranks have made the same calls. Every rank enters consensus() and join(), and calls consensus_distance(), "
     "state_dict(), load_state_dict() and close(average=True), as often as the others. Ranks with different numbers of batches "
-    "train inside replica.join()"
+    "train inside replica.join(). Where gradients are exchanged, a backward pass of some ranks alone belongs inside no_sync()"
 )
 
 

@@ -31,9 +31,10 @@ def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | No
 
         group, machine, ranks = place_in(mesh, by_machine)
     inside = loopback.current_runner()
+    from gossamer.comm.torch import groups
     from gossamer.comm.torch import runner as torch_runner
 
-    if inside is None and torch_runner.initialised():
+    if inside is None and groups.initialised():
         runner = torch_runner.TorchRunner(group, timeout, machine, ranks)
         if runner.world > 1:
             return runner

@@ -13,7 +13,6 @@ deletes or overwrites messages, which takes away names and not the errors: conne
 import hashlib
 import hmac
 import logging
-import os
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from gossamer.comm.calls import left_alone, names
+from gossamer.comm.torch.attempts import attempt, exit_key
 from gossamer.comm.torch.store import Store, StoreSilentError
 from gossamer.errors import CommunicationError, CommunicationTimeout, PeerLeftError
 
@@ -28,26 +28,6 @@ _logger = logging.getLogger("gossamer")
 
 WARN_AFTER = 10.0
 """Seconds after which a late peer is named in a warning; and again after twice as many, four times as many …"""
-
-
-def attempt() -> str:
-    """Which attempt of the launcher's this is: torchrun may keep the store while it starts all processes again."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def _exit_key() -> str:
-    return f"gossamer/attempt-{attempt()}/exit"
-
-
-def note_exit(store: Store, member: int, reason: str) -> bool:
-    """Post that a process ends that never came to any board: those who wait for its arrival look here."""
-    try:
-        store.set(f"{_exit_key()}/{member}", reason)
-        store.set(_exit_key(), "1")
-    except Exception as error:
-        _logger.debug("could not post an exit: %s", error)
-        return False
-    return True
 
 
 class FailureBoard:
@@ -277,11 +257,11 @@ class FailureBoard:
 
     def _check_exits(self, what: str) -> None:
         """Raise if a process has said that it ends without coming here."""
-        if not self._store.has(_exit_key()):
+        if not self._store.has(exit_key()):
             return
         for rank in self._absent():
-            if self._store.has(f"{_exit_key()}/{self._members[rank]}"):
-                reason = self._store.get(f"{_exit_key()}/{self._members[rank]}")
+            if self._store.has(f"{exit_key()}/{self._members[rank]}"):
+                reason = self._store.get(f"{exit_key()}/{self._members[rank]}")
                 raise PeerLeftError(f"rank {self._rank}: {what}: rank {rank} will not come: {reason}")
 
     def _check_processes(self, what: str, ended: Callable[[Sequence[int]], Collection[int]]) -> None:

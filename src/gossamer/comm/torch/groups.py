@@ -21,12 +21,17 @@ import torch.distributed as dist
 from gossamer.comm.device import Device
 from gossamer.comm.ops import Group
 from gossamer.comm.torch import sockets
-from gossamer.comm.torch.board import attempt
+from gossamer.comm.torch.attempts import attempt
 from gossamer.comm.torch.gloo import Circle
 from gossamer.comm.torch.sockets import Connection, connections, keep_alive, round_trip, visible, with_limit
 from gossamer.comm.torch.store import QuietStore, default_store
 from gossamer.comm.torch.transport import backend_for
 from gossamer.errors import ConfigurationError
+
+
+def initialised() -> bool:
+    """Whether the script has made a process group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def part_of(ranks: Sequence[int], processes: int) -> int | None:

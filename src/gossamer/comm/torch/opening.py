@@ -15,7 +15,8 @@ from gossamer.comm.nodes import here, nodes_from
 from gossamer.comm.ops import Group, all_gather
 from gossamer.comm.runner import Meter, Ticket
 from gossamer.comm.shaper import Shaper
-from gossamer.comm.torch.board import FailureBoard, attempt
+from gossamer.comm.torch.attempts import attempt
+from gossamer.comm.torch.board import FailureBoard
 from gossamer.comm.torch.device_ports import StagedPort
 from gossamer.comm.torch.gloo import GlooPort
 from gossamer.comm.torch.groups import Groups, address_among, interfaces

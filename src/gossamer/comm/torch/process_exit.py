@@ -138,7 +138,7 @@ def _let_stuck_threads_sleep() -> None:
 def _say_where_replicas_open(reason: str) -> bool:
     """Tell ranks that wait for this one to open a replica with them, the first or another. Returns whether they may still have
     to read it from a store in this process, which has failed."""
-    from gossamer.comm.torch.board import note_exit
+    from gossamer.comm.torch.attempts import note_exit
     from gossamer.comm.torch.store import QuietStore, StoreLostError, board_store, default_store
 
     how = f"its process ended with {reason}" if reason else "its process ended"

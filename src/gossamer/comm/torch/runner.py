@@ -35,11 +35,6 @@ from gossamer.errors import CommunicationError, ConfigurationError, GossamerErro
 T = TypeVar("T")
 
 
-def initialised() -> bool:
-    """Whether the script has made a process group."""
-    return dist.is_available() and dist.is_initialized()
-
-
 class TorchRunner(Runner):
     """Flows over ``torch.distributed``: lanes with process groups of their own, and waits with a limit.
 
@@ -66,8 +61,7 @@ class TorchRunner(Runner):
         self.part = part_of(self._ranks, dist.get_world_size())
         self._under_way = UnderWay()
         self._closed, self._alarmed, self._leaving, self._calls = False, False, False, 0
-        self._ends_at: int | None = None
-        """The flow from which on this rank takes no part, if that is known before it closes."""
+        self._ends_at: int | None = None  # the flow from which on this rank takes no part, if that is known before it closes
         self._failure: GossamerError | None = None
         try:
             self._store = board_store()
