@@ -136,7 +136,7 @@ class TorchRunner(Runner):
 
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
         self._check_usable()
-        self._policy.active()
+        self._policy.absence.active(self._under_way.submitted)
         lanes = self._control if lane == CONTROL else self._data
         assert lanes is not None, "agree_on_opening() comes first"
         if prompt and self._device is None and isinstance(lanes, ThreadLanes):
@@ -175,6 +175,7 @@ class TorchRunner(Runner):
         if ticket.error is not None:
             raise self._fail(self._failure or self._policy.explain(self._under_way.origin(ticket))) from ticket.error
         self._under_way.remove(ticket)
+        self._policy.absence.ended(ticket.sequence)
         if self._device is not None:
             self._order(self._device, ticket)
         return ticket.result  # type: ignore[return-value]
@@ -268,7 +269,7 @@ class TorchRunner(Runner):
     def is_stuck(self) -> bool:
         """Whether a lane still waits for the network."""
         with suppress(Exception):  # the device itself has failed: nothing more comes from there
-            return any(not self.arrived(ticket) for ticket in self._under_way)
+            return not all(map(self.arrived, self._under_way))
         return False
 
     def is_needed(self) -> bool:

@@ -11,6 +11,7 @@ from gossamer.checks import is_number
 from gossamer.comm.calls import differing, names
 from gossamer.comm.runner import Ticket
 from gossamer.comm.torch import board as failure_board
+from gossamer.comm.torch.absence import Absence
 from gossamer.comm.torch.board import FailureBoard
 from gossamer.comm.torch.calls import Call
 from gossamer.comm.torch.connection_errors import first_line, is_connection_error
@@ -58,14 +59,7 @@ class WaitPolicy:
         """What to add where process groups cannot be opened."""
         self._board, self._rank = board, rank
         self._backlog: dict[int, float] = {}
-        self._active, self._absent, self._returned = time.monotonic() - board.waited, 0.0, 0.0
-
-    def active(self) -> None:
-        """This rank takes part: :meth:`_was_absent` is about the longest time for which it did not."""
-        now = time.monotonic() - self._board.waited  # this rank's own questions are no absence
-        if now - self._active >= self._absent:
-            self._absent, self._returned = now - self._active, now
-        self._active = now
+        self.absence = Absence(lambda: board.waited)
 
     def wait(
         self, ticket: Ticket[Any], broken: Callable[[], Ticket[Any] | None], meanwhile: Callable[[], bool] | None = None
@@ -76,9 +70,9 @@ class WaitPolicy:
         ``meanwhile``: what to do again and again until then; where it says that it got on, the wait begins anew.
         """
         wait = _Wait()
-        self.active()
+        self.absence.active()
         while not ticket.wait(SLICE if meanwhile is None else BUSY_SLICE):
-            self.active()
+            self.absence.active()
             if meanwhile is not None and meanwhile():
                 wait.begin_anew()
             failed, waited = broken(), wait.seconds()
@@ -89,8 +83,8 @@ class WaitPolicy:
                 self._note_backlog(waited)
                 wait.lost = self._look(ticket, not wait.posted, wait.lost)
                 wait.posted, wait.next_look = True, wait.next_look + LOOK_EVERY
-                if meanwhile is None and isinstance(ticket, Call):
-                    self._require_same_flow(ticket)
+                if isinstance(ticket, Call):
+                    self._require_peers(ticket, meanwhile is None)
             if waited >= self.timeout:
                 gave_up = CommunicationTimeout(self._timeout_text(ticket))
                 raise (self._was_absent(gave_up) if _NOBODY in str(gave_up) else None) or gave_up
@@ -98,10 +92,6 @@ class WaitPolicy:
                 wait.next_warning *= 2
                 self._require_same_flow(ticket)
                 self._warn(ticket, waited)
-        if (
-            time.monotonic() - self._board.waited - self._returned > self.timeout
-        ):  # what ends sooner may have been under way before the absence
-            self._absent = 0.0
         if wait.posted:
             self._go_on()
         return ticket
@@ -117,6 +107,13 @@ class WaitPolicy:
             who = f"no other rank can be reached for {seconds:.0f} s: the host of rank {self._rank} seems to be cut off"
         lost = CommunicationError(f"rank {self._rank} waits in {ticket}, but {who} (power, or the network between)")
         raise self._was_absent(lost) or lost
+
+    def _require_peers(self, ticket: Ticket[Any], alike: bool) -> None:
+        """Raise if processes have ended that a call waits for, or (``alike``) wait in something else."""
+        if alike:
+            self._require_same_flow(ticket)
+        if self.links.closed() and not ticket.wait(SLICE):  # who has made this call may have closed the replica since
+            raise self._lost(ticket, ConnectionError("connections were closed"))
 
     def _look(self, ticket: Ticket[Any], first: bool, lost: int) -> int:
         """Read the board. Returns for how many looks in a row there was no store."""
@@ -141,10 +138,10 @@ class WaitPolicy:
 
     def _was_absent(self, error: BaseException | None) -> CommunicationTimeout | None:
         """What ended this rank's run, if the others had to wait for it for longer than the timeout."""
-        if self._absent < max(self.timeout, LOOK_EVERY):  # less may be this rank's own look at the board
+        if self.absence.seconds < max(self.timeout, LOOK_EVERY):  # less may be this rank's own look at the board
             return None
         return CommunicationTimeout(
-            f"rank {self._rank} was late: for {self._absent:.0f} s it took part in no exchange (stopped, or busy "
+            f"rank {self._rank} was late: for {self.absence.seconds:.0f} s it took part in no exchange (stopped, or busy "
             f"otherwise), longer than the timeout ({self.timeout:g} s): the others have given up ({first_line(error)})"
         )
 
@@ -223,7 +220,7 @@ class WaitPolicy:
 
     def explain(self, ticket: Ticket[Any]) -> GossamerError:
         """The error to raise on the main thread for a flow that failed in its lane."""
-        self.active()
+        self.absence.active()
         error = ticket.error
         if isinstance(error, GossamerError):
             return error
