@@ -1,0 +1,47 @@
+"""Accelerate's integration: two processes, against its DDP."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from integrations.ranks import HERE, run
+
+
+def needed(library: str) -> None:
+    pytest.importorskip(library, reason=f"{library} is not installed (pip install '.[integrations]')")
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    return (torch.tensor(one) - torch.tensor(other)).abs().max().item()
+
+
+def train(tmp_path: Path, script: str, kind: str, *options: str) -> list[Any]:
+    folder = tmp_path / (kind if "whole" not in options else f"{kind}-whole")
+    folder.mkdir(exist_ok=True)
+    return run(HERE / script, tmp_path, kind, str(folder), *options)
+
+
+SCRIPTS = pytest.mark.parametrize(("library", "script"), [("accelerate", "train_accelerate.py")])
+
+
+@SCRIPTS
+def test_the_exact_one_trains_as_ddp_does(tmp_path: Path, library: str, script: str) -> None:
+    """Eight steps of two passes each, clipped: one exchange for each."""
+    needed(library)
+    theirs, ours = train(tmp_path, script, "ddp"), train(tmp_path, script, "exact")
+    assert ours[0]["exchanges"] == 8
+    assert ours[0]["weights"] == ours[1]["weights"]
+    assert apart(ours[0]["weights"], theirs[0]["weights"]) < 1e-9
+
+
+@SCRIPTS
+def test_gossip_ends_as_the_average_and_resumes_bit_for_bit(tmp_path: Path, library: str, script: str) -> None:
+    needed(library)
+    whole = train(tmp_path, script, "gossip")
+    assert whole[0]["exchanges"] == 8
+    assert whole[0]["own"] != whole[1]["own"]
+    assert whole[0]["weights"] == whole[1]["weights"]
+    went_on = train(tmp_path, script, "gossip", "resume")
+    assert [each["own"] for each in went_on] == [each["own"] for each in whole]
