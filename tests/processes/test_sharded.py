@@ -16,6 +16,7 @@ MODULES = (
     "scenarios_sharded_weights",
     "scenarios_sharded_dcp",
     "scenarios_sharded_refused",
+    "scenarios_sharded_options",
     "scenarios_experts",
 )
 
