@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossamer._version import __version__
+from gossamer.algorithms.after import with_dense_start
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.blocks.in_optimizer import InOptimizer
@@ -47,7 +48,7 @@ def replicate_over(
         if isinstance(model, nn.Module):
             reshard(model)
         optimizers = check_arguments(model, optimizer_or_optimizers, algorithm, scaler)
-        algorithm = algorithm if algorithm is not None else _default(optimizers)
+        algorithm = with_dense_start(algorithm if algorithm is not None else _default(optimizers))
         at_step = check_synchronize(synchronize, algorithm, scaler, overlap_forward, model)
         mode = accept(algorithm, model, optimizers, runner, buffers, scaler, overlap_forward)
         parameters = named_parameters(model)

@@ -17,6 +17,7 @@ from gossamer import (
     AllReduce,
     DiLoCo,
     Gossip,
+    Hierarchical,
     LocalSGD,
     QuantizedGossip,
     ScatterReduce,
@@ -132,14 +133,17 @@ def test_streaming_is_the_loop_in_one_process(count: int, strides: int, delay: i
     pieces = [range(*ends) for ends in pairwise(cuts)]
     fragments = [[place for piece in pieces[number::count] for place in piece] for number in range(count)]
     expected = reference(fragments, PERIOD // count, delay, merge, nesterov)
-    algorithm = streaming_diloco(every=PERIOD, fragments=count, delay=delay, merge=merge, strides=strides)
+    algorithm = streaming_diloco(dense=0, every=PERIOD, fragments=count, delay=delay, merge=merge, strides=strides)
     torch.testing.assert_close(trained(algorithm)[:, :-1], expected, rtol=0, atol=1e-12)
 
 
 def test_one_fragment_without_delay_is_diloco() -> None:
     plain, streaming = (
         trained(algorithm)
-        for algorithm in (DiLoCo(every=PERIOD, delay=0), streaming_diloco(every=PERIOD, fragments=1, delay=0, merge=0.0))
+        for algorithm in (
+            DiLoCo(dense=0, every=PERIOD, delay=0),
+            streaming_diloco(dense=0, every=PERIOD, fragments=1, delay=0, merge=0.0),
+        )
     )
     torch.testing.assert_close(streaming, plain, rtol=0, atol=1e-12)
 
@@ -147,10 +151,10 @@ def test_one_fragment_without_delay_is_diloco() -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        streaming_diloco(every=PERIOD, fragments=4, delay=3),
-        streaming_diloco(every=PERIOD, fragments=2, delay=7, merge=None, strides=2),
-        LocalSGD(every=5, delay=4),
-        after(6, DiLoCo(every=5, delay=3, merge=0.25)),
+        streaming_diloco(dense=0, every=PERIOD, fragments=4, delay=3),
+        streaming_diloco(dense=0, every=PERIOD, fragments=2, delay=7, merge=None, strides=2),
+        LocalSGD(dense=0, every=5, delay=4),
+        after(6, DiLoCo(dense=0, every=5, delay=3, merge=0.25)),
     ],
     ids=repr,
 )
@@ -165,21 +169,21 @@ def test_a_run_resumed_anywhere_is_the_run(algorithm: Algorithm) -> None:
 @pytest.mark.parametrize("delay", [1, 3, 5])
 def test_the_mean_of_workers_that_keep_what_they_learn_is_kept(delay: int) -> None:
     """However long the exchange takes, the mean moves by the mean update: as without any exchange, for a loss of this form."""
-    together, alone = trained(LocalSGD(every=5, delay=delay)), trained(LocalSGD(every=1000))
+    together, alone = trained(LocalSGD(dense=0, every=5, delay=delay)), trained(LocalSGD(dense=0, every=1000))
     torch.testing.assert_close(together[:, -2].mean(0), alone[:, -2].mean(0), rtol=0, atol=1e-12)
     assert (together[0, -2] - together[1, -2]).abs().max() < (alone[0, -2] - alone[1, -2]).abs().max()
 
 
 def test_what_is_under_way_at_a_change_is_added_before_others_are_sent() -> None:
-    changed = trained(after(9, Gossip(wire="fp32"), before=LocalSGD(every=8, delay=6)))
-    kept = trained(LocalSGD(every=1000))
+    changed = trained(after(9, Gossip(wire="fp32"), before=LocalSGD(dense=0, every=8, delay=6)))
+    kept = trained(LocalSGD(dense=0, every=1000))
     torch.testing.assert_close(changed[:, -1].mean(0), kept[:, -1].mean(0), rtol=0, atol=1e-12)
 
 
 def test_what_is_under_way_when_a_replica_closes_is_added() -> None:
-    last = trained(LocalSGD(every=30, delay=20))
+    last = trained(LocalSGD(dense=0, every=30, delay=20))
     assert (last[:, -2] - last[0, -2]).abs().max() > 0.1
-    own = last[:, -2] - trained(LocalSGD(every=30, delay=20), steps=30)[:, -2]  # the update after what was sent
+    own = last[:, -2] - trained(LocalSGD(dense=0, every=30, delay=20), steps=30)[:, -2]  # the update after what was sent
     torch.testing.assert_close(last[:, -1] - own, (last[:, -1] - own).mean(0).expand(WORLD, -1), rtol=0, atol=1e-12)
 
 
@@ -188,7 +192,7 @@ def test_gossip_among_all_is_diloco(nesterov: bool) -> None:
     """With peers that are all workers, and full precision on the wire."""
     everyone = Gossip(wire="fp32", topology=Complete())
     gossiped, plain = (
-        trained(DiLoCo(every=4, nesterov=nesterov, averaging=averaging), 4) for averaging in (everyone, AllReduce())
+        trained(DiLoCo(dense=0, every=4, nesterov=nesterov, averaging=averaging), 4) for averaging in (everyone, AllReduce())
     )
     torch.testing.assert_close(gossiped, plain, rtol=0, atol=1e-11)
 
@@ -197,13 +201,13 @@ def test_gossip_among_all_is_diloco(nesterov: bool) -> None:
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
 def test_gossip_with_an_outer_optimizer_moves_the_mean_by_the_mean_outer_step(world: int, averaging: Algorithm) -> None:
     """Whatever is on the wire and whoever meets: the mean of all workers goes as if all had averaged exactly."""
-    gossiped, plain = (trained(DiLoCo(every=4, averaging=each), world).mean(0) for each in (averaging, AllReduce()))
+    gossiped, plain = (trained(DiLoCo(dense=0, every=4, averaging=each), world).mean(0) for each in (averaging, AllReduce()))
     torch.testing.assert_close(gossiped, plain, rtol=0, atol=1e-9)
 
 
 def test_gossip_with_an_outer_optimizer_has_no_collective() -> None:
     """And peers change from one outer step to the next, also where the steps between two are a multiple of the cycle."""
-    steps = trace(DiLoCo(every=4, averaging=Gossip(topology=OnePeerExponential())), 4)[0]
+    steps = trace(DiLoCo(dense=0, every=4, averaging=Gossip(topology=OnePeerExponential())), 4)[0]
     said = [step for step in steps if "bytes" in step and not step.startswith("0 bytes")]
     assert len(said) == 2
     assert said[0] != said[1]
@@ -245,8 +249,8 @@ def test_what_loses_nothing_makes_diloco_of_sparse_loco() -> None:
     sparse, plain = (
         trained(algorithm)
         for algorithm in (
-            SparseLoCo(every=4, averaging=Gathered(codec=Cast())),
-            DiLoCo(every=4, rate=1.0, momentum=0.0),
+            SparseLoCo(dense=0, every=4, averaging=Gathered(codec=Cast())),
+            DiLoCo(dense=0, every=4, rate=1.0, momentum=0.0),
         )
     )
     torch.testing.assert_close(sparse, plain, rtol=0, atol=1e-12)
@@ -274,7 +278,7 @@ def bytes_between(algorithm: Algorithm, first: int, last: int) -> float:
 
 def test_sparse_loco_sends_a_hundred_and_fortieth_of_an_all_reduce_of_every_step() -> None:
     """In each of its periods; with four workers, less than a two-thousandth."""
-    dense, sparse = bytes_between(AllReduce(), 31, 61), bytes_between(SparseLoCo(), 31, 61)
+    dense, sparse = bytes_between(AllReduce(), 31, 61), bytes_between(SparseLoCo(dense=0), 31, 61)
     assert 0 < sparse < dense / 140
     assert sparse < dense / 2000
 
@@ -288,7 +292,7 @@ def test_moments_become_their_means_after_periods_of_their_own() -> None:
 
     def body(rank: int) -> Tensor:
         model, optimizer = make()
-        replica = gossamer.replicate(model, optimizer, DESLOC(every=2, first=2, second=3, delay=0))
+        replica = gossamer.replicate(model, optimizer, DESLOC(dense=0, every=2, first=2, second=3, delay=0))
         seen = []
         for _ in range(25):
             optimizer.zero_grad()
@@ -321,14 +325,17 @@ def test_moments_become_their_means_after_periods_of_their_own() -> None:
 
 @pytest.mark.parametrize("topology", [None, Ring()], ids=repr)
 def test_a_few_weights_in_every_step_keep_the_mean_and_replicas_closer(topology: Topology | None) -> None:
-    alone, seldom = trained(LocalSGD(every=1000)), trained(LocalSGD(every=12))
-    often = trained(sparta(LocalSGD(every=12), share=0.2, topology=topology))
+    alone, seldom = trained(LocalSGD(dense=0, every=1000)), trained(LocalSGD(dense=0, every=12))
+    often = trained(sparta(LocalSGD(dense=0, every=12), share=0.2, topology=topology))
     torch.testing.assert_close(often.mean(0), alone.mean(0), rtol=0, atol=1e-12)
     assert often[:, :-1].std(0).mean() < 0.9 * seldom[:, :-1].std(0).mean()
 
 
 def test_a_few_weights_in_every_step_cost_their_share() -> None:
-    few, none = (bytes_between(algorithm, 31, 41) for algorithm in (sparta(LocalSGD(every=30), share=0.005), SparseLoCo()))
+    few, none = (
+        bytes_between(algorithm, 31, 41)
+        for algorithm in (sparta(LocalSGD(dense=0, every=30), share=0.005), SparseLoCo(dense=0))
+    )
     assert none == 0
     assert 0 < few < 1.1 * 0.005 * bytes_between(AllReduce(), 31, 41) + 10 * 64 * 4
 
@@ -342,7 +349,7 @@ def test_muon_and_adamw_with_an_outer_optimizer(bits: Literal[8, 4, 2]) -> None:
         model = nn.Linear(16, 16)
         optimizers = [torch.optim.Muon([model.weight], lr=0.02), torch.optim.AdamW([model.bias], lr=0.02)]
         averaging = ScatterReduce(codec=Quantize(bits=bits), decay=0.9, gather_below=0)
-        replica = gossamer.replicate(model, optimizers, DiLoCo(every=3, delay=0, averaging=averaging))
+        replica = gossamer.replicate(model, optimizers, DiLoCo(dense=0, every=3, delay=0, averaging=averaging))
         start = weights(model)
         for step in range(12):
             for optimizer in optimizers:
@@ -356,6 +363,20 @@ def test_muon_and_adamw_with_an_outer_optimizer(bits: Literal[8, 4, 2]) -> None:
     moved = torch.stack(loopback(body, 4))
     assert (moved - moved[0]).abs().max() < 1e-6
     assert moved.abs().min() > 0
+
+
+def test_a_dense_start_averages_gradients_first() -> None:
+    """As ``after`` does; ten times the steps alone where these are many, and also in parts and between nodes."""
+    dense, after_it = (trained(algorithm) for algorithm in (DiLoCo(every=6, dense=5), after(5, DiLoCo(every=6, dense=0))))
+    assert torch.equal(dense, after_it)
+    assert torch.equal(dense[0, 4], dense[1, 4])
+    assert not torch.equal(dense[0, 5], dense[1, 5])
+    assert DiLoCo(every=30).traits.dense == LocalSGD(every=30).traits.dense == SparseLoCo().traits.dense == 300
+    assert DESLOC(every=8).traits.dense == 80
+    assert LocalSGD(every=7).traits.dense == 0
+    assert streaming_diloco(every=32).traits.dense == 320
+    assert Hierarchical(DiLoCo(every=30), ranks_per_node=2).traits.dense == 300
+    assert after(9, DiLoCo(every=30)).traits.dense == 0
 
 
 def peak_and_total(algorithm: Algorithm) -> tuple[float, float]:
@@ -382,7 +403,7 @@ def peak_and_total(algorithm: Algorithm) -> tuple[float, float]:
 
 
 def test_streaming_needs_a_tenth_of_the_rate_of_diloco() -> None:
-    whole, streaming = DiLoCo(every=32), streaming_diloco(every=32, fragments=4, delay=4)
+    whole, streaming = DiLoCo(dense=0, every=32), streaming_diloco(dense=0, every=32, fragments=4, delay=4)
     (plain, all_of_it), (spread, as_much) = peak_and_total(whole), peak_and_total(streaming)
     assert spread <= plain / 10
     assert as_much == pytest.approx(all_of_it, rel=0.3), "fragments are exchanged as often, in other steps"
@@ -391,23 +412,24 @@ def test_streaming_needs_a_tenth_of_the_rate_of_diloco() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: streaming_diloco(every=0), "every must be a whole number, at least 1"),
-        (lambda: streaming_diloco(fragments=0), "fragments must be a whole number, at least 1"),
-        (lambda: streaming_diloco(every=10, fragments=4), "cannot be spread evenly"),
-        (lambda: streaming_diloco(every=8, fragments=4, delay=9), "more than the every=8"),
-        (lambda: streaming_diloco(merge=1.0), "merge must be the share"),
+        (lambda: streaming_diloco(dense=0, every=0), "every must be a whole number, at least 1"),
+        (lambda: streaming_diloco(dense=0, fragments=0), "fragments must be a whole number, at least 1"),
+        (lambda: streaming_diloco(dense=0, every=10, fragments=4), "cannot be spread evenly"),
+        (lambda: streaming_diloco(dense=0, every=8, fragments=4, delay=9), "more than the every=8"),
+        (lambda: streaming_diloco(dense=0, merge=1.0), "merge must be the share"),
+        (lambda: DiLoCo(dense=-1), "dense must be a number of steps"),
         (lambda: TopPerChunk(chunk=5000), "chunk must be a number of elements from 1 to 4096"),
         (lambda: Gathered(decay=1.5), "decay must be the share of the residual"),
         (lambda: ScatterReduce(decay=-0.1), "decay must be the share of the residual"),
         (lambda: ErrorFeedback(decay="0.9"), "decay must be the share of the residual"),
         (lambda: sparta(AllReduce()), "takes an algorithm over weights"),
-        (lambda: sparta(DiLoCo(), share=0), "density must be above 0"),
-        (lambda: sparta(streaming_diloco()), "under way for longer, or in parts"),
-        (lambda: DESLOC(first=0), "first must be a number of steps, at least 1"),
+        (lambda: sparta(DiLoCo(dense=0), share=0), "density must be above 0"),
+        (lambda: sparta(streaming_diloco(dense=0)), "under way for longer, or in parts"),
+        (lambda: DESLOC(dense=0, first=0), "first must be a number of steps, at least 1"),
         (lambda: in_parts(2, Gossip(), strides=0), "strides must be a number"),
-        (lambda: trained(LocalSGD(every=4, delay=5)), "added after 5 steps .* exchanged every 4 steps"),
-        (lambda: trained(in_parts(2, DiLoCo(every=4, delay=9))), "added after 9 steps .* exchanged every 8 steps"),
-        (lambda: trained(streaming_diloco(every=32, fragments=16)), "part 0 of 16 of 12 weights .* would be empty"),
+        (lambda: trained(LocalSGD(dense=0, every=4, delay=5)), "added after 5 steps .* exchanged every 4 steps"),
+        (lambda: trained(in_parts(2, DiLoCo(dense=0, every=4, delay=9))), "added after 9 steps .* exchanged every 8 steps"),
+        (lambda: trained(streaming_diloco(dense=0, every=32, fragments=16)), "part 0 of 16 of 12 weights .* would be empty"),
     ],
 )
 def test_bad_values(make: Callable[[], object], message: str) -> None:

@@ -294,8 +294,8 @@ def metrics_after(algorithm: Algorithm, steps: int, rank: int, width: int) -> li
 RATIOS = {
     "AllReduce": (AllReduce(), 1.0),
     "AllReduce in 16 bits": (AllReduce(wire="bf16"), 2.0),
-    "LocalSGD every 8": (LocalSGD(every=8), 8.0),
-    "DiLoCo every 8": (DiLoCo(every=8), 8.0),
+    "LocalSGD every 8": (LocalSGD(every=8, dense=0), 8.0),
+    "DiLoCo every 8": (DiLoCo(every=8, dense=0), 8.0),
     "Gossip": (Gossip(wire="fp32"), 1.5),
     "Gossip every 5": (Gossip(wire="fp32", every=5), 7.5),
 }

@@ -41,6 +41,12 @@ def after(steps: int, then: Algorithm | None, *, before: Algorithm | None = None
     return Phases(phases=((0, AllReduce() if before is None else before), (steps, NOTHING if then is None else then)))
 
 
+def with_dense_start(algorithm: Algorithm) -> Algorithm:
+    """``algorithm``, after the dense start that it asks for."""
+    dense = algorithm.traits.dense
+    return after(dense, algorithm) if dense else algorithm
+
+
 @dataclass(frozen=True, kw_only=True)
 class Phases(Algorithm, register=False):
     """Algorithms that take each other's place: see :func:`after`. ``phases``: from which step on, and which one; the first from
@@ -73,8 +79,9 @@ class Phases(Algorithm, register=False):
         """Those of all phases; of several that say how many ranks share a node, the last one is right."""
         each = [method.traits for method in parts_of(self)] or [NOTHING.traits]
         nodes = next((one.nodes for one in reversed(each) if one.ranks_per_node), joined(each).nodes)
+        dense = self.phases[0][1].traits.dense
         nodes |= {None} if any(None in one.nodes for one in each) else set()
-        return replace(joined(each), exact=False, takes_shares=False, prompt=False, nodes=nodes)
+        return replace(joined(each), exact=False, takes_shares=False, prompt=False, nodes=nodes, dense=dense)
 
     @property
     def cadence(self) -> Cadence:

@@ -38,7 +38,7 @@ class DESLOC(LocalSGD):
 
     @property
     def traits(self) -> Traits:
-        return Traits(subject="weights", history=True)
+        return Traits(subject="weights", history=True, dense=self.dense_steps)
 
     @property
     def cadence(self) -> Cadence:

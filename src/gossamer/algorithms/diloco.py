@@ -39,7 +39,8 @@ class DiLoCo(LocalSGD):
     ``rate`` 1 and ``momentum`` 0 are :class:`LocalSGD`; ``DiLoCo(rate=1.0, momentum=0.5, nesterov=False)`` is SlowMo, for an
     inner rate that stays as it is. The first x is what the weights are before the first step. Where another algorithm came
     before (:func:`after`), or a loaded state does not know x, the first exchange is an average only, and the mean is x. When
-    the new weights are there, ``delay`` and ``merge`` say as in :class:`LocalSGD`. Inner optimizers keep what they remember.
+    the new weights are there, ``delay`` and ``merge`` say as in :class:`LocalSGD`, and ``dense`` how long gradients are
+    averaged before. Inner optimizers keep what they remember.
 
     ``averaging``: an algorithm over gradients that needs no step of its own. ``ScatterReduce(codec=Quantize(bits=4))`` sends
     an eighth of the bytes, and what it loses one exchange later. What it averages exactly (biases, scales) it averages
@@ -77,7 +78,7 @@ class DiLoCo(LocalSGD):
 
     @property
     def traits(self) -> Traits:
-        return Traits(subject="weights", moves_mean=True)
+        return Traits(subject="weights", moves_mean=True, dense=self.dense_steps)
 
     @property
     def cadence(self) -> Cadence:

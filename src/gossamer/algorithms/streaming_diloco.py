@@ -16,6 +16,7 @@ def streaming_diloco(
     delay: int = 4,
     merge: float | None = 0.5,
     strides: int = 1,
+    dense: int | None = None,
     **outer: Any,
 ) -> Algorithm:
     """:class:`DiLoCo` whose outer steps take place for one of so many ``fragments`` of the weights at a time, evenly spaced, so
@@ -24,7 +25,9 @@ def streaming_diloco(
     A fragment's outer deltas leave after its step and travel for ``delay`` steps, while the worker trains on; then its
     weights become ``merge·w + (1 - merge)·x``, with w what they are by then and x where the outer step leads. ``merge=None``
     keeps all that was learned meanwhile: what the outer step changes of the weights that were sent is added. With one fragment,
-    ``delay=0`` and ``merge=0.0`` it is :class:`DiLoCo`. ``strides``: as for :func:`in_parts`; with more, a fragment has layers
+    ``delay=0`` and ``merge=0.0`` it is :class:`DiLoCo`. ``dense``: as for DiLoCo.
+
+    ``strides``: as for :func:`in_parts`; with more, a fragment has layers
     from all over the model. ``outer``: any field of :class:`DiLoCo`: ``averaging=ScatterReduce(codec=Quantize(bits=4))`` sends
     four bits.
 
@@ -50,4 +53,6 @@ def streaming_diloco(
         raise ConfigurationError(
             f"streaming_diloco(): delay={delay} steps are more than the every={every} after which a fragment is sent again"
         )
-    return in_parts(fragments, DiLoCo(every=every // fragments, delay=delay, merge=merge, **outer), strides=strides)
+    dense = DiLoCo(every=every, dense=dense).dense_steps
+    one = DiLoCo(every=every // fragments, delay=delay, merge=merge, dense=dense, **outer)
+    return in_parts(fragments, one, strides=strides)

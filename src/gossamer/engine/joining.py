@@ -17,7 +17,10 @@ def refuse(parts: Parts, of_all: bool) -> None:
     if parts.scale.on:
         raise UsageError("join() cannot be used with scaler=: a rank without batches would not know by what others scale")
     if parts.gradients is not None and parts.weights:
-        raise UsageError(f"join() cannot be used with {parts.algorithm!r}, which moves both gradients and weights")
+        raise UsageError(
+            f"join() cannot be used with {parts.algorithm!r}, which moves both gradients and weights "
+            "(outer loops do with a dense start: set dense=0)"
+        )
     if parts.overlap is not None:
         raise UsageError("join() cannot be used with overlap_forward: a rank without batches has no forward pass")
     if parts.gradients is None and not of_all:
