@@ -99,9 +99,17 @@ def compared(rows: Sequence[Record]) -> list[Record]:
             "name": name, "method": method, "seeds": len(own), "loss": statistics.mean(row["loss"] for row in own),
             "difference": interval([row["loss"] - other["loss"] for row, other in pairs]) if pairs else "",
             "fewer": statistics.mean(other["bytes"] / row["bytes"] for row, other in pairs) if pairs else None,
+            "later": statistics.mean(_without_start(other, method) / _without_start(row, method, other) for row, other in pairs)
+            if pairs else None,
             "seconds": statistics.mean(row["processor_seconds"] for row in own),
         })  # fmt: skip
     return found
+
+
+def _without_start(row: Record, method: str, exact: Record | None = None) -> float:
+    """The bytes of a run without those of the dense start that its method begins with, which are those of an all-reduce."""
+    dense = row["dense"] if method.startswith(f"after({row['dense']}, ") else 0
+    return float(row["bytes"] - (exact or row)["bytes"] * dense / row["steps"])
 
 
 COLUMNS = (
@@ -111,6 +119,7 @@ COLUMNS = (
     Column("loss, nats per byte", number("loss", "{:.3f}")),
     Column("difference to all-reduce (95 % interval)", text("difference")),
     Column("times fewer bytes", number("fewer", "{:.1f}")),
+    Column("after the dense start", number("later", "{:.1f}")),
     Column("seconds of a processor per run", number("seconds", "{:.0f}")),
 )
 

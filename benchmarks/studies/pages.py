@@ -31,6 +31,7 @@ STUDIES = {
     "overhead": ("overhead.md",),
     "threads": ("threads.md",),
     "faults": ("faults.md",),
+    "outer": ("outer.md",),
 }  # fmt: skip
 """Studies, and the tables that they write, below ``benchmarks/results``."""
 

@@ -14,7 +14,7 @@ from gossamer.spelled import canonical
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SUITES = suites(ROOT / "benchmarks" / "suites.toml")
-STUDIES = ("convergence", "exchanges", "kernels", "overhead", "shuffle", "shuffle_time", "threads")
+STUDIES = ("convergence", "exchanges", "kernels", "outer", "overhead", "shuffle", "shuffle_time", "threads")
 
 
 @pytest.fixture(autouse=True)
