@@ -32,6 +32,7 @@ STUDIES = {
     "threads": ("threads.md",),
     "faults": ("faults.md",),
     "outer": ("outer.md",),
+    "choice": ("choice.md",),
 }  # fmt: skip
 """Studies, and the tables that they write, below ``benchmarks/results``."""
 
