@@ -24,6 +24,7 @@ from gossamer.simulate.line import SharedLine
 from gossamer.simulate.processor import Processing
 from gossamer.simulate.program import FlowRecord, Operation, Recorder
 from gossamer.simulate.sharing import traffic_of
+from gossamer.simulate.trace import LINKS, tell
 
 T = TypeVar("T")
 
@@ -75,8 +76,20 @@ class Wire:
             8 * each.bytes / line.link.goodput for each, line in zip(traffic[:-1], self._lines[:-1], strict=True)
         )
         waits = sum(each.rounds * line.link.latency for each, line in zip(traffic, self._lines, strict=True))
-        done = [line.send(each, waits) for each, line in zip(traffic, self._lines, strict=True) if each.bytes]
-        return reduce(both, done) if done else self._lines[0].send(Traffic(0, 0), waits)
+        rows = LINKS[-len(self._lines) :]
+        done = [
+            self._told(row, op, line.send(each, waits))
+            for row, each, line in zip(rows, traffic, self._lines, strict=True)
+            if each.bytes
+        ]
+        return reduce(both, done) if done else self._told(rows[0], op, self._lines[0].send(Traffic(0, 0), waits))
+
+    def _told(self, row: str, op: Op, done: Event) -> Event:
+        """Tell a trace when the transfer has ended."""
+        begin = self._clock.now
+        if not done.happened:
+            done.then(lambda: tell(row, f"{type(op).__name__}, {op.nbytes / 1e6:.3g} MB", begin, self._clock.now))
+        return done
 
     def _note_end(self, operation: Operation, done: Event) -> None:
         begin = self._clock.now
@@ -149,6 +162,7 @@ class Lane:
                 begin = self._clock.now
                 yield self._wire.processing.serve(asked)
                 record.work(self._clock.now - begin)
+                tell("codecs and copies", ticket.label, begin, self._clock.now)
             if command is None:
                 return
             if isinstance(command, Wait):
@@ -197,6 +211,7 @@ class ClockedRunner(Runner):
         begin = self._clock.now
         self._wire.processing.compute(seconds)
         self.recorder.compute(seconds, self._clock.now - begin)
+        tell("compute", "compute", begin, self._clock.now)
 
     def run_out(self) -> None:
         """Let all flows that were submitted end."""
@@ -207,6 +222,7 @@ class ClockedRunner(Runner):
         begin = self._clock.now
         self._wire.processing.work_off()
         self.recorder.compute(0.0, self._clock.now - begin)
+        tell("codecs and copies", "packing and applying", begin, self._clock.now)
 
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
         self._catch_up()
@@ -222,6 +238,7 @@ class ClockedRunner(Runner):
         begin = self._clock.now
         self._clock.run_until(ticket.done.is_set)
         self.exposed_seconds += self._clock.now - begin
+        tell("waiting", ticket.label, begin, self._clock.now)
         since = self.recorder.number - self._begun_in.pop(ticket.sequence, self.recorder.number)
         self.recorder.wait(ticket.sequence, max(0, 1 + self._may_lag - since) if since else 0)
         return ticket.result  # type: ignore[return-value]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from gossamer.algorithms.base import Algorithm
 from gossamer.simulate.clocked import ClockedRunner, Wire
 from gossamer.simulate.program import Program
+from gossamer.simulate.trace import tell_step
 
 
 class Totals(NamedTuple):
@@ -94,10 +95,12 @@ def per_step(step: Callable[[], object], runner: ClockedRunner, wire: Wire, wind
             marks.append((number, exchanges, Totals.of(runner, wire)))
             continue
         before = runner.submitted
+        tell_step(runner.now())
         runner.recorder.begin_step()
         step()
         number, just_begun = number + 1, runner.submitted > before
         exchanges += just_begun
+    tell_step(runner.now())
     (begin, _, before_totals), (end, _, after_totals) = marks
     mean = Totals(*((there - here) / (end - begin) for here, there in zip(before_totals, after_totals, strict=True)))
     runner.recorder.begin_step()
