@@ -22,14 +22,14 @@ def waiting_seconds(training: Training, cluster: Cluster, nodes: tuple[Group, ..
     if stragglers.none and not cluster.own:
         return 0.0
     world = sum(map(len, nodes))
-    steps = stragglers.steps or min(MOST, max(LEAST, DRAWS // world, 4 * len(program)))
-    first = steps // 4
+    steps = stragglers.steps or min(MOST, max(LEAST, DRAWS // world))
+    quarter = -(-steps // (4 * len(program))) * len(program)  # whole cycles, of which each step has partners of its own
     seconds = _on_own_links(training, cluster, nodes, program)
     unequal = mean_step(
-        Workers(program, world, seconds), draws(stragglers, cluster.machines, training.compute.seconds, steps), first
+        Workers(program, world, seconds), draws(stragglers, cluster.machines, training.compute.seconds, 4 * quarter), quarter
     )
-    few = 4 * len(program) + 8
-    equal = mean_step(Workers(program, world), (Draw(np.ones(world)) for _ in range(few)), few // 2)
+    few = -(-8 // len(program)) * len(program)
+    equal = mean_step(Workers(program, world), (Draw(np.ones(world)) for _ in range(2 * few)), few)
     return unequal - equal
 
 
