@@ -1,9 +1,13 @@
 """Pages: puts the tables of the committed results into README.md and benchmarks/README.md, between markers."""
 
 import re
+import shlex
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 from benchmarks.studies.harness import console, parser_of
 from gossamer.algorithms import Algorithm
@@ -12,6 +16,7 @@ from gossamer.bench.methods import parse_method
 from gossamer.bench.rows import days, markdown, read_rows
 from gossamer.bench.suites import Suite, suites
 from gossamer.bench.tables import of_rows, overview
+from gossamer.cli import app
 from gossamer.errors import ConfigurationError
 from gossamer.planning import read_plan
 from gossamer.spelled import algorithm_of
@@ -47,6 +52,9 @@ PLAN_OF = ("examples/02_convnet.py", "200mbit", 4)
 
 PLAN_BESIDE = "relaxations"
 """The suite that has measured there."""
+
+OUTPUTS = ("docs/simulate.md",)
+"""Pages that show what predictions print."""
 
 NETWORKS = ("200mbit", "1gbit", "unshaped")
 """The networks of which README.md shows the suite of speed."""
@@ -118,6 +126,22 @@ def front_page(text: str, root: Path) -> str:
     return insert(text, "speed-summary", "\n".join([*overview(speed, "relative to DDP"), "", days(speed)]))
 
 
+OUTPUT = re.compile(r"(    (gossamer simulate [^\n]*)\n\n<!-- output -->\n).*?(<!-- /output -->)", re.DOTALL)
+
+
+def with_outputs(text: str) -> str:
+    """A page with what every ``gossamer simulate …`` prints that stands before a place for it."""
+    return OUTPUT.sub(lambda match: f"{match[1]}```text\n{output_of(match[2])}```\n{match[3]}", text)
+
+
+def output_of(command: str) -> str:
+    """What a command prints, on a terminal of 128 columns."""
+    printed = StringIO()
+    with redirect_stdout(printed), patch.dict("os.environ", {"COLUMNS": "128", "NO_COLOR": "1"}):
+        app(shlex.split(command)[1:], standalone_mode=False)
+    return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().strip().splitlines())
+
+
 def write_suite(name: str, root: Path) -> None:
     """Make the table of a suite's rows anew."""
     folder = root / "benchmarks" / "results" / name
@@ -133,6 +157,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_suite(name, root)
     for path, made in ((root / "README.md", front_page), (root / "benchmarks" / "README.md", benchmarks_page)):
         path.write_text(made(path.read_text(), root))
+        console.log(f"wrote {path}")
+    for page in OUTPUTS:
+        path = root / page
+        path.write_text(with_outputs(path.read_text()))
         console.log(f"wrote {path}")
 
 

@@ -1,10 +1,11 @@
-"""Command line: ``gossamer lab``, ``gossamer bench``, ``gossamer plan``."""
+"""Command line: ``gossamer lab``, ``gossamer bench``, ``gossamer plan``, ``gossamer simulate``."""
 
 import typer
 
 from gossamer.bench.command import bench
 from gossamer.lab.command import CONTEXT_SETTINGS, lab
 from gossamer.planning.command import plan
+from gossamer.simulate.command import simulate
 
 app = typer.Typer(
     name="gossamer",
@@ -16,6 +17,7 @@ app = typer.Typer(
 app.command("lab", context_settings=CONTEXT_SETTINGS)(lab)
 app.command("bench")(bench)
 app.command("plan")(plan)
+app.command("simulate")(simulate)
 
 
 def main() -> None:

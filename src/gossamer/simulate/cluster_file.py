@@ -208,6 +208,9 @@ _TABLES: dict[str, Read] = {
             "cores": _plain,
             "copy": _as(units.bytes_per_second),
             "kernels": _each(_as(units.bytes_per_second), by_number=False),
+            "transport": _as(units.bytes_per_second),
+            "operation": _as(units.seconds),
+            "computes": _plain,
         },
     ),
     "stragglers": _made(
@@ -218,6 +221,7 @@ _TABLES: dict[str, Read] = {
             "slow": _each(_plain, by_number=True),
             "pauses": _made(Pauses, {"every": _as(units.seconds), "seconds": _as(units.seconds)}),
             "seed": _plain,
+            "steps": _plain,
         },
     ),
 }

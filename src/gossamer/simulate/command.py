@@ -1,0 +1,241 @@
+"""Simulate command: ``gossamer simulate``, for Typer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch.utils._pytree import tree_map
+
+from gossamer import units
+from gossamer._version import __version__
+from gossamer.algorithms import AllReduce
+from gossamer.bench.catalogue import load_workload
+from gossamer.bench.methods import PLAIN, algorithm_of, optimizer_of, overlaps_forward, parse_method
+from gossamer.errors import ConfigurationError, GossamerError
+from gossamer.simulate.cluster import Cluster
+from gossamer.simulate.cluster_file import find_cluster, shipped, with_machines
+from gossamer.simulate.counted import as_mean
+from gossamer.simulate.devices import FORMATS, UTILISATION
+from gossamer.simulate.models import MODELS
+from gossamer.simulate.pictures import draw
+from gossamer.simulate.profile import Compute
+from gossamer.simulate.report import BASELINE, COLUMNS, Row, Way, cells, price_of, record, rows, sampled, spans_of
+from gossamer.simulate.task import DTYPES, Task, device_of, task_of
+from gossamer.simulate.trace import write_trace
+
+METHODS = ("ScatterReduce()", "Gossip(wire='bf16')", "in_parts(8, Gossip(wire='bf16'))")
+METHODS_OF_NODES = ("Hierarchical(ScatterReduce())", "Hierarchical(Gossip(wire='bf16'))", METHODS[-1])
+"""What is compared with DDP unless methods are named; the second ones where machines have several devices."""
+
+_CLUSTER = f"A file, or a shipped cluster: {', '.join(shipped())}."
+_MODEL = f"A shipped model ({', '.join(MODELS)}), or a Python file with build_model and random_batch."
+_METHOD = "A way to train, beside DDP: AllReduce(), Gossip(wire='bf16') …; may be given several times."
+
+
+def simulate(
+    cluster: Annotated[str, typer.Argument(help=_CLUSTER)],
+    model: Annotated[str, typer.Option(help=_MODEL)] = "resnet50",
+    method: Annotated[list[str] | None, typer.Option(help=_METHOD)] = None,
+    machines: Annotated[str | None, typer.Option(help="How many, in place of the file's: 16, or 2,4,6, or 2..128.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of one device in a step; the model's usual by default.")
+    ] = None,
+    compute: Annotated[
+        str | None, typer.Option(help="How long a step of one device computes, as in 0.3s; best measured.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Type of the parameters and gradients: fp32, bf16, fp16.")] = "fp32",
+    precision: Annotated[
+        str | None,
+        typer.Option(help="In what matrices are multiplied (autocast): fp32, tf32, bf16, fp16; --dtype's by default."),
+    ] = None,
+    utilisation: Annotated[
+        float, typer.Option(help="Share of its peak that a device reaches; without --compute.")
+    ] = UTILISATION,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all inputs and results as JSON instead of the table.")] = False,
+    save_to: Annotated[Path | None, typer.Option(help="Folder for results.json, pictures, and a trace of a step.")] = None,
+) -> None:
+    """Predict the step time of ways to train on a cluster that need not exist, and what limits each.
+
+    Example: gossamer simulate rack-10gbe --model gpt2 --method "Gossip(wire='bf16')" --machines 2..16
+    """
+    logging.getLogger("gossamer").setLevel(logging.ERROR)  # advice on training, once for every prediction
+    try:
+        described = sampled(find_cluster(cluster))
+        clusters = [with_machines(described, count) for count in counts(machines or str(described.machines.count))]
+        usual = METHODS if described.machines.devices == 1 else METHODS_OF_NODES
+        ways = [way(name) for name in (BASELINE, *(method or usual))]
+        seconds = None if compute is None else _positive(units.seconds(compute), "--compute")
+        task = find_task(model, batch, dtype)
+        profile = profiled(task, described, seconds, precision or dtype, utilisation)
+        found = list(rows(task, ways, clusters, profile))
+        inputs = {"gossamer": __version__, "command": shlex.join(_words(locals()))}
+        told = record(task, described, profile, found, inputs)
+        if save_to is not None:
+            save(save_to, task, ways, clusters, profile, found, told)
+        show(told, task, described, profile, found, as_json)
+    except (GossamerError, OSError) as error:
+        typer.echo(f"gossamer simulate: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _words(options: dict[str, Any]) -> list[str]:
+    """The command as it can be given again."""
+    words = ["gossamer", "simulate", options["cluster"]]
+    for name in ("model", "machines", "batch", "compute", "dtype", "precision", "utilisation"):
+        words += [] if options[name] is None else [f"--{name}", str(options[name])]
+    return words + [word for each in options["method"] or () for word in ("--method", each)]
+
+
+# -- what is asked ------------------------------------------------------------------------------------------------------
+
+
+def counts(text: str) -> list[int]:
+    """Numbers of machines: ``16``, ``2,4,6``, or ``2..128``, which doubles. Raises ConfigurationError."""
+    try:
+        low, dots, high = text.partition("..")
+        if dots:
+            found = [int(low)]
+            while 0 < found[-1] < int(high):
+                found.append(min(2 * found[-1], int(high)))
+        else:
+            found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise ConfigurationError(f"--machines {text}: write a number, several (2,4,6), or a range that doubles (2..128)")
+    return found
+
+
+def way(name: str) -> Way:
+    """A method by its name. Raises ConfigurationError."""
+    if name == BASELINE:
+        return Way(name=name, algorithm=AllReduce(bucket_bytes=25 * 2**20))
+    method = parse_method(name)
+    if isinstance(method, str):
+        known = " ".join(sorted(set(PLAIN) - {BASELINE}))
+        raise ConfigurationError(f"{name} is not predicted: gossamer's own methods and {BASELINE} are (not {known})")
+    return Way(
+        name=name, algorithm=algorithm_of(method), optimizer=optimizer_of(method), overlap_forward=overlaps_forward(method)
+    )
+
+
+def find_task(model: str, batch: int | None, dtype: str) -> Task:
+    """A shipped model, or that of a Python file. Raises ConfigurationError."""
+    if dtype not in DTYPES:
+        raise ConfigurationError(f"--dtype {dtype}: parameters may be {', '.join(DTYPES)}")
+    if model in MODELS:
+        known, size = MODELS[model], batch or MODELS[model].batch
+        inputs = known.inputs(size)
+        inputs = inputs.to(DTYPES[dtype]) if inputs.is_floating_point() else inputs
+        return task_of(
+            model, known.model(DTYPES[dtype]), inputs, as_mean, batch=size, samples=known.samples, optimizer=known.optimizer
+        )
+    if not model.endswith(".py"):
+        raise ConfigurationError(f"unknown model {model!r}: it may be a Python file, or one of {', '.join(MODELS)}")
+    return _of_file(Path(model), batch, DTYPES[dtype])
+
+
+def _of_file(path: Path, batch: int | None, dtype: torch.dtype) -> Task:
+    if batch is not None:
+        raise ConfigurationError(f"{path} says itself what its batch is, in random_batch(): leave --batch out")
+    workload = load_workload(path)
+    model = workload.build_model()
+    usual = workload.build_optimizer(model)
+    inputs, targets = tree_map(_on_meta(dtype), workload.random_batch(torch.Generator().manual_seed(0)))
+
+    def make_optimizer(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+        return type(usual)(parameters, **usual.defaults)
+
+    return task_of(
+        path.name, model.to("meta", dtype), inputs, lambda outputs: workload.loss(outputs, targets),
+        batch=_length(inputs), samples="samples", optimizer=make_optimizer,
+    )  # fmt: skip
+
+
+def _on_meta(dtype: torch.dtype) -> Any:
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to("meta", dtype) if value.is_floating_point() else value.to("meta")
+
+    return moved
+
+
+def _length(inputs: Any) -> int:
+    first = torch.utils._pytree.tree_leaves(inputs)[0]
+    return int(first.shape[0]) if first.ndim else 1
+
+
+def profiled(task: Task, cluster: Cluster, seconds: float | None, precision: str, utilisation: float) -> Compute:
+    """What a step computes on a device of the cluster. Raises ConfigurationError if it does not fit there."""
+    if precision not in FORMATS:
+        raise ConfigurationError(f"--precision {precision}: it may be {', '.join(FORMATS)}")
+    if not 0 < utilisation <= 1:
+        raise ConfigurationError(f"--utilisation {utilisation}: a share of the peak, above 0 and up to 1")
+    device = device_of(cluster, seconds)
+    task.check_fits(device)
+    return task.compute(seconds, device, precision, utilisation)
+
+
+def _positive(value: float, name: str) -> float:
+    if not 0 < value < math.inf:
+        raise ConfigurationError(f"{name} must be above 0")
+    return value
+
+
+# -- what is shown ------------------------------------------------------------------------------------------------------
+
+
+def show(told: dict[str, Any], task: Task, cluster: Cluster, compute: Compute, found: Sequence[Row], as_json: bool) -> None:
+    """Print the table, or everything as JSON."""
+    if as_json:
+        typer.echo(json.dumps(told, indent=1, allow_nan=False))
+        return
+    typer.echo(headline(task, cluster, compute))
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("method", "limit") else "right", overflow="fold")
+    for row in found:
+        table.add_row(*map(escape, cells(row)), end_section=False)
+    Console().print(table)
+
+
+def headline(task: Task, cluster: Cluster, compute: Compute) -> str:
+    """What is trained, where, and how long one device computes."""
+    model = f"{task.name}: {task.parameters / 1e6:.1f} million parameters, {task.gradient_bytes / 1e6:.1f} MB of gradients"
+    step = f"{task.batch} {task.samples} per device and step, which computes for {1e3 * compute.seconds:.1f} ms"
+    return f"{cluster.name}\n{model}; {step}"
+
+
+def save(
+    folder: Path, task: Task, ways: Sequence[Way], clusters: Sequence[Cluster], compute: Compute, found: Sequence[Row],
+    told: dict[str, Any],
+) -> None:  # fmt: skip
+    """Write everything as JSON, the pictures, and a trace of a step of each method on the largest number of machines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
+    largest = clusters[-1]
+    draw(folder, task, ways, largest, compute, found)
+    for each in ways:
+        spans = spans_of(price_of(task, each, compute), largest)
+        write_trace(folder / f"trace-{slug(each.name)}.json", f"{each.name} on {largest.name}", spans)
+
+
+def slug(method: str) -> str:
+    """A method as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", method).strip("-")
