@@ -53,7 +53,7 @@ PLAN_OF = ("examples/02_convnet.py", "200mbit", 4)
 PLAN_BESIDE = "relaxations"
 """The suite that has measured there."""
 
-OUTPUTS = ("docs/simulate.md",)
+OUTPUTS = ("docs/pays.md", "docs/simulate.md")
 """Pages that show what predictions print."""
 
 NETWORKS = ("200mbit", "1gbit", "unshaped")
