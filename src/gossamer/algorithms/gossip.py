@@ -12,7 +12,7 @@ from gossamer.algorithms.cadence import Cadence, every
 from gossamer.buckets import Bucket
 from gossamer.codecs.wire import Wire, check_wire, narrowed
 from gossamer.comm.ops import Flow, Permute, start, wait
-from gossamer.comm.topology import Dissemination, Topology
+from gossamer.comm.topology import Dissemination, Topology, exchange_at
 from gossamer.state import State
 
 
@@ -75,7 +75,7 @@ class Gossip(Meeting):
         return narrowed(dtype, self.wire)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
-        partners = self.topology.at(ctx.step // self.every, ctx.world).permutations
+        partners = exchange_at(self.topology, ctx.step // self.every, ctx.world).permutations
         message = narrowed_message(bucket, narrowed(bucket.layout.dtype, self.wire))
         handles = []
         for number, permutation in enumerate(partners):

@@ -16,7 +16,7 @@ from gossamer.codecs.base import Codec
 from gossamer.codecs.contraction import contraction
 from gossamer.codecs.quantize import Quantize
 from gossamer.comm.ops import Flow, Group, Permute, start, wait
-from gossamer.comm.topology import Ring, Topology
+from gossamer.comm.topology import Ring, Topology, exchange_at
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
 from gossamer.state import State
@@ -79,7 +79,7 @@ class LowPrecisionDecentralized(Meeting):
             )
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        weights, partners = wide(bucket.flat), self.topology.at(0, ctx.world).permutations
+        weights, partners = wide(bucket.flat), exchange_at(self.topology, 0, ctx.world).permutations
         rate = self.pace / (len(partners) + 1)
         first = OWN not in state
         # The same seed everywhere: workers that agree send the same, and stay where they are.

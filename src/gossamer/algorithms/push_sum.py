@@ -14,7 +14,7 @@ from gossamer.algorithms.blocks.meeting import Meeting
 from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
 from gossamer.codecs.wire import Wire, check_wire, narrowed
-from gossamer.comm.digraph import digraph
+from gossamer.comm.digraph import digraph_at
 from gossamer.comm.ops import Flow, Push, start, wait
 from gossamer.comm.topology import OnePeerExponential, Pattern
 from gossamer.memory import portions, wide
@@ -64,7 +64,7 @@ class PushSum(Meeting):
         return Traits(subject="weights", averages_buffers=False, weighted=True)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        graph = digraph(self.topology.at(ctx.step // self.every, ctx.world))
+        graph = digraph_at(self.topology, ctx.step // self.every, ctx.world)
         targets = len(graph.destinations(ctx.rank))
         weights = wide(bucket.flat)
         total, weight = self._with_the_update(weights, state, state.fresh(SUM, weights))

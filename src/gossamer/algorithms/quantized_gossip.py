@@ -14,7 +14,7 @@ from gossamer.buckets import Bucket
 from gossamer.codecs.modulo import ModuloGrid, reach, scale_blocks
 from gossamer.codecs.wire import check_choice
 from gossamer.comm.ops import Flow, Permute, maximum, start, wait
-from gossamer.comm.topology import Dissemination, Topology
+from gossamer.comm.topology import Dissemination, Topology, exchange_at
 from gossamer.memory import wide
 from gossamer.state import State
 
@@ -89,7 +89,7 @@ class QuantizedGossip(Meeting):
         all there is, and of each block the least step that would have done: inf where this worker has not understood it."""
         message, sizes = (weights, reach(weights)) if grid is None else grid.pack(weights)
         steps, handles = least(sizes, grid), []
-        for permutation in self.topology.at(ctx.step // self.every, ctx.world).permutations:
+        for permutation in exchange_at(self.topology, ctx.step // self.every, ctx.world).permutations:
             handles.append((yield start(Permute(message, permutation))))
         if not handles:
             return weights.zero_(), steps

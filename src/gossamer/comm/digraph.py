@@ -7,6 +7,7 @@ Pure data, as :mod:`gossamer.comm.topology`.
 from abc import abstractmethod
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 from gossamer.checks import is_whole
 from gossamer.comm.topology import Edges, Pattern, are_ranks, check_seed, shuffled
@@ -43,13 +44,23 @@ class Digraph:
 
     def sources(self, rank: int) -> tuple[int, ...]:
         """The ranks that ``rank`` receives from, in ascending order."""
-        return tuple(source for source, targets in enumerate(self.to) if rank in targets)
+        return _sources(self, rank)
 
     @property
     def most_messages(self) -> int:
         """Of the rank that sends most, or of the one that receives most, whichever are more."""
-        received = Counter(target for targets in self.to for target in targets)
-        return max([*map(len, self.to), *received.values()], default=0)
+        return _most_messages(self)
+
+
+@lru_cache(maxsize=1024)
+def _sources(graph: Digraph, rank: int) -> tuple[int, ...]:
+    return tuple(source for source, targets in enumerate(graph.to) if rank in targets)
+
+
+@lru_cache(maxsize=64)
+def _most_messages(graph: Digraph) -> int:
+    received = Counter(target for targets in graph.to for target in targets)
+    return max([*map(len, graph.to), *received.values()], default=0)
 
 
 class DirectedTopology(Pattern):
@@ -99,6 +110,12 @@ class OutNeighbours(DirectedTopology):
 
     def cycle(self, world: int) -> int:
         return 1
+
+
+@lru_cache(maxsize=64)
+def digraph_at(pattern: Pattern, step: int, world: int) -> Digraph:
+    """The edges of a step, once for all buckets."""
+    return digraph(pattern.at(step, world))
 
 
 def digraph(pattern: Edges) -> Digraph:

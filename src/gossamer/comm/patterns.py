@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from gossamer.checks import is_whole
 from gossamer.errors import ConfigurationError
 
@@ -147,6 +150,12 @@ class Topology(Pattern):
         """The exchange of ``step``: see :meth:`Pattern.at`."""
 
 
+@lru_cache(maxsize=64)
+def exchange_at(topology: Topology, step: int, world: int) -> Exchange:
+    """:meth:`Topology.at`, once for all buckets of a step: among thousands of ranks it takes longer than to send."""
+    return topology.at(step, world)
+
+
 @lru_cache(maxsize=256)
 def shuffled(world: int, seed: int, number: int) -> tuple[int, ...]:
     """The ``number``-th permutation of ``seed``: ranks in the order of a hash of (seed, number, rank).
@@ -154,8 +163,18 @@ def shuffled(world: int, seed: int, number: int) -> tuple[int, ...]:
     Integer arithmetic alone, so it is the same under every version of Python and NumPy, on every machine and under
     every hash seed; and any number is found without drawing those before it.
     """
-    key = _mixed(_mixed(seed) + number)
-    return tuple(sorted(range(world), key=lambda rank: (_mixed(key + rank), rank)))
+    key = np.uint64(_mixed(_mixed(seed) + number))
+    with np.errstate(over="ignore"):  # modulo 2^64
+        drawn = _mixed_all(key + np.arange(world, dtype=np.uint64))
+    return tuple(np.argsort(drawn, kind="stable").tolist())
+
+
+def _mixed_all(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """:func:`_mixed` of each."""
+    values = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
 
 
 def _mixed(value: int) -> int:

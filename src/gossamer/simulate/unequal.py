@@ -12,7 +12,7 @@ from gossamer.simulate.replay import Draw, Times, Workers, mean_step
 from gossamer.simulate.run import Training, run
 from gossamer.simulate.stragglers import draws
 
-LEAST, MOST, DRAWS = 200, 20_000, 2_000_000
+LEAST, MOST, DRAWS = 200, 4_000, 1_000_000
 """Steps that are replayed, at least and at most; between them, so many that each number of workers costs about as much."""
 
 

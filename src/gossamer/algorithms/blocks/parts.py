@@ -1,6 +1,7 @@
 """Parts: the flow in which every worker averages one part of a tensor, and everything travels encoded."""
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,6 +12,7 @@ from torch.nn.functional import pad
 
 from gossamer.algorithms.base import Context
 from gossamer.codecs.base import Codec
+from gossamer.codecs.kernels.meta import standing_for
 from gossamer.codecs.residual import keep
 from gossamer.comm.ops import SMALL, AllGather, AllToAll, Flow, all_gather, start, wait
 
@@ -144,6 +146,10 @@ class Piece:
     def shares(self) -> Tensor:
         """``uint8[world, n]`` (or the codec's dtype): the payload for every worker. Its own part stays here, exact."""
         others = [rank for rank in range(self.ctx.world) if rank != self.ctx.rank]
+        if self.flat.is_meta and others:
+            with standing_for(len(others)):
+                payload = self._encode(others[0])
+            return payload.new_empty((self.ctx.world, *payload.shape))
         payloads = [self._encode(rank) for rank in others]
         payloads.insert(self.ctx.rank, torch.zeros_like(payloads[0]))
         return torch.stack(payloads)
@@ -162,7 +168,7 @@ class Piece:
         rest = self.rest if self.feedback.worker else None
         payloads = yield from all_gather(_encode(self.codec, self.flat, self.unsent, seed, rest, numel))
         self.mean.zero_()
-        for payload in payloads:
+        for payload in _each(payloads):
             self.codec.add_decoded(payload, self.mean)
         self.mean.div_(self.ctx.world)
 
@@ -171,8 +177,8 @@ class Piece:
         parts, ctx = self.parts, self.ctx
         mine = self._at(ctx.rank, self.flat)
         total = whole(mine.clone() if self.unsent is None else mine + self._at(ctx.rank, self.unsent), parts.size)
-        for rank, payload in enumerate(arrived):
-            if rank != ctx.rank:
+        for rank, payload in enumerate(_each(arrived)):
+            if rank != ctx.rank or arrived.is_meta:
                 self.codec.add_decoded(payload, total)
         total /= ctx.world
         seed = ctx.seed(self.index, ctx.world)
@@ -188,7 +194,7 @@ class Piece:
 
     def assemble(self, gathered: Tensor) -> None:
         """The whole mean from the payloads of its parts."""
-        for rank, payload in enumerate(gathered):
+        for rank, payload in enumerate(_each(gathered)):
             place = self._at(rank, self.mean)
             if place.numel() == self.parts.size:
                 self.codec.decode_into(payload, place)
@@ -197,6 +203,16 @@ class Piece:
 
     def _at(self, rank: int, tensor: Tensor) -> Tensor:
         return self.parts.of(tensor, rank)
+
+
+def _each(payloads: Tensor) -> Iterator[Tensor]:
+    """The payload of every worker. Without values they are alike, and one stands for all: a prediction for thousands of workers
+    would be nothing but these."""
+    if payloads.is_meta and len(payloads):
+        with standing_for(len(payloads)):
+            yield payloads[0]
+    else:
+        yield from payloads
 
 
 def _encode(codec: Codec, part: Tensor, unsent: Tensor | None, seed: int, rest: Tensor | None, size: int) -> Tensor:

@@ -3,8 +3,8 @@
 A prediction is told which kernels are called, by the names under which they are measured: see :class:`Watched`.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import TracebackType
 
@@ -33,9 +33,22 @@ class Watched:
         _watcher.reset(self._token)
 
 
+_times: ContextVar[int] = ContextVar("times", default=1)
+
+
+@contextmanager
+def standing_for(calls: int) -> Iterator[None]:
+    """Inside, each kernel that is called stands for so many calls: without values they are alike."""
+    token = _times.set(_times.get() * calls)
+    try:
+        yield
+    finally:
+        _times.reset(token)
+
+
 def _named(codec: str, kernel: str, x: Tensor) -> AbstractContextManager[None]:
     watcher = _watcher.get()
-    return nullcontext() if watcher is None else watcher(f"{codec}, {kernel}", 4 * x.numel())
+    return nullcontext() if watcher is None else watcher(f"{codec}, {kernel}", 4 * x.numel() * _times.get())
 
 
 def _codec(grid: Grid) -> str:
