@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from gossamer.checks import is_whole
 from gossamer.errors import ConfigurationError
 
@@ -163,18 +160,8 @@ def shuffled(world: int, seed: int, number: int) -> tuple[int, ...]:
     Integer arithmetic alone, so it is the same under every version of Python and NumPy, on every machine and under
     every hash seed; and any number is found without drawing those before it.
     """
-    key = np.uint64(_mixed(_mixed(seed) + number))
-    with np.errstate(over="ignore"):  # modulo 2^64
-        drawn = _mixed_all(key + np.arange(world, dtype=np.uint64))
-    return tuple(np.argsort(drawn, kind="stable").tolist())
-
-
-def _mixed_all(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """:func:`_mixed` of each."""
-    values = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return values ^ values >> np.uint64(31)
+    key = _mixed(_mixed(seed) + number)
+    return tuple(sorted(range(world), key=lambda rank: (_mixed(key + rank), rank)))
 
 
 def _mixed(value: int) -> int:
