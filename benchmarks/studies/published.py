@@ -198,8 +198,8 @@ def seconds_of_period(mbit: int, period: int) -> float:
 
 
 def diloco() -> Iterator[Row]:
-    """Of other periods no figures are committed here. Beside them stands what the rows with H = 1 say, a computation and a blocked
-    exchange every H steps: an identity that the simulation must keep, and no test against a measurement."""
+    """Of other periods no figures are committed here. Beside them stands what the rows with H = 1 say, a computation and a
+    blocked exchange every H steps: an identity that the simulation must keep, and no test against a measurement."""
     for mbit, blocked in BLOCKED.items():
         for period in (1, 8, 32, 128):
             expected = COMPUTED + blocked / period
