@@ -10,15 +10,13 @@ third of compute alone, and gradients come in proportion to their sizes.
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from benchmarks.studies.harness import console
 from gossamer.bench.cases import is_measured
@@ -28,6 +26,7 @@ from gossamer.bench.methods import Method, algorithm_of, optimizer_of, overlaps_
 from gossamer.bench.network import parse_network
 from gossamer.bench.rows import Record, markdown, read_rows
 from gossamer.simulate import Compute, Link, step_time
+from gossamer.simulate.run import like
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -90,15 +89,11 @@ def predict(row: Record) -> float:
         world=row["hosts"],
         link=link,
         compute=profile(model, row["compute_seconds"]),
-        optimizer=optimizer_of(method) or partial(_like, usual),
+        optimizer=optimizer_of(method) or like(usual),
         ranks_per_node=1,  # every emulated host has a link of its own
         overlap_forward=overlaps_forward(method),
     )
     return found.step_seconds
-
-
-def _like(usual: Optimizer, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return type(usual)(parameters, **usual.defaults)
 
 
 def latency_of(row: Record) -> float:

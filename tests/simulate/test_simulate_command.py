@@ -165,3 +165,50 @@ def test_a_trace_shows_one_step(cluster: str, model: str, tmp_path: Path) -> Non
         for number in rows:
             line = sorted((each["ts"], each["ts"] + each["dur"]) for each in happened if each["tid"] == number)
             assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(line)), "nothing overlaps in a row"
+
+
+DATA = """
+def training_batches(rank, world, seed):
+    generator = torch.Generator().manual_seed(world * seed + rank)
+    while True:
+        inputs = torch.rand(5, 600, generator=generator)
+        yield inputs, inputs[:, :400].argmax(1)
+def quality(net):
+    return {"loss": float(sum(p.square().sum() for p in net.parameters()))}
+"""
+
+
+def test_training_gives_losses_over_the_time_of_the_cluster(cluster: str, model: str) -> None:
+    Path(model).write_text(FILE + DATA)
+    words = (cluster, "--model", model, "--method", "Gossip()", "--compute", "10ms", "--machines", "2")
+    exact, gossip = curves = told(*words, "--train", "6")
+    steps = {row["method"]: row["step_seconds"] for row in told(*words)["rows"]}
+    assert {curve["method"]: curve["step_seconds"] for curve in curves} == steps
+    assert [len(curve["losses"]) for curve in curves] == [6, 6]
+    assert exact["losses"][0] == gossip["losses"][0], "all begin with the same weights and batches"
+    assert exact["losses"] != gossip["losses"]
+    assert exact["quality"]["loss"] > 0
+    table = simulate(*words, "--train", "6").stdout
+    assert f"{6 * steps['ddp']:.1f}" in table
+
+
+@pytest.mark.parametrize(
+    ("method", "data", "complaint"),
+    [("Gossip(lag=2)", DATA, "cannot be trained in virtual time"), ("Gossip()", "", "defines no training_batches")],
+)
+def test_training_that_virtual_time_does_not_tell_is_refused(
+    cluster: str, model: str, method: str, data: str, complaint: str
+) -> None:
+    Path(model).write_text(FILE + data)
+    result = simulate(cluster, "--model", model, "--method", method, "--compute", "10ms", "--machines", "1", "--train", "2")
+    assert (result.exit_code, complaint in result.stderr) == (2, True), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "states"), [("AdamW(p, fused=True)", 2), ("RMSprop(p, momentum=0.9)", 2), ("SGD(p, lr=1)", 0)]
+)
+def test_a_file_may_have_any_optimizer_of_torch(cluster: str, model: str, kind: str, states: int) -> None:
+    made = f"def build_optimizer(model):\n    p = list(model.parameters())\n    return torch.optim.{kind}\n"
+    Path(model).write_text(f"{FILE}\n{made}")
+    found = told(cluster, "--model", model, "--method", "Gossip()", "--compute", "10ms", "--machines", "1")["model"]
+    assert found["memory_bytes"]["optimizer"] == pytest.approx(states * 4 * found["parameters"], rel=1e-3)

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from gossamer.planning.candidates import FIDELITIES, MOST_STEPS, Candidate, Fidelity, within
 from gossamer.planning.facts import MEBI, Facts, gradient_bytes
@@ -149,12 +147,3 @@ class Prices:
             overlap_forward=candidate.overlap_forward,
         )
         return found, link.latency
-
-
-def like(optimizer: Optimizer) -> MakeOptimizer:
-    """Makes optimizers of the same kind, with the same settings."""
-
-    def make(parameters: Any) -> Optimizer:
-        return type(optimizer)(parameters, **optimizer.defaults)
-
-    return make

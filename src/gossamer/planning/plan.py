@@ -15,11 +15,12 @@ from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import values_of_all
 from gossamer.errors import ConfigurationError
 from gossamer.planning.candidates import Candidate, Fidelity, check_fidelity, left_out
-from gossamer.planning.choose import Prices, Row, choose, like, ranked, rows, why
+from gossamer.planning.choose import Prices, Row, choose, ranked, rows, why
 from gossamer.planning.facts import Facts, gradient_bytes, measure
 from gossamer.planning.links import PATTERNS, Rate, Rates
 from gossamer.planning.toml import dumps
 from gossamer.simulate.profile import Compute
+from gossamer.simulate.run import like
 from gossamer.spelled import algorithm_of
 
 FORMAT = 1

@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,8 +34,11 @@ from gossamer.simulate.models import MODELS
 from gossamer.simulate.pictures import draw
 from gossamer.simulate.profile import Compute
 from gossamer.simulate.report import BASELINE, COLUMNS, Row, Way, cells, price_of, record, rows, sampled, spans_of
+from gossamer.simulate.run import like
 from gossamer.simulate.task import DTYPES, Task, device_of, task_of
 from gossamer.simulate.trace import write_trace
+from gossamer.simulate.trained import Curve
+from gossamer.simulate.trained import train as trained
 
 METHODS = ("ScatterReduce()", "Gossip(wire='bf16')", "in_parts(8, Gossip(wire='bf16'))")
 METHODS_OF_NODES = ("Hierarchical(ScatterReduce())", "Hierarchical(Gossip(wire='bf16'))", METHODS[-1])
@@ -64,6 +68,9 @@ def simulate(
     utilisation: Annotated[
         float, typer.Option(help="Share of its peak that a device reaches; without --compute.")
     ] = UTILISATION,
+    train: Annotated[
+        int | None, typer.Option(min=1, help="Train the file's model for so many steps: loss over virtual time.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all inputs and results as JSON instead of the table.")] = False,
     save_to: Annotated[Path | None, typer.Option(help="Folder for results.json, pictures, and a trace of a step.")] = None,
 ) -> None:
@@ -80,6 +87,9 @@ def simulate(
         seconds = None if compute is None else _positive(units.seconds(compute), "--compute")
         task = find_task(model, batch, dtype)
         profile = profiled(task, described, seconds, precision or dtype, utilisation)
+        if train is not None:
+            show_training(model, task, ways, clusters[-1], profile, train, as_json)
+            return
         found = list(rows(task, ways, clusters, profile))
         inputs = {"gossamer": __version__, "command": shlex.join(_words(locals()))}
         told = record(task, described, profile, found, inputs)
@@ -155,15 +165,12 @@ def _of_file(path: Path, batch: int | None, dtype: torch.dtype) -> Task:
         raise ConfigurationError(f"{path} says itself what its batch is, in random_batch(): leave --batch out")
     workload = load_workload(path)
     model = workload.build_model()
-    usual = workload.build_optimizer(model)
+    optimizer = like(workload.build_optimizer(model))
     inputs, targets = tree_map(_on_meta(dtype), workload.random_batch(torch.Generator().manual_seed(0)))
-
-    def make_optimizer(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-        return type(usual)(parameters, **usual.defaults)
 
     return task_of(
         path.name, model.to("meta", dtype), inputs, lambda outputs: workload.loss(outputs, targets),
-        batch=_length(inputs), samples="samples", optimizer=make_optimizer,
+        batch=_length(inputs), samples="samples", optimizer=optimizer,
     )  # fmt: skip
 
 
@@ -212,6 +219,38 @@ def show(told: dict[str, Any], task: Task, cluster: Cluster, compute: Compute, f
         table.add_column(name, justify="left" if name in ("method", "limit") else "right", overflow="fold")
     for row in found:
         table.add_row(*map(escape, cells(row)), end_section=False)
+    Console().print(table)
+
+
+POINTS = 10
+"""Lines of a table of losses."""
+
+
+def show_training(
+    model: str, task: Task, ways: Sequence[Way], cluster: Cluster, compute: Compute, steps: int, as_json: bool
+) -> None:
+    """Train with each method, and print the losses over the time that the cluster would take, as a table or as JSON."""
+    if not model.endswith(".py"):
+        raise ConfigurationError("--train needs data: --model must be a Python file with training_batches(rank, world, seed)")
+    workload, curves = load_workload(Path(model)), []
+    for each in ways:
+        losses, quality = trained(workload, each, cluster.world, steps)
+        seconds = price_of(task, each, compute)(cluster).step_seconds
+        curves.append(Curve(method=each.name, step_seconds=seconds, losses=losses, quality=quality))
+    if as_json:
+        typer.echo(json.dumps([asdict(curve) for curve in curves], indent=1))
+        return
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, title=f"{cluster.name}, {cluster.world} workers")
+    for name in ("method", "step", "seconds", "loss", "at the end"):
+        table.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+    for curve in curves:
+        points = curve.smoothed(POINTS)
+        at_end = ", ".join(f"{name} {value:.3f}" for name, value in curve.quality.items())
+        for step, end, loss in points:
+            last = step == points[-1][0]
+            table.add_row(
+                escape(curve.method), str(step), f"{end:.1f}", f"{loss:.3f}", at_end if last else "", end_section=last
+            )
     Console().print(table)
 
 

@@ -1,8 +1,11 @@
 """Run: a replica of a stand-in for the model, trained in virtual time on one cluster."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from inspect import Parameter, signature
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,6 +27,22 @@ from gossamer.simulate.window import Totals, Window, per_step
 
 MakeOptimizer = Callable[..., Optimizer]
 """Called with the parameters: ``torch.optim.AdamW``, or ``partial(torch.optim.SGD, lr=0.1, momentum=0.9)``."""
+
+
+def like(optimizer: Optimizer) -> MakeOptimizer:
+    """Makes optimizers of the same kind, with the same settings.
+
+    Not all settings can be given: ``AdamW`` keeps one (``decoupled_weight_decay``) that only its base class takes.
+    """
+    kind = type(optimizer)
+    taken = signature(kind).parameters
+    if any(each.kind is Parameter.VAR_KEYWORD for each in taken.values()):
+        return partial(_made, kind, optimizer.defaults)
+    return partial(_made, kind, {name: value for name, value in optimizer.defaults.items() if name in taken})
+
+
+def _made(kind: Callable[..., Optimizer], settings: Mapping[str, Any], parameters: Any) -> Optimizer:
+    return kind(parameters, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
