@@ -67,7 +67,10 @@ def test_the_signature() -> None:
     parameters = inspect.signature(gossamer.replicate).parameters
     keyword = {name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     assert list(parameters)[:3] == ["model", "optimizer_or_optimizers", "algorithm"]
-    assert keyword == {"group", "mesh", "scaler", "buffers", "timeout", "overlap_forward", "ignore", "synchronize"}
+    assert keyword == {
+        "buffers", "fidelity", "group", "ignore", "mesh", "overlap_forward", "plan", "scaler", "statistics", "switch",
+        "synchronize", "timeout",
+    }  # fmt: skip
     assert all(not parameters[name].default for name in keyword | {"algorithm"})
 
 
@@ -75,7 +78,7 @@ def test_the_handle() -> None:
     public = {name for name in dir(gossamer.Replica) if not name.startswith("_")}
     assert public == {
         "answer", "catch_up", "close", "consensus", "consensus_distance", "join", "load_state_dict", "metrics", "no_sync",
-        "state_dict", "step", "switch", "synchronize", "wait_for_exchanges",
+        "state_dict", "step", "stragglers", "switch", "synchronize", "trace", "wait_for_exchanges",
     }  # fmt: skip
 
 
