@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from gossamer.errors import ConfigurationError
-
 OF = " of "
 """In the name of what an optimizer remembers of a weight: ``"exp_avg of 0.weight"``."""
 
@@ -48,11 +46,6 @@ def cut(tensors: Mapping[str, Tensor], parts: int, weight_of: Callable[[str], st
     pieces: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         pieces |= _pieces(name, tensor, offsets[owners[name]], ends)
-    if missing := set(range(parts)) - {part_of(name)[1] for name in pieces}:
-        raise ConfigurationError(
-            f"in_parts(): part {min(missing)} of {parts} of {total} weights (from {next(iter(tensors), 'none')!r} on) would be "
-            "empty: cut them into fewer parts"
-        )
     return pieces
 
 

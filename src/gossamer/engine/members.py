@@ -6,8 +6,8 @@ from torch import Tensor
 
 from gossamer.buckets import Bucket, in_order
 from gossamer.engine.history import variances, weight_of
-from gossamer.errors import UsageError
-from gossamer.pieces import cut
+from gossamer.errors import ConfigurationError, UsageError
+from gossamer.pieces import cut, part_of
 
 
 class Members:
@@ -29,7 +29,19 @@ class Members:
     def pieces(self, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """What a plan is made of, by name: of these tensors, or of ``others`` where they have one of that name."""
         tensors = self.tensors if others is None else {name: others.get(name, t) for name, t in self.tensors.items()}
-        return cut(tensors, self._parts, weight_of)
+        pieces = cut(tensors, self._parts, weight_of)
+        self._check_parts(pieces)
+        return pieces
+
+    def _check_parts(self, pieces: Mapping[str, Tensor]) -> None:
+        """Raise if a step would exchange nothing."""
+        if self._parts > 1 and (missing := set(range(self._parts)) - {part_of(name)[1] for name in pieces}):
+            weights = [name for name in pieces if weight_of(part_of(name)[0]) == part_of(name)[0]]
+            total = sum(pieces[name].numel() for name in weights)
+            raise ConfigurationError(
+                f"in_parts(): part {min(missing)} of {self._parts} of {total} weights (from "
+                f"{next(iter(self.tensors), 'none')!r} on) would be empty: cut them into fewer parts"
+            )
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Be the members of ``buckets``, which were planned for :meth:`pieces`."""

@@ -7,7 +7,8 @@ import logging
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,29 +79,41 @@ def simulate(
 
     Example: gossamer simulate rack-10gbe --model gpt2 --method "Gossip(wire='bf16')" --machines 2..16
     """
-    logging.getLogger("gossamer").setLevel(logging.ERROR)  # advice on training, once for every prediction
     try:
-        described = sampled(find_cluster(cluster))
-        clusters = [with_machines(described, count) for count in counts(machines or str(described.machines.count))]
-        usual = METHODS if described.machines.devices == 1 else METHODS_OF_NODES
-        ways = [way(name) for name in (BASELINE, *(method or usual))]
-        seconds = None if compute is None else _positive(units.seconds(compute), "--compute")
-        task = find_task(model, batch, dtype)
-        profile = profiled(task, described, seconds, precision or dtype, utilisation)
-        if train is not None:
-            show_training(model, task, ways, clusters[-1], profile, train, as_json)
-            return
-        found = list(rows(task, ways, clusters, profile))
-        inputs = {"gossamer": __version__, "command": shlex.join(_words(locals()))}
-        told = record(task, described, profile, found, inputs)
-        if save_to is not None:
-            save(save_to, task, ways, clusters, profile, found, told)
-        show(told, task, described, profile, found, as_json)
+        with without_advice():
+            described = sampled(find_cluster(cluster))
+            clusters = [with_machines(described, count) for count in counts(machines or str(described.machines.count))]
+            usual = METHODS if described.machines.devices == 1 else METHODS_OF_NODES
+            ways = [way(name) for name in (BASELINE, *(method or usual))]
+            seconds = None if compute is None else _positive(units.seconds(compute), "--compute")
+            task = find_task(model, batch, dtype)
+            profile = profiled(task, described, seconds, precision or dtype, utilisation)
+            if train is not None:
+                show_training(model, task, ways, clusters[-1], profile, train, as_json)
+                return
+            found = list(rows(task, ways, clusters, profile))
+            inputs = {"gossamer": __version__, "command": shlex.join(_words(locals()))}
+            told = record(task, described, profile, found, inputs)
+            if save_to is not None:
+                save(save_to, task, ways, clusters, profile, found, told)
+            show(told, task, described, profile, found, as_json)
     except (GossamerError, OSError) as error:
         typer.echo(f"gossamer simulate: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Inside, gossamer logs no advice on training: it would come once for every prediction."""
+    logger = logging.getLogger("gossamer")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _words(options: dict[str, Any]) -> list[str]:
