@@ -8,7 +8,7 @@ from torch.optim import AdamW, Optimizer
 
 from gossamer import AllReduce
 from processes.scenarios_features import batch_norm, loss_of, plain, steps, with_adamw
-from processes.twins import Run, assert_same_on_all_ranks, difference, under_ddp
+from processes.twins import Run, assert_same_on_all_ranks, distance_from_ddp, under_ddp
 from processes.worker import Here
 
 
@@ -24,8 +24,9 @@ def compiled(here: Here, backend: str, wholly: bool, first: bool) -> float:
     plain(Run(here, called, model, [optimizer], replica.no_sync, replica.join, replica))
     assert_same_on_all_ranks(here, model)
     assert list(model.state_dict()) == list(batch_norm().state_dict())
-    assert difference(reference.bare, model) <= 1e-10
-    return difference(reference.bare, model)
+    distance = distance_from_ddp(reference, model)
+    assert distance <= 1e-10
+    return distance
 
 
 def used_before(here: Here) -> float:
@@ -42,8 +43,9 @@ def used_before(here: Here) -> float:
     optimizer = AdamW(model.parameters(), lr=1e-2)
     replica = here.replicate(model, optimizer, AllReduce(bucket_bytes=2048))
     plain(Run(here, called, model, [optimizer], replica.no_sync, replica.join, replica))
-    assert difference(reference.bare, model) <= 1e-10
-    return difference(reference.bare, model)
+    distance = distance_from_ddp(reference, model)
+    assert distance <= 1e-10
+    return distance
 
 
 def wrap(model: nn.Module, backend: str, wholly: bool) -> nn.Module:
