@@ -561,7 +561,7 @@ def buffers_broadcast(here: Here) -> float:
 
 
 def buffer_modes(here: Here) -> None:
-    """What a training forward does to buffers that differ (momentum 0: it does nothing else)."""
+    """What a training pass does to buffers that differ (momentum 0: it does nothing else)."""
     expected = {"broadcast": 0.0, "average": 1.0, "local": float(here.rank)}
     for algorithm in (AllReduce(), Gossip()):
         for mode, mean in expected.items():
@@ -577,7 +577,7 @@ def buffer_modes(here: Here) -> None:
                     loss.backward()
                     optimizer.step()
             else:
-                model(numbers(here, 0, 8, 10))
+                model(numbers(here, 0, 8, 10)).square().mean().backward()
             assert (model[1].running_mean - mean).abs().max() < 0.02, f"{algorithm}, {mode}"
             here.close()
 
@@ -604,7 +604,7 @@ class Odd(nn.Module):
 
 
 def buffers_of_every_kind(here: Here) -> None:
-    """Rank 0's arrive bit by bit, at the start and before each forward."""
+    """Rank 0's arrive bit by bit, at the start and when each backward pass ends."""
     model, expected = Odd(here.rank), Odd(0)
     here.replicate(model, SGD(model.parameters(), lr=0.1))
     for _ in range(2):
@@ -612,11 +612,11 @@ def buffers_of_every_kind(here: Here) -> None:
             assert torch.equal(buffer, expected.get_buffer(name)), name
             buffer.copy_(buffer + here.rank if buffer.dtype != torch.bool else buffer ^ bool(here.rank))
         model.scale.copy_(expected.scale)
-        model(numbers(here, 0, 2, 10))
+        model(numbers(here, 0, 2, 10)).square().mean().backward()
 
 
 def two_forwards_before_backward(here: Here) -> None:
-    """A buffer that autograd has saved is broadcast again before the backward pass (DDP raises here)."""
+    """A buffer that autograd has saved for two forward passes is broadcast when the backward pass ends (DDP raises here)."""
     run = under_gossamer(here, with_adamw(lambda: Odd(0)))
     for batch in steps(run):
         (loss_of(run, batch) + loss_of(run, batch + 1)).backward()
