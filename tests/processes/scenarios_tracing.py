@@ -40,6 +40,7 @@ def a_trace_shows_flows_wires_and_waits_by_bucket(here: Here) -> None:
     for algorithm in (ScatterReduce(), AllReduce(bucket_bytes=4096), Gossip(wire="fp32")):
         replica, step = trained(here, algorithm)
         step(0), step(1)
+        replica.wait_for_exchanges()  # a flow that began before the trace would not be in it
         with replica.trace(here.folder / "trace.json") as place:
             step(2), step(3)
             replica.wait_for_exchanges()

@@ -47,6 +47,7 @@ def workload(tmp_path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_every_rank_tells_the_peak_of_a_training(workload):
     found = in_turn([], partial(lab_json, LabSpec(hosts=2, shaping="none")), str(workload), repeats=1)

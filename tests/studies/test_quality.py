@@ -123,6 +123,7 @@ def workload(tmp_path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_study_is_trained_told_and_not_trained_again(tmp_path, workload, capsys, monkeypatch):
     monkeypatch.setattr(time_to_quality, "COMPUTE_SECONDS", 1.5)

@@ -36,6 +36,7 @@ def test_processor_time_is_that_of_who_spent_it():
     assert spent["machine"] > 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_it_profiles_methods_on_emulated_hosts(tmp_path):
     asked = ["--network", "unshaped", "--hosts", "2", "--steps", "8", "--workloads", "Convnet(0.01)"]
