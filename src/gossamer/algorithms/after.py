@@ -12,9 +12,9 @@ from torch import Tensor
 from gossamer.algorithms import cadence as cadences
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import NOTHING, Algorithm, Context, Nothing, keep_unsent, parts_of
+from gossamer.algorithms.blocks.mean import mean_of
 from gossamer.algorithms.blocks.refusals import check_parts
 from gossamer.algorithms.cadence import Beat, Cadence
-from gossamer.algorithms.local_sgd import mean_of
 from gossamer.algorithms.traits import Traits, joined
 from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole

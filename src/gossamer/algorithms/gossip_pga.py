@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from gossamer.algorithms.base import Context
+from gossamer.algorithms.blocks.mean import way_to_mean
 from gossamer.algorithms.blocks.meeting import check_steps
 from gossamer.algorithms.cadence import Cadence, every
 from gossamer.algorithms.gossip import Gossip
-from gossamer.algorithms.local_sgd import way_to_mean
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow
 from gossamer.state import State

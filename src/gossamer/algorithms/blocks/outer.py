@@ -5,7 +5,9 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, finishes, parts_of
 from gossamer.algorithms.blocks.difference import computed
+from gossamer.algorithms.blocks.mean import mean_of
 from gossamer.buckets import Bucket
+from gossamer.checks import is_number
 from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
 from gossamer.state import State
@@ -30,16 +32,39 @@ def start_of(bucket: Bucket, state: State) -> Tensor | None:
     return state.get(START)
 
 
+def begin_at_mean(bucket: Bucket, weights: Tensor, state: State, ctx: Context) -> Flow[Tensor]:
+    """Where the weights at which workers began are not known: what brings them to their mean, where the outer optimizer
+    begins."""
+    mean = yield from mean_of(bucket, weights, ctx)
+    if mean.device.type == "meta" or mean.isfinite().all():  # the same on all workers
+        begin_at(mean, bucket, state)
+        state[VELOCITY] = torch.zeros_like(mean)
+    return torch.sub(mean, weights, out=weights).to(bucket.flat.dtype)
+
+
+def gossips(averaging: Algorithm) -> bool:
+    """Whether workers have outer weights of their own, which they average with their peers'."""
+    return averaging.subject == "weights"
+
+
+def shared(averaging: Algorithm, bucket: Bucket, start: Tensor, state: State, ctx: Context) -> Flow[Tensor]:
+    """The outer weights before an outer step: their average with the peers'; in the first exchange of all workers, which began
+    at the same weights, the mean of all."""
+    if gossips(averaging):
+        return (yield from averaged(averaging, bucket, start, state.scoped(PEERS), ctx))
+    return start if VELOCITY in state else (yield from mean_of(bucket, start, ctx))
+
+
 def averaged(averaging: Algorithm, bucket: Bucket, values: Tensor, state: State, ctx: Context) -> Flow[Tensor]:
     """``values``, flat and like the bucket's, averaged by an algorithm over gradients, or over weights with its peers."""
-    if averaging.subject == "gradients":
+    if not gossips(averaging):
         mean: Tensor = yield from averaging.exchange(bucket.holding(values), state, ctx)
         return mean
     difference = yield from averaging.exchange(bucket.holding(values.clone()), state, ctx)  # which may write to it
     return values + computed(difference, values.dtype)
 
 
-def outer_step(start: Tensor, gradient: Tensor, state: State, rate: float, momentum: float, nesterov: bool) -> Tensor:
+def step(start: Tensor, gradient: Tensor, state: State, rate: float, momentum: float, nesterov: bool) -> Tensor:
     """v ← momentum·v + g; x ← x - rate·(g + momentum·v), or x - rate·v: the new x, which is kept as v is.
 
     ``gradient`` is given away. What is not finite is in the result; remembered, here or by what averages, it would stay.
@@ -53,6 +78,14 @@ def outer_step(start: Tensor, gradient: Tensor, state: State, rate: float, momen
     after.sub_(velocity, alpha=rate * (momentum if nesterov else 1))
     state[START], state[VELOCITY] = after, velocity
     return after
+
+
+def check_optimizer(rate: float, momentum: float) -> None:
+    """Raise ConfigurationError unless an outer optimizer can have them."""
+    if not is_number(rate) or not rate > 0:
+        raise ConfigurationError(f"rate, of the outer optimizer, must be a number above 0; got {rate!r}")
+    if not is_number(momentum) or not 0 <= momentum < 1:
+        raise ConfigurationError(f"momentum, of the outer optimizer, must be from 0 to below 1; got {momentum!r}")
 
 
 def check_averaging(averaging: object) -> None:
