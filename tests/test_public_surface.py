@@ -37,6 +37,7 @@ PUBLIC = {
     "GossamerError",
     "DecentralizedSGD",
     "DiLoCo",
+    "EagerDiLoCo",
     "LocalSGD",
     "Gossip",
     "GossipGraD",

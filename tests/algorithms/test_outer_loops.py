@@ -16,6 +16,7 @@ from gossamer import (
     DESLOC,
     AllReduce,
     DiLoCo,
+    EagerDiLoCo,
     Gossip,
     Hierarchical,
     LocalSGD,
@@ -148,9 +149,36 @@ def test_one_fragment_without_delay_is_diloco() -> None:
     torch.testing.assert_close(streaming, plain, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("every", [2, 5])
+def test_eager_diloco_takes_its_own_new_delta_and_the_old_ones_of_others(every: int) -> None:
+    """As in one loop where nothing travels, with torch's SGD as each worker's outer optimizer."""
+    models = [Pull() for _ in range(WORLD)]
+    optimizers = [inner(model) for model in models]
+    starts = [nn.Parameter(model.weight.detach().clone()) for model in models]
+    outers = [nesterov(start) for start in starts]
+    before = torch.zeros(WORLD, SIZE, dtype=torch.float64)
+    seen = []
+    for step in range(1, STEPS + 1):
+        for rank, model in enumerate(models):
+            optimizers[rank].zero_grad()
+            model(rank).backward()
+            optimizers[rank].step()
+        if step % every == 0:
+            deltas = torch.stack([start.detach() - model.weight.detach() for start, model in zip(starts, models, strict=True)])
+            for rank, start in enumerate(starts):
+                start.grad = deltas[rank] / WORLD + (before.mean(0) - before[rank] / WORLD)
+                outers[rank].step()
+                models[rank].weight.data.copy_(start.detach())
+            before = deltas
+        seen.append(torch.stack([model.weight.detach().clone() for model in models]))
+    found = trained(EagerDiLoCo(dense=0, every=every))[:, :-1]
+    torch.testing.assert_close(found, torch.stack(seen, 1), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
+        EagerDiLoCo(dense=0, every=5),
         streaming_diloco(dense=0, every=PERIOD, fragments=4, delay=3),
         streaming_diloco(dense=0, every=PERIOD, fragments=2, delay=7, merge=None, strides=2),
         LocalSGD(dense=0, every=5, delay=4),
@@ -417,6 +445,10 @@ def test_streaming_needs_a_tenth_of_the_rate_of_diloco() -> None:
         (lambda: streaming_diloco(dense=0, every=10, fragments=4), "cannot be spread evenly"),
         (lambda: streaming_diloco(dense=0, every=8, fragments=4, delay=9), "more than the every=8"),
         (lambda: streaming_diloco(dense=0, merge=1.0), "merge must be the share"),
+        (lambda: EagerDiLoCo(every=1), "a period of at least 2 steps"),
+        (lambda: in_parts(2, EagerDiLoCo()), "at two steps of a period"),
+        (lambda: EagerDiLoCo(delay=3), "neither delay nor merge"),
+        (lambda: EagerDiLoCo(averaging=Gossip()), "averages over all workers"),
         (lambda: DiLoCo(dense=-1), "dense must be a number of steps"),
         (lambda: TopPerChunk(chunk=5000), "chunk must be a number of elements from 1 to 4096"),
         (lambda: Gathered(decay=1.5), "decay must be the share of the residual"),

@@ -16,6 +16,7 @@ from gossamer.algorithms.chunk_sparse import ChunkSparse  # noqa: E402
 from gossamer.algorithms.decentralized_sgd import DecentralizedSGD  # noqa: E402
 from gossamer.algorithms.des_loc import DESLOC  # noqa: E402
 from gossamer.algorithms.diloco import DiLoCo  # noqa: E402
+from gossamer.algorithms.eager_diloco import EagerDiLoCo  # noqa: E402
 from gossamer.algorithms.gossip import Gossip  # noqa: E402
 from gossamer.algorithms.gossip_grad import GossipGraD  # noqa: E402
 from gossamer.algorithms.gossip_pga import GossipPGA  # noqa: E402
@@ -41,6 +42,7 @@ __all__ = [
     "ChunkSparse",
     "DecentralizedSGD",
     "DiLoCo",
+    "EagerDiLoCo",
     "Gossip",
     "GossipGraD",
     "GossipPGA",

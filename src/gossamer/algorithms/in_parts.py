@@ -66,6 +66,8 @@ class InParts(Algorithm, register=False):
             )
         if finishes(self.algorithm) or self.algorithm.cadence.parts > 1:
             raise ConfigurationError(f"in_parts(): {self.algorithm!r} needs all weights in one exchange")
+        if any(beat.offset for beat in self.algorithm.cadence.beats):
+            raise ConfigurationError(f"in_parts(): {self.algorithm!r} exchanges the same weights at two steps of a period")
         refuse_lag(self.algorithm, "in_parts()")
 
     @property

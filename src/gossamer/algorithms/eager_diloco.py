@@ -1,0 +1,81 @@
+"""EagerDiLoCo: outer steps with a worker's own new delta and the others' deltas of the period before."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gossamer.algorithms.base import Context
+from gossamer.algorithms.blocks import outer
+from gossamer.algorithms.blocks.outer import AVERAGING, averaged, begin_at_mean, gossips, start_of
+from gossamer.algorithms.cadence import Cadence
+from gossamer.algorithms.diloco import DiLoCo
+from gossamer.buckets import Bucket
+from gossamer.comm.ops import Flow
+from gossamer.errors import ConfigurationError
+from gossamer.memory import wide
+from gossamer.state import State
+
+OWN, OTHERS = "own delta", "others' deltas"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagerDiLoCo(DiLoCo):
+    """:class:`DiLoCo` whose average of outer deltas travels for a whole period, while no worker waits for it: the outer step of
+    worker i after period t takes ``Δ_i,t/p + (mean Δ_t−1 − Δ_i,t−1/p)``, its own delta and those that the others had one
+    period before (none in the first).
+
+    Each worker has outer weights x and a velocity v of its own. They differ by what the last deltas of the workers do, and no
+    more: every delta enters every worker's x, with the same weight, at most one period later.
+
+    The messages and bytes of DiLoCo per exchange, spread over ``every - 1`` steps: deltas leave in the step after the outer
+    step. Memory: as DiLoCo, and two more deltas in full precision. Not the choice where the average is there after a few steps:
+    DiLoCo with that ``delay`` learns from newer deltas.
+
+    Source: Kale et al. 2025 (arXiv 2502.12996).
+
+    Raises:
+        ConfigurationError: ``every`` is below 2; ``delay`` or ``merge`` is given; or ``averaging`` is over weights.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every < 2 or self.delay != 1 or self.merge is not None:
+            raise ConfigurationError(
+                "EagerDiLoCo has its deltas under way for a period of at least 2 steps, and adds outer steps without delay: "
+                f"set every to 2 or more, and neither delay nor merge; got {self!r}"
+            )
+        if gossips(self.averaging):
+            raise ConfigurationError(f"EagerDiLoCo averages over all workers; got averaging={self.averaging!r}, over weights")
+
+    @property
+    def cadence(self) -> Cadence:
+        beat = replace(self.averaging.cadence.beats[0], every=self.every, delay=0)
+        return Cadence((beat, replace(beat, offset=1, delay=self.every - 1)))
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        if ctx.world == 1:
+            return bucket.flat.zero_()
+        sends, ctx = ctx.step % self.every, replace(ctx, step=ctx.step // self.every)
+        if sends:
+            return (yield from self._send(bucket, state, ctx))
+        weights, start = wide(bucket.flat), start_of(bucket, state)
+        if start is None:
+            return (yield from begin_at_mean(bucket, weights, state, ctx))
+        state[OWN] = own = start - weights
+        gradient = state[OTHERS].add(own, alpha=1 / ctx.world)
+        broken = ~torch.linalg.vector_norm(gradient).isfinite()
+        after = outer.step(start, gradient, state, self.rate, self.momentum, self.nesterov)
+        delta = torch.sub(after, weights, out=weights)
+        state.keep_where(broken)
+        return delta.to(bucket.flat.dtype)
+
+    def _send(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        """Average the deltas of the last outer step, if there was one; nothing is added to the weights."""
+        unsent = state.get(OWN)
+        if unsent is not None:
+            mean = yield from averaged(self.averaging, bucket, unsent.clone(), state.scoped(AVERAGING), ctx)
+            state[OTHERS] = mean - unsent / ctx.world
+            state.keep_where(~torch.linalg.vector_norm(mean).isfinite())
+            state.scoped(OWN).forget()
+        return bucket.flat.zero_()
