@@ -1,4 +1,4 @@
-"""Accelerate's integration: two processes, against its DDP."""
+"""Accelerate's and Transformers' integrations: two processes, against their DDP."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ def needed(library: str) -> None:
 
 
 def apart(one: list[float], other: list[float]) -> float:
-    return (torch.tensor(one) - torch.tensor(other)).abs().max().item()
+    return (torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)).abs().max().item()
 
 
 def train(tmp_path: Path, script: str, kind: str, *options: str) -> list[Any]:
@@ -23,7 +23,9 @@ def train(tmp_path: Path, script: str, kind: str, *options: str) -> list[Any]:
     return run(HERE / script, tmp_path, kind, str(folder), *options)
 
 
-SCRIPTS = pytest.mark.parametrize(("library", "script"), [("accelerate", "train_accelerate.py")])
+SCRIPTS = pytest.mark.parametrize(
+    ("library", "script"), [("accelerate", "train_accelerate.py"), ("transformers", "train_transformers.py")]
+)
 
 
 @SCRIPTS
@@ -45,3 +47,12 @@ def test_gossip_ends_as_the_average_and_resumes_bit_for_bit(tmp_path: Path, libr
     assert whole[0]["weights"] == whole[1]["weights"]
     went_on = train(tmp_path, script, "gossip", "resume")
     assert [each["own"] for each in went_on] == [each["own"] for each in whole]
+
+
+def test_trainer_evaluates_and_saves_the_average(tmp_path: Path) -> None:
+    """After the last step: the loss is that of the average of both ranks, and the checkpoint holds it."""
+    needed("transformers")
+    for each in train(tmp_path, "train_transformers.py", "gossip"):
+        assert apart(each["own"], each["weights"]) > 1e-6
+        assert apart(each["saved"], each["weights"]) < 1e-12
+        assert each["losses"][-1] == pytest.approx(each["loss of the average"], abs=1e-6)
