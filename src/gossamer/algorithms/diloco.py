@@ -88,7 +88,7 @@ class DiLoCo(LocalSGD):
         start = yield from outer.shared(self.averaging, bucket, start, state, ctx)
         gradient = yield from outer.averaged(self.averaging, bucket, learned, state.scoped(outer.AVERAGING), ctx)
         broken = ~(torch.linalg.vector_norm(gradient) + torch.linalg.vector_norm(start)).isfinite()
-        after = outer.step(start, gradient, state, self.rate, self.momentum, self.nesterov)
+        after = outer.step(start, gradient, bucket, state, self.rate, self.momentum, self.nesterov)
         if known is None and (broken.device.type == "meta" or not broken):
             outer.begin_at(after, bucket, state)
         torch.sub(after, weights, out=weights)

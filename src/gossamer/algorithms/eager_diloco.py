@@ -65,7 +65,7 @@ class EagerDiLoCo(DiLoCo):
         state[OWN] = own = start - weights
         gradient = state[OTHERS].add(own, alpha=1 / ctx.world)
         broken = ~torch.linalg.vector_norm(gradient).isfinite()
-        after = outer.step(start, gradient, state, self.rate, self.momentum, self.nesterov)
+        after = outer.step(start, gradient, bucket, state, self.rate, self.momentum, self.nesterov)
         delta = torch.sub(after, weights, out=weights)
         state.keep_where(broken)
         return delta.to(bucket.flat.dtype)

@@ -14,6 +14,11 @@ from gossamer.state import State
 
 START, VELOCITY, AVERAGING, PEERS = "start", "velocity", "averaging ", "peers "
 
+GROWING = 5
+
+_GROWTH = "growth"
+"""The extra of a bucket: how many outer steps were longer than all before and than the weights, and the longest one."""
+
 _BEGUN = "begun"
 """The extra of each parameter whose start is known: one that a loaded state did not know has none."""
 
@@ -64,7 +69,7 @@ def averaged(averaging: Algorithm, bucket: Bucket, values: Tensor, state: State,
     return values + computed(difference, values.dtype)
 
 
-def step(start: Tensor, gradient: Tensor, state: State, rate: float, momentum: float, nesterov: bool) -> Tensor:
+def step(start: Tensor, gradient: Tensor, bucket: Bucket, state: State, rate: float, momentum: float, nesterov: bool) -> Tensor:
     """v ← momentum·v + g; x ← x - rate·(g + momentum·v), or x - rate·v: the new x, which is kept as v is.
 
     ``gradient`` is given away. What is not finite is in the result; remembered, here or by what averages, it would stay.
@@ -77,7 +82,29 @@ def step(start: Tensor, gradient: Tensor, state: State, rate: float, momentum: f
     velocity = gradient.add_(before, alpha=momentum)  # in its place: it is ours
     after.sub_(velocity, alpha=rate * (momentum if nesterov else 1))
     state[START], state[VELOCITY] = after, velocity
+    refuse_divergence(start, after, bucket, state, f"rate={rate}, momentum={momentum}")
     return after
+
+
+def refuse_divergence(start: Tensor, after: Tensor, bucket: Bucket, state: State, fields: str) -> None:
+    """Raise ConfigurationError after ``GROWING`` outer steps that were each longer than all before and than the weights that
+    they began at.
+
+    No healthy training makes so many: weights that begin at zero are longer than a step after two or three, also where the
+    learning rate grows linearly. On a device the host waits here, once in a period.
+    """
+    if start.device.type == "meta":
+        return
+    length, had = torch.dist(after, start), state.extra(_GROWTH)
+    count, most = (length * 0, length * 0) if had is None else had.to(length).unbind()
+    grows = (length > most) & (length > torch.linalg.vector_norm(start))
+    growth = torch.stack([count + grows, torch.fmax(most, length)])
+    state.set_extra(_GROWTH, growth)
+    if growth[0] >= GROWING:
+        raise ConfigurationError(
+            f"the outer optimizer diverges with {fields}: {GROWING} outer steps from {bucket.layout.names[0]} on were each "
+            "longer than all before and than the weights; take a smaller rate, or a smaller inner learning rate"
+        )
 
 
 def check_optimizer(rate: float, momentum: float) -> None:

@@ -1,0 +1,94 @@
+"""Outer steps: torchft's arithmetic, an outer rate that is too large, and workers that were given different periods."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gossamer
+from gossamer import ConfigurationError, DiLoCo, EagerDiLoCo, Gossip, LocalSGD, loopback, streaming_diloco
+from gossamer.algorithms import Algorithm
+from gossamer.errors import DisagreementError
+
+from .test_outer_loops import SIZE, STEPS, WORLD, Pull, inner, nesterov, trained
+
+
+def as_torchft(count: int, spacing: int, alpha: float) -> Tensor:
+    """What torchft's streaming DiLoCo computes without a fragment sync delay, in one process.
+
+    After every ``spacing`` steps the next fragment: its pseudogradient, the saved parameters minus the local ones, is averaged;
+    the outer optimizer makes its step on the saved parameters; these are saved; and the parameters become
+    ``lerp(global, local, alpha)``.
+    """
+    models = [Pull() for _ in range(WORLD)]
+    optimizers = [inner(model) for model in models]
+    cuts = [SIZE * number // count for number in range(count + 1)]
+    fragments = [slice(*ends) for ends in pairwise(cuts)]
+    saved = [nn.Parameter(models[0].weight.detach()[fragment].clone()) for fragment in fragments]
+    outers = [nesterov(parameter) for parameter in saved]
+    seen = []
+    for step in range(1, STEPS + 1):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            model(rank).backward()
+            optimizer.step()
+        if step % spacing == 0:
+            number = step // spacing % count  # torchft begins with its first fragment, gossamer with its second one
+            local = torch.stack([model.weight.detach()[fragments[number]] for model in models])
+            saved[number].grad = (saved[number].detach() - local).mean(0)
+            outers[number].step()
+            for model, own in zip(models, local, strict=True):
+                model.weight.data[fragments[number]] = torch.lerp(saved[number].detach(), own, alpha)
+        seen.append(torch.stack([model.weight.detach().clone() for model in models]))
+    return torch.stack(seen, 1)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_without_delay_streaming_diloco_has_the_arithmetic_of_torchft(count: int, alpha: float) -> None:
+    algorithm = streaming_diloco(dense=0, every=8, fragments=count, delay=0, merge=alpha)
+    torch.testing.assert_close(trained(algorithm)[:, :-1], as_torchft(count, 8 // count, alpha), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        DiLoCo(dense=0, every=3, rate=16.0),
+        DiLoCo(dense=0, every=3, rate=16.0, averaging=Gossip()),
+        EagerDiLoCo(dense=0, every=3, rate=16.0),
+        streaming_diloco(dense=0, every=4, fragments=2, delay=1, rate=16.0),
+    ],
+    ids=repr,
+)
+def test_an_outer_rate_that_diverges_is_named_after_a_few_rounds(algorithm: Algorithm) -> None:
+    with pytest.raises(ConfigurationError, match=r"outer optimizer diverges with rate=16\.0, momentum=0\.9: .* weight"):
+        trained(algorithm, steps=60)
+
+
+def test_weights_that_grow_from_zero_with_the_learning_rate_do_not_diverge() -> None:
+    """A linear warm-up from zero: outer steps are longer than the weights at first."""
+
+    def body(rank: int) -> Tensor:
+        model = Pull()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        replica = gossamer.replicate(model, optimizer, DiLoCo(dense=0, every=2))
+        for step in range(60):
+            optimizer.param_groups[0]["lr"] = 1e-6 * step
+            optimizer.zero_grad()
+            model(rank).backward()
+            optimizer.step()
+        replica.close()
+        return model.weight.detach()
+
+    assert torch.stack(loopback(body, WORLD))[:, 1:].abs().min() > 0
+
+
+@pytest.mark.parametrize("make", [LocalSGD, DiLoCo, lambda every: streaming_diloco(every=every, fragments=2)])
+def test_workers_with_different_periods_are_named_at_the_start(make: type[LocalSGD]) -> None:
+    def body(rank: int) -> None:
+        model = Pull()
+        gossamer.replicate(model, inner(model), make(every=8 if rank == 1 else 4))
+
+    with pytest.raises(DisagreementError, match=r"ranks differ in algorithm: ranks 0, 2: .*every=\d.*; rank 1: .*every=\d"):
+        loopback(body, WORLD)
