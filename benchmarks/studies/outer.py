@@ -21,6 +21,7 @@ import torch
 import gossamer
 from benchmarks.studies.convergence import interval
 from benchmarks.studies.harness import Study, console, measured_on, parser_of
+from benchmarks.studies.pictures import loss_over_bytes
 from gossamer.bench.methods import join, parse_method
 from gossamer.bench.rows import Column, Record, Store, code, number, text
 from gossamer.comm.loopback import loopback
@@ -131,12 +132,27 @@ def note(rows: Sequence[Record]) -> str:
     return f"{size}{row['batch']} per worker. {measured_on(rows)}"
 
 
+def draw(rows: Sequence[Record], path: Path) -> None:
+    """The loss of every method over the bytes that a worker has sent, with the spread of its seeds."""
+    shown: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        shown.setdefault(row["name"], []).append((row["bytes"] / 1e6, row["loss"]))
+    row = rows[0]
+    title = f"Loss over bytes: {row['workers']} workers, {row['steps']} steps, {row['parameters']:,} parameters"
+    loss_over_bytes(path, shown, title=title, below="MB sent per worker, the dense start included; bars: least to largest loss")
+
+
 STUDY = Study("outer", KEY, lambda rows: COLUMNS, compared, note=note)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train what is not there yet, and write the table."""
-    STUDY.main(parser_of(__doc__), measure, arguments)
+    """Train what is not there yet, write the table, and draw it where a picture is asked for."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--picture", type=Path, help="where the loss over bytes is drawn")
+    STUDY.main(parser, measure, arguments)
+    options = parser.parse_args(arguments)
+    if options.picture and (rows := STUDY.store(options.save_to).rows):
+        draw(rows, options.picture)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Pictures of studies."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from gossamer.bench.plots import dress_doubling, finish, looks_of, require_matplotlib
 
@@ -58,3 +59,24 @@ def quality_over_time(
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def loss_over_bytes(path: Path, shown: Mapping[str, Sequence[tuple[float, float]]], *, title: str, below: str) -> None:
+    """Draw each method at its mean number of bytes (logarithmic) and loss, ``shown[method]`` one pair for each seed, with a bar
+    from the least loss to the largest."""
+    pyplot = require_matplotlib()
+    figure, axis = pyplot.subplots(figsize=(10.5, 5.6), dpi=130, layout="constrained")
+    looks = looks_of(shown)
+    for method, runs in shown.items():
+        sent, losses = fmean(x for x, _ in runs), [y for _, y in runs]
+        mean = fmean(losses)
+        spread = [[mean - min(losses)], [max(losses) - mean]]
+        style = looks[method] | {"linestyle": ""}
+        axis.errorbar([sent], [mean], yerr=spread, capsize=3, markersize=7, label=f"{method} ({len(runs)})", **style)
+    axis.set_xscale("log")
+    axis.set_xlabel(below, loc="left")
+    axis.set_ylabel("validation loss, nats per byte")
+    axis.grid(color="#e4e6ea")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8.5, title="method (seeds)")
+    finish(figure, path, title)
