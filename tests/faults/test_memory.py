@@ -412,3 +412,38 @@ def test_the_storage_of_buffers_and_parameters_can_still_be_resized(algorithm: A
             tensor.resize_(5)
 
     loopback(body, 2)
+
+
+# -- views that cannot be written -----------------------------------------------------------------------------------
+
+
+VIEWS: dict[str, Callable[[], Tensor]] = {
+    "expand": lambda: torch.randn(1, 4).expand(5, 4),
+    "unfold": lambda: torch.randn(6).unfold(0, 4, 1),
+    "conj": lambda: torch.randn(5, 4, dtype=torch.cfloat).conj(),
+    "neg": lambda: torch.randn(5, 4, dtype=torch.cfloat).conj().imag,
+}
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("algorithm", [AllReduce(), Gossip()], ids=repr)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_parameter_that_cannot_be_written_is_refused_by_name(view: str, algorithm: Algorithm, frozen: bool) -> None:
+    def train(rank: int) -> None:
+        model = nn.Linear(4, 2)
+        model.scale = nn.Parameter(VIEWS[view](), requires_grad=not frozen)
+        gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm)
+
+    with pytest.raises(gossamer.ConfigurationError, match=r"parameter 'scale' is .*register it as scale"):
+        loopback(train, 2)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_buffer_that_cannot_be_written_is_refused_by_name(view: str) -> None:
+    def train(rank: int) -> None:
+        model = nn.Linear(4, 2)
+        model.register_buffer("scale", VIEWS[view]())
+        gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), AllReduce())
+
+    with pytest.raises(gossamer.ConfigurationError, match=r"buffer 'scale' is .*register it as scale"):
+        loopback(train, 2)

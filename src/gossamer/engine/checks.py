@@ -96,6 +96,7 @@ def check_model(model: Any) -> None:
     for name, parameter in named_parameters(model).items():
         _check_parameter(name, parameter)
         _check_stored(f"parameter {name!r}", parameter)
+        _check_writable("parameter", name, parameter)
     for name, buffer in named_buffers(model).items():
         if buffer.layout is not torch.strided:
             raise ConfigurationError(
@@ -103,16 +104,26 @@ def check_model(model: Any) -> None:
                 "attribute that is no buffer, which each rank keeps to itself"
             )
         _check_stored(f"buffer {name!r}", buffer)
-        if _lies_on_itself(buffer):
-            raise ConfigurationError(
-                f"buffer {name!r} is expanded (elements share memory), so rank 0's values cannot be copied into it: register "
-                f"it as {name.rpartition('.')[2]}.clone()"
-            )
+        _check_writable("buffer", name, buffer)
+
+
+def _check_writable(kind: str, name: str, tensor: Tensor) -> None:
+    """Refuse views into which rank 0's values cannot be copied."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    if lazy or _lies_on_itself(tensor):
+        why = "a view that conjugates or negates" if lazy else "expanded (elements share memory)"
+        copy = "resolve_conj().resolve_neg()" if lazy else "clone()"
+        raise ConfigurationError(
+            f"{kind} {name!r} is {why}, so rank 0's values cannot be copied into it: register it as "
+            f"{name.rpartition('.')[2]}.{copy}"
+        )
 
 
 def _lies_on_itself(tensor: Tensor) -> bool:
-    """Whether several elements are the same memory, as after ``expand``."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    """Whether several elements are the same memory, as after ``expand`` or ``unfold``."""
+    sizes = list(zip(tensor.shape, tensor.stride(), strict=True))
+    reach = 1 + sum((size - 1) * stride for size, stride in sizes)
+    return bool(tensor.numel()) and (tensor.numel() > reach or any(stride == 0 and size > 1 for size, stride in sizes))
 
 
 def _check_stored(called: str, tensor: Tensor) -> None:
