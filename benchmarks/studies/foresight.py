@@ -143,7 +143,7 @@ def rows_of(found: Sequence[Point]) -> list[str]:
 
 
 def main() -> None:
-    """Print the table of distances, and on demand that of all rows."""
+    """Print the table of distances, and on demand that of all rows; of all folders, both are the page of the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="folders of results; all that are committed by default")
     parser.add_argument("--every-row", action="store_true", help="the table of all rows as well, the farthest first")
@@ -152,6 +152,8 @@ def main() -> None:
     folders = options.folders or sorted(path.parent for path in RESULTS.glob("*/results.jsonl"))
     found = list(points(folders))
     lines = [*summary(found), *(["", *rows_of(found)] if options.every_row else [])]
+    if not options.folders:
+        (RESULTS / "foresight.md").write_text("\n".join([*summary(found), "", *rows_of(found)]) + "\n")
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -38,6 +38,8 @@ STUDIES = {
     "faults": ("faults.md",),
     "outer": ("outer.md",),
     "choice": ("choice.md",),
+    "foresight": ("foresight.md",),
+    "published": ("published.md",),
 }  # fmt: skip
 """Studies, and the tables that they write, below ``benchmarks/results``."""
 

@@ -17,6 +17,7 @@ from statistics import median
 import torch
 from torch import nn
 
+from benchmarks.studies.harness import RESULTS
 from gossamer import AllReduce, ByteGrad, ChunkSparse, GossipGraD, Hierarchical, LocalSGD
 from gossamer.algorithms import Algorithm
 from gossamer.bench.rows import markdown
@@ -234,11 +235,13 @@ def summary(rows: list[Row]) -> list[str]:
 
 
 def main() -> None:
-    """Print the distances, and all rows."""
+    """Print the distances, and all rows, and keep them as the table of the results."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
     rows = [row for rows in (bert, vgg, gradientflow, gossipgrad, diloco) for row in rows()]
-    sys.stdout.write("\n".join([*summary(rows), "", *table(rows)]) + "\n")
+    page = "\n".join([*summary(rows), "", *table(rows)]) + "\n"
+    (RESULTS / "published.md").write_text(page)
+    sys.stdout.write(page)
 
 
 if __name__ == "__main__":
