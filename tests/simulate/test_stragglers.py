@@ -1,5 +1,7 @@
 """Workers whose computation takes different times: closed forms, laws, and beside ranks that each have a clock of their own."""
 
+import sys
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -100,6 +102,47 @@ def test_gossip_hides_a_jitter_that_a_barrier_does_not() -> None:
 def test_the_same_seed_draws_the_same() -> None:
     first, again, other = (priced(AllReduce(), on(4, jitter=0.1, seed=seed)) for seed in (1, 1, 2))
     assert first == again != other
+
+
+# -- many workers -----------------------------------------------------------------------------------------------------
+
+
+def gossip(world: int, steps: int) -> None:
+    priced(Gossip(), on(world, Link(bandwidth=1e10, latency=5e-5), jitter=0.05, steps=steps))
+
+
+def calls(world: int, steps: int) -> int:
+    """How many functions of Python, and of what it calls, a prediction takes."""
+    number = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal number
+        number += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        gossip(world, steps)
+    finally:
+        sys.setprofile(None)
+    return number
+
+
+def test_a_step_of_a_replay_does_not_look_at_each_worker() -> None:
+    """150 more steps of 20,000 workers; a look at each of them would be three million calls."""
+    gossip(20_000, 50)
+    assert calls(20_000, 200) - calls(20_000, 50) < 150 * 200
+
+
+def test_memory_of_a_replay_grows_with_workers_and_not_with_steps() -> None:
+    gossip(16, 50)
+    peaks = []
+    for steps in (50, 200):
+        tracemalloc.start()
+        gossip(20_000, steps)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.1 * peaks[0]
+    assert peaks[0] < 20_000 * 10_000
 
 
 # -- links of single machines -----------------------------------------------------------------------------------------
