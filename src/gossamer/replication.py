@@ -1,10 +1,11 @@
 """Replication: a replica of a model over a runner that is there."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer._version import __version__
@@ -15,11 +16,12 @@ from gossamer.algorithms.blocks.in_optimizer import InOptimizer
 from gossamer.codecs.kernels import compiler_for
 from gossamer.comm.runner import Runner, give_up
 from gossamer.engine.acceptance import accept, travelling
-from gossamer.engine.agreement import agree, checksum, same_from_rank
+from gossamer.engine.agreement import agree, same_from_rank
 from gossamer.engine.arguments import Synchronize, check_arguments, check_synchronize
 from gossamer.engine.assembly import Parts, assemble, measure_noise
 from gossamer.engine.attach import attach, detach
 from gossamer.engine.checks import Ignored, held_by, named_buffers, named_parameters, release
+from gossamer.engine.consensus import contents
 from gossamer.engine.exact import copies_from_rank
 from gossamer.engine.module_buffers import Buffers
 from gossamer.engine.sharding import check_sharding, described, reshard
@@ -131,10 +133,12 @@ def _described(optimizer: Optimizer) -> str:
 
 def _start_equal(runner: Runner, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Copy rank 0's parameters and buffers, and optimizers' exact copies, to all ranks, and prove that they arrived."""
-    parameters = list(named_parameters(model).values())
-    tensors = [*parameters, *named_buffers(model).values()]
-    same_from_rank(runner, tensors, 0)
+    parameters, buffers = named_parameters(model), named_buffers(model)
+    same_from_rank(runner, [*parameters.values(), *buffers.values()], 0)
     if runner.world > 1:
-        for optimizer in optimizers:
-            tensors += copies_from_rank(runner, optimizer, parameters, 0)
-        agree(runner, {"the initial values after the broadcast": checksum(tensors)})
+        copies = [copies_from_rank(runner, each, parameters.values(), 0) for each in optimizers]
+        named: dict[str, Tensor] = {f"parameter {name!r}": p for name, p in parameters.items()}
+        named |= {f"buffer {name!r}": b for name, b in buffers.items()}
+        named |= {f"an optimizer's copy {n}": copy for n, copy in enumerate(chain.from_iterable(copies))}
+        hint = "Where one has not kept what was copied into it, another shares its memory on some rank: clone() one of them"
+        agree(runner, {"the initial values after the broadcast": contents(named)}, hint)

@@ -414,6 +414,21 @@ def test_the_storage_of_buffers_and_parameters_can_still_be_resized(algorithm: A
     loopback(body, 2)
 
 
+@pytest.mark.parametrize("algorithm", [AllReduce(), Gossip()], ids=repr)
+@pytest.mark.parametrize("other", ["2.weight", "2.bias"])
+def test_an_overlap_on_one_rank_alone_is_told_by_name(other: str, algorithm: Algorithm) -> None:
+    def train(rank: int) -> None:
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        if rank == 1:
+            place = model.get_parameter(other)
+            place.data = model.get_parameter("0.weight").data.view(-1)[: place.numel()].view(place.shape)
+        gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm)
+
+    with pytest.raises(GossamerError, match=r"rank 1: parameter '0\.weight'.*shares its memory.*clone\(\)"):
+        loopback(train, 2)
+
+
 # -- views that cannot be written -----------------------------------------------------------------------------------
 
 

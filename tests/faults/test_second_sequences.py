@@ -73,6 +73,73 @@ class LookaheadInAList(Stepping):
                 parameter.data.copy_(weight)
 
 
+class KeptElsewhere(Stepping):
+    """The same, with slow weights in an attribute that is made when they are needed first, at step ``at``."""
+
+    at = 1
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps >= self.at:
+            if not hasattr(self, "slow"):
+                self.slow = self.kept([p for group in self.param_groups for p in group["params"]])
+            self.meet()
+
+    def kept(self, parameters: list[Any]) -> Any:
+        return [p.detach().clone() for p in parameters]
+
+    def meet(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for parameter, weight in zip(parameters, self.weights(), strict=True):
+            weight.lerp_(parameter.detach(), 0.5)
+            parameter.data.copy_(weight)
+
+    def weights(self) -> Any:
+        return self.slow
+
+
+class LookaheadMadeLater(KeptElsewhere):
+    """The first steps are those of the optimizer inside."""
+
+    at = 3
+
+
+class LookaheadInADict(KeptElsewhere):
+    """By parameter."""
+
+    def kept(self, parameters: list[Any]) -> Any:
+        return {p: p.detach().clone() for p in parameters}
+
+    def weights(self) -> Any:
+        return self.slow.values()
+
+
+class LookaheadAmongOthers(KeptElsewhere):
+    """Beside something else that is kept of each parameter."""
+
+    def kept(self, parameters: list[Any]) -> Any:
+        return {"ages": [torch.zeros_like(p) for p in parameters], "weights": [p.detach().clone() for p in parameters]}
+
+    def weights(self) -> Any:
+        return self.slow["weights"]
+
+
+class LookaheadInOneVector(KeptElsewhere):
+    """As flat as ``torch.nn.utils.parameters_to_vector`` makes them."""
+
+    def kept(self, parameters: list[Any]) -> Any:
+        return torch.nn.utils.parameters_to_vector(parameters).detach().clone()
+
+    def meet(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.slow.lerp_(torch.nn.utils.parameters_to_vector(parameters).detach(), 0.5)
+        torch.nn.utils.vector_to_parameters(self.slow.clone(), parameters)
+
+
+ELSEWHERE = [LookaheadMadeLater, LookaheadInADict, LookaheadAmongOthers, LookaheadInOneVector]
+
+
 class OwnMomentum(Stepping):
     """A momentum under a name that nobody knows."""
 
@@ -106,7 +173,13 @@ def train(rank: int, optimizer_of: Any, algorithm: Algorithm, steps: int = 8) ->
 
 @pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(every=2)], ids=repr)
 @pytest.mark.parametrize(
-    ("optimizer_of", "key"), [(ScheduleFree, "z"), (Lookahead, "slow_buffer"), (LookaheadInAList, "slow_weights")]
+    ("optimizer_of", "key"),
+    [
+        (ScheduleFree, "z"),
+        (Lookahead, "slow_buffer"),
+        (LookaheadInAList, "slow_weights"),
+        *((each, "slow") for each in ELSEWHERE),
+    ],
 )
 def test_a_second_sequence_of_weights_that_would_not_travel_is_refused(
     optimizer_of: Any, key: str, algorithm: Algorithm
@@ -115,7 +188,7 @@ def test_a_second_sequence_of_weights_that_would_not_travel_is_refused(
         loopback(lambda rank: train(rank, optimizer_of, algorithm), 2)
 
 
-@pytest.mark.parametrize("optimizer_of", [ScheduleFree, Lookahead, LookaheadInAList])
+@pytest.mark.parametrize("optimizer_of", [ScheduleFree, Lookahead, LookaheadInAList, *ELSEWHERE])
 def test_where_gradients_travel_it_is_the_same_on_all_ranks(optimizer_of: Any) -> None:
     loopback(lambda rank: train(rank, optimizer_of, AllReduce()), 2)
 
@@ -125,7 +198,7 @@ def test_what_an_optimizer_remembers_may_travel_with_the_weights() -> None:
     loopback(lambda rank: train(rank, ScheduleFree, GossipGraD(history=True)), 2)
 
 
-@pytest.mark.parametrize("optimizer_of", [Lookahead, LookaheadInAList])
+@pytest.mark.parametrize("optimizer_of", [Lookahead, LookaheadInAList, *ELSEWHERE])
 def test_one_that_is_made_later_or_kept_elsewhere_would_not_travel(optimizer_of: Any) -> None:
     with pytest.raises(UsageError, match="keeps a second sequence of weights"):
         loopback(lambda rank: train(rank, optimizer_of, GossipGraD(history=True)), 2)

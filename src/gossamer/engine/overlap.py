@@ -22,6 +22,7 @@ from gossamer.engine.gradients import GradientSync
 from gossamer.engine.hooks import OwnHook
 from gossamer.engine.launch import agreed_order
 from gossamer.engine.loop import Loop, Subscriber
+from gossamer.engine.unchanged import Evidence
 from gossamer.errors import UsageError
 
 _logger = logging.getLogger("gossamer")
@@ -46,8 +47,8 @@ class ForwardOverlap(Subscriber):
         """Parameters (ids) that were updated because backward began, and not because a module needed them."""
         self._asked: list[dict[str, Any]] | None = None
         """The hyper-parameters of the update that is to be taken, group by group."""
-        self._versions: dict[int, int] = {}
-        """Of the parameters (by id) that wait for their update, when the user took the step."""
+        self._evidence = Evidence()
+        """Of the parameters that wait for their update, when the user took the step."""
 
     def hook(self) -> list[Any]:
         """Install the hooks on modules and their states; returns the handles."""
@@ -78,7 +79,7 @@ class ForwardOverlap(Subscriber):
         groups = self._optimizer.param_groups
         self._asked = [{key: _kept(value) for key, value in group.items() if key != "params"} for group in groups]
         waiting = [p for index in self._waiting for p in self._gradients.parameters_of(index)]
-        self._versions = {id(parameter): parameter._version for parameter in waiting}
+        self._evidence = Evidence(waiting)
         self._take_updates(self._homeless)
 
     @property
@@ -170,9 +171,10 @@ class ForwardOverlap(Subscriber):
 
     def _require_unchanged(self, parameters: Sequence[Parameter]) -> None:
         """Raise if weights were changed after the step and before their update: the update would be made of other weights."""
-        changed = [p for p in parameters if p._version != self._versions.get(id(p), p._version)]
-        if changed:
-            name = next(name for name, parameter in self._gradients.parameters.items() if parameter is changed[0])
+        with _as_between_steps():
+            changed = self._evidence.changed(parameters)
+        if changed is not None:
+            name = next(name for name, parameter in self._gradients.parameters.items() if parameter is changed)
             raise UsageError(
                 f"rank {self._runner.rank}: parameter {name!r} was changed between optimizer.step() and the next forward pass, "
                 "in which overlap_forward updates it: call replica.wait_for_exchanges() after the step, before weights are "

@@ -44,17 +44,19 @@ class StateWatch(Subscriber):
     ) -> None:
         """``owned``: the parameters of each optimizer, by name."""
         self._runner, self._algorithm, self._optimizers, self._owned = runner, algorithm, optimizers, owned
-        self._seen: list[tuple[str, ...] | None] = [None] * len(optimizers)
+        self._seen: list[tuple[tuple[str, ...], tuple[str, ...]] | None] = [None] * len(optimizers)
+        """Of each, the names of what it kept of a parameter, and of its attributes."""
         self._told = False
 
     def after_step(self, index: int) -> None:
         """An optimizer has taken a step. Raises UsageError if it keeps a sequence of weights that will not be exchanged."""
         optimizer = self._optimizers[index]
         keys = tuple(map(str, next(iter(optimizer.state.values()), ())))
-        if keys == self._seen[index]:
+        kept = (keys, tuple(vars(optimizer)))
+        if kept == self._seen[index]:
             return
         travel = keys if self._algorithm.traits.history and self._seen[index] is None else ()
-        self._seen[index] = keys
+        self._seen[index] = kept
         for key, name in second_sequences(optimizer, self._owned[index]):
             if key not in travel:
                 raise UsageError(
@@ -93,22 +95,38 @@ def second_sequences(optimizer: Optimizer, parameters: Mapping[str, Parameter]) 
                 others.add(str(key))
     candidates = {key: kept for key, kept in candidates.items() if key not in others}
     for key, value in vars(optimizer).items():
-        lists = list(_tensors(value)) if isinstance(value, list | tuple) else []
-        if len(lists) == len(parameters):
-            pairs = list(zip(parameters.items(), lists, strict=True))
-            if all(_is_like(tensor, parameter) for (_, parameter), tensor in pairs):
-                candidates.setdefault(key, {}).update({name: tensor for (name, _), tensor in pairs})
+        for tensors in _sequences(value, parameters) if key not in _TORCHS_OWN else ():
+            if all(_is_like(tensor, parameters[name]) for name, tensor in tensors.items()):
+                candidates.setdefault(key, {}).update(tensors)
     for key, kept in candidates.items():
         if _near({name: parameters[name] for name in kept}, kept):
             yield key, next(iter(kept))
 
 
+_TORCHS_OWN = ("state", "param_groups", "defaults")
+"""Attributes of every optimizer: what is in its state is looked at by parameter."""
+
+
+def _sequences(value: Any, parameters: Mapping[str, Parameter]) -> Iterator[dict[str, Tensor]]:
+    """What an attribute keeps of all parameters, in their order: in containers, nested or not, or in one flat tensor."""
+    tensors = list(_tensors(value))
+    sizes = [parameter.numel() for parameter in parameters.values()]
+    if len(tensors) == 1 and tensors[0].shape == (sum(sizes),):
+        pieces = tensors[0].detach().split(sizes)
+        tensors = [piece.view(p.shape) for piece, p in zip(pieces, parameters.values(), strict=True)]
+    if len(tensors) == len(parameters):
+        yield dict(zip(parameters, tensors, strict=True))
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _sequences(each, parameters)
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a list of lists."""
-    for each in value:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
+    """The tensors in a container of containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(each)
 
 
