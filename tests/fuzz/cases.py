@@ -8,6 +8,7 @@ from typing import Any
 import gossamer
 from gossamer import codecs
 from gossamer.algorithms import Algorithm, registry
+from gossamer.algorithms.after import with_dense_start
 from gossamer.algorithms.blocks.in_optimizer import InOptimizer
 from gossamer.comm import digraph, topology
 from gossamer.errors import ConfigurationError
@@ -224,7 +225,7 @@ def _drawn(dice: random.Random, seed: int) -> Case | None:
 def sensible(case: Case) -> bool:
     """Whether a user may write this: what gossamer refuses with a reason is tested elsewhere."""
     try:
-        algorithm = case.make_algorithm()
+        algorithm = with_dense_start(case.make_algorithm())  # as replicate() runs it
         algorithm.check(case.world)
     except ConfigurationError:
         return False
