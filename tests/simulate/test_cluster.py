@@ -27,6 +27,8 @@ def test_a_cluster_has_the_workers_of_all_its_machines() -> None:
         (lambda: Machines(count=3, sites=2), "3 machines cannot stand in 2 sites"),
         (lambda: Machines(count=2, device=100), "device must be a name"),
         (lambda: Processor(cores=0), "cores must be a whole number"),
+        (lambda: Processor(machines=0), "machines must be a whole number"),
+        (lambda: Processor(message=-1), "message must be a number of seconds"),
         (lambda: Processor(copy=-1), "copy must be a number above 0"),
         (lambda: Processor(kernels={"8 bits, encode": 0}), r"kernels\['8 bits, encode'\] must be a number above 0"),
         (lambda: Pauses(every=0, seconds=1), "every must be a number above 0"),

@@ -49,6 +49,10 @@ class Op:
         """What the ``rank``-th member hands to the transport, where that differs between them."""
         return self.traffic(world)
 
+    def messages(self, world: int) -> int:
+        """How many messages one rank sends, whether or not they follow each other."""
+        return self.traffic(world).rounds
+
     def detail(self) -> str:
         """Whatever besides shape and dtype must agree between ranks."""
         return ""
@@ -100,6 +104,9 @@ class Messages(Op):
     def most(self, world: int) -> int:
         """Messages of the rank that sends, or receives, most."""
         return world - 1
+
+    def messages(self, world: int) -> int:
+        return self.most(world)
 
     def message_bytes(self, world: int) -> int:
         """Size of one message."""

@@ -64,7 +64,7 @@ class Wire:
         if not sent:
             done.set()
         elif self.processing.costs:
-            done = both(done, self.processing.transport(op.traffic(len(group))))
+            done = both(done, self.processing.transport(op.traffic(len(group)).bytes, op.messages(len(group))))
         self._note_end(operation, done)
         return UnderWay(done, echoed(op, len(group)), operation)
 

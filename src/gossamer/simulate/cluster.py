@@ -49,35 +49,37 @@ class Processor:
     ``cores``: how many such tasks run at full speed; more than these share them. ``copy``: bytes per second that one of them
     copies; infinite: copies and kernels take no time. ``kernels``: bytes of gradient per second by codec and kernel, as in
     ``benchmarks/results/kernels.md`` ("8 bits, encode"); those without an entry take the share of a copy that they have there.
-    ``transport``: bytes per second that one of them hands to the network, and takes from it. ``operation``: seconds of a
-    communication operation whatever its size. ``computes``: whether the forward and backward pass and the optimizer run on it
-    as well, so that what flows compute delays them.
+    ``transport``: bytes per second that one of them hands to the network, and takes from it. ``message``: seconds that each
+    message takes whatever its size. ``computes``: whether the forward and backward pass and the optimizer run on it as well, so
+    that what flows compute delays them. ``machines``: how many machines share it; above 1 where they are emulated on one.
     """
 
     cores: int = 1
     copy: float = math.inf
     kernels: Mapping[str, float] = field(default_factory=dict)
     transport: float = math.inf
-    operation: float = 0.0
+    message: float = 0.0
     computes: bool = True
+    machines: int = 1
 
     def __post_init__(self) -> None:
-        if not is_whole(self.cores, 1):
-            raise ConfigurationError(f"cores must be a whole number, at least 1; got {self.cores!r}")
+        for name in ("cores", "machines"):
+            if not is_whole(getattr(self, name), 1):
+                raise ConfigurationError(f"{name} must be a whole number, at least 1; got {getattr(self, name)!r}")
         _check_above_zero(
             copy=self.copy,
             transport=self.transport,
             **{f"kernels[{name!r}]": speed for name, speed in self.kernels.items()},
         )
-        if not (is_number(self.operation) and 0 <= self.operation < math.inf):
-            raise ConfigurationError(f"operation must be a number of seconds; got {self.operation!r}")
+        if not (is_number(self.message) and 0 <= self.message < math.inf):
+            raise ConfigurationError(f"message must be a number of seconds; got {self.message!r}")
         if not isinstance(self.computes, bool):
             raise ConfigurationError(f"computes must be True or False; got {self.computes!r}")
 
     @property
     def free(self) -> bool:
         """Whether nothing that is done on it takes time."""
-        return math.isinf(self.copy) and math.isinf(self.transport) and self.operation == 0 and not self.kernels
+        return math.isinf(self.copy) and math.isinf(self.transport) and self.message == 0 and not self.kernels
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -209,8 +209,9 @@ _TABLES: dict[str, Read] = {
             "copy": _as(units.bytes_per_second),
             "kernels": _each(_as(units.bytes_per_second), by_number=False),
             "transport": _as(units.bytes_per_second),
-            "operation": _as(units.seconds),
+            "message": _as(units.seconds),
             "computes": _plain,
+            "machines": _plain,
         },
     ),
     "stragglers": _made(

@@ -146,7 +146,7 @@ def _predicted(training: Training, cluster: Cluster, nodes: tuple[Group, ...]) -
         step_seconds=found.seconds + late,
         compute_seconds=compute,
         wire_seconds=found.busiest,
-        exposed_seconds=found.exposed + late,
+        exposed_seconds=(found.exposed if cluster.processor.free else found.seconds - compute) + late,
         bytes_per_step=found.sent,
         messages_per_step=found.messages,
         processor_seconds=found.processing,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from gossamer.comm.ops import Traffic
 from gossamer.simulate.clock import Clock, Event
 from gossamer.simulate.cluster import Processor
 from gossamer.simulate.line import Shared
@@ -43,7 +42,8 @@ class Processing:
     """
 
     def __init__(self, clock: Clock, processor: Processor, workers: int) -> None:
-        """``workers``: how many share the machine."""
+        """``workers``: how many share a machine."""
+        workers *= processor.machines
         self.costs = not processor.free
         """Whether anything takes time."""
         self.seconds = 0.0
@@ -103,9 +103,9 @@ class Processing:
         self._shared.serve(seconds, done.set)
         return done
 
-    def transport(self, traffic: Traffic) -> Event:
+    def transport(self, nbytes: int, messages: int) -> Event:
         """The network's own work for an operation that sends, and receives, so much."""
-        return self.serve(traffic.bytes / self._processor.transport + self._processor.operation)
+        return self.serve(nbytes / self._processor.transport + messages * self._processor.message)
 
     def compute(self, seconds: float) -> None:
         """Let the time pass in which the loop computes, for so long while nothing else is done."""
