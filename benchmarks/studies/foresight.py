@@ -3,32 +3,42 @@
 python -m benchmarks.studies.foresight
 python -m benchmarks.studies.foresight benchmarks/results/bounds --every-row
 
-A prediction is made of the model, the method, compute alone and the rate of plain TCP in the same run, and nothing else: no
-row is fitted. Of emulated models the profile of the layers is known. Of others it is taken to be uniform: forward takes a
-third of compute alone, and gradients come in proportion to their sizes.
+A prediction is made of the model, the method, compute alone and the rate of plain TCP in the same run, and of one processor,
+which the emulated hosts share. Its three figures come from the rows of one network (``CALIBRATION``), and of them only from the
+seconds of processor that they took beyond compute alone: no step time is fitted, and these rows are not judged. Of emulated
+models the profile of the layers is known, and what they compute takes no processor. Of others compute alone is divided by the
+arithmetic of their layers, as ``gossamer simulate`` does.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 
 import torch
+from scipy.optimize import nnls
 from torch import nn
 
 from benchmarks.studies.harness import console
 from gossamer.bench.cases import is_measured
-from gossamer.bench.catalogue import find_workload
-from gossamer.bench.emulated import FORWARD, Emulated
+from gossamer.bench.catalogue import find_workload, is_emulated
+from gossamer.bench.emulated import Emulated
 from gossamer.bench.methods import Method, algorithm_of, optimizer_of, overlaps_forward, parse_method
 from gossamer.bench.network import parse_network
 from gossamer.bench.rows import Record, markdown, read_rows
-from gossamer.simulate import Compute, Link, step_time
+from gossamer.bench.workload import Workload
+from gossamer.simulate import Cluster, Compute, Link, Machines, Processor, StepTime, step_time
+from gossamer.simulate.counted import count_step
 from gossamer.simulate.run import like
 
 RESULTS = Path(__file__).parent.parent / "results"
+
+CALIBRATION = "relaxations", "1gbit"
+"""Folder and network of the rows that the processor is calibrated on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +59,20 @@ class Point:
         return self.predicted / self.measured - 1
 
     @property
+    def calibrates(self) -> bool:
+        """Whether the processor was calibrated on it: then it is not judged."""
+        return (self.folder, self.row["network"]) == CALIBRATION
+
+    @property
+    def condition(self) -> tuple[str, ...]:
+        """What was measured together."""
+        return (self.folder, *(str(self.row[name]) for name in ("workload", "network", "hosts")))
+
+    @property
     def kind(self) -> str:
         """The group of rows of which the distances are told together."""
+        if self.calibrates:
+            return "calibrating the processor"
         if "overlap_forward" in self.row["method"]:
             return "overlap_forward"
         return "emulated compute" if "(" in self.row["workload"] else "real compute"
@@ -67,33 +89,57 @@ def predictable(row: Record) -> bool:
     return not isinstance(method, str)
 
 
-def profile(model: nn.Module, compute_seconds: float) -> Compute:
-    """When what is computed, of a step that computes for so long."""
+def profile(workload: Workload, model: nn.Module, compute_seconds: float) -> Compute:
+    """When what is computed, of a step that computes for so long. Moves the model to ``meta``."""
     if isinstance(model, Emulated):
         layers = model.profile()
         rest = max(0.0, compute_seconds - sum(map(sum, layers.values())))
-        return Compute.layered(model, layers, optimizer=rest)
-    return Compute.uniform(model, forward=FORWARD * compute_seconds, backward=(1 - FORWARD) * compute_seconds)
+        return Compute.layered(model.to("meta"), layers, optimizer=rest)
+    inputs, targets = (tensor.to("meta") for tensor in workload.random_batch(torch.Generator()))
+    return count_step(model.to("meta"), (inputs,), lambda outputs: workload.loss(outputs, targets)).compute(compute_seconds)
 
 
-def predict(row: Record) -> float:
-    """Seconds per step."""
+def predict(row: Record, processor: Processor | None = None) -> float:
+    """Seconds per step. ``processor``: by default the one that was calibrated."""
+    return predicted(row, processor or calibrated()).step_seconds
+
+
+def predicted(row: Record, processor: Processor) -> StepTime:
+    """All that is predicted. Every emulated host has a link of its own, and all of them share the ``processor``."""
     method: Method = parse_method(row["method"])
     workload = find_workload(row["workload"])
     model = workload.build_model()
     usual = workload.build_optimizer(model)
-    link = Link(bandwidth=row["tcp_bits_per_second"] or float("inf"), latency=latency_of(row))
-    found = step_time(
-        model.to("meta"),
+    compute = profile(workload, model, row["compute_seconds"])
+    cluster = Cluster(
+        machines=Machines(count=row["hosts"]),
+        between=Link(bandwidth=row["tcp_bits_per_second"] or float("inf"), latency=latency_of(row)),
+        processor=replace(processor, cores=row["cores"], machines=row["hosts"], computes=not is_emulated(row["workload"])),
+    )
+    return step_time(
+        model,
         algorithm_of(method),
-        world=row["hosts"],
-        link=link,
-        compute=profile(model, row["compute_seconds"]),
+        cluster=cluster,
+        compute=compute,
         optimizer=optimizer_of(method) or like(usual),
-        ranks_per_node=1,  # every emulated host has a link of its own
         overlap_forward=overlaps_forward(method),
     )
-    return found.step_seconds
+
+
+@cache
+def calibrated() -> Processor:
+    """The copies, bytes and messages that explain best, by least squares, which processor time the calibrating rows took.
+
+    A prediction's processor time is the sum of the three, each in proportion to the inverse of its figure.
+    """
+    folder, network = CALIBRATION
+    rows = [row for row in read_rows(RESULTS / folder / "results.jsonl") if row["network"] == network]
+    alone = next(row["cpu_seconds"] for row in rows if row["method"] == "compute")
+    rows = list(filter(predictable, rows))
+    units = Processor(copy=1.0), Processor(transport=1.0), Processor(message=1.0)
+    taken = [[predicted(row, unit).processor_seconds for unit in units] for row in rows]
+    copy, transport, message = nnls(taken, [row["cpu_seconds"] - alone for row in rows])[0]
+    return Processor(copy=1 / copy, transport=1 / transport, message=message)
 
 
 def latency_of(row: Record) -> float:
@@ -127,6 +173,26 @@ def _distances(kind: str, found: Sequence[Point]) -> list[str]:
     ]
 
 
+def order(found: Sequence[Point]) -> str:
+    """How many pairs of methods, measured together and more than 10 % apart, are predicted in their order."""
+    pairs = [
+        pair
+        for pair in combinations([point for point in found if not point.calibrates], 2)
+        if pair[0].condition == pair[1].condition and not 1 / 1.1 <= pair[0].measured / pair[1].measured <= 1.1
+    ]
+    right = sum((one.measured < other.measured) == (one.predicted < other.predicted) for one, other in pairs)
+    return f"Order of pairs that differ by more than 10 %: {right} of {len(pairs)} right ({100 * right / len(pairs):.1f} %)."
+
+
+def described(processor: Processor) -> str:
+    """The processor that was calibrated, and on what."""
+    folder, network = CALIBRATION
+    return (
+        f"Processor, calibrated on the {network} rows of {folder}: copies {processor.copy / 1e9:.2f} GB/s, network "
+        f"{processor.transport / 1e9:.2f} GB/s, {1e3 * processor.message:.2f} ms a message."
+    )
+
+
 def rows_of(found: Sequence[Point]) -> list[str]:
     """Markdown: every row, the farthest first."""
     head = ("folder", "workload", "network", "hosts", "method", "measured, ms", "predicted, ms", "error")
@@ -151,9 +217,10 @@ def main() -> None:
     torch.manual_seed(0)
     folders = options.folders or sorted(path.parent for path in RESULTS.glob("*/results.jsonl"))
     found = list(points(folders))
-    lines = [*summary(found), *(["", *rows_of(found)] if options.every_row else [])]
+    told = [*summary(found), "", order(found), described(calibrated())]
+    lines = [*told, *(["", *rows_of(found)] if options.every_row else [])]
     if not options.folders:
-        (RESULTS / "foresight.md").write_text("\n".join([*summary(found), "", *rows_of(found)]) + "\n")
+        (RESULTS / "foresight.md").write_text("\n".join([*told, "", *rows_of(found)]) + "\n")
     sys.stdout.write("\n".join(lines) + "\n")
 
 
