@@ -24,6 +24,7 @@ from gossamer.engine.checks import Ignored, held_by, named_buffers, named_parame
 from gossamer.engine.consensus import contents
 from gossamer.engine.exact import copies_from_rank
 from gossamer.engine.module_buffers import Buffers
+from gossamer.engine.rehearsal import rehearse_all
 from gossamer.engine.sharding import check_sharding, described, reshard
 from gossamer.optim.communicating import Communicating
 from gossamer.replica import Replica
@@ -53,6 +54,7 @@ def replicate_over(
         algorithm = with_dense_start(algorithm if algorithm is not None else _default(optimizers))
         at_step = check_synchronize(synchronize, algorithm, scaler, overlap_forward, model)
         mode = accept(algorithm, model, optimizers, runner, buffers, scaler, overlap_forward)
+        rehearse_all(algorithm, travelling(algorithm, model, mode), optimizers, runner)
         parameters = named_parameters(model)
         check_sharding(parameters, runner.members if runner.world > 1 else (), runner.rank)
         moved = [*parameters.values(), *travelling(algorithm, model, mode).values()]

@@ -1,8 +1,10 @@
 """Topologies of one world, and what is loaded before ranks meet."""
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from torch import nn, optim
@@ -87,4 +89,45 @@ late = sorted(name for name in set(sys.modules) - set(before) if name.split(".")
 assert not late, late[:9]
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_nothing_is_compiled_amid_training_where_nothing_was_compiled_before(tmp_path: Path) -> None:
+    """An optimizer that communicates by itself has its codec compiled in ``replicate()`` as well; and nobody has a cache."""
+    script = """
+import torch, gossamer
+from numba.core import event
+from torch import nn
+from gossamer.optim import OneBitAdam
+
+class Listener(event.Listener):
+    def on_start(self, told):
+        compiled.append(str(told.data["dispatcher"]))
+
+    def on_end(self, told):
+        pass
+
+def body(rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = OneBitAdam(model.parameters(), lr=0.01, warmup=1)
+    replica = gossamer.replicate(model, optimizer)
+    with replica.no_sync():
+        model(torch.ones(2, 64)).sum().backward()
+    if rank == 0:
+        before.extend(compiled)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+    replica.close()
+
+compiled, before = [], []
+event.register("numba:compile", Listener())
+gossamer.loopback(body, 2)
+assert before, "nothing was compiled, so that nothing was shown"
+assert compiled == before, compiled[len(before):]
+"""
+    cold = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, env=cold)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -98,7 +98,8 @@ def compiled_loops() -> ModuleType | None:
 
         nothing = [np.zeros(0, np.int64)] * 3
         loops.add_bf16_difference(*nothing, np.zeros(0, np.int16), np.zeros(0, np.int16), np.float32(0))
-        loops.add_difference(*nothing, np.zeros(0, np.float32), np.zeros(0, np.float32), np.float32(0))
+        for kind in (np.float32, np.float64):
+            loops.add_difference(*nothing, np.zeros(0, kind), np.zeros(0, kind), kind(0))
     except Exception as reason:  # compilers raise what they like
         warnings.warn(
             f"averages of weights are added in plain torch, more slowly: numba cannot be used ({reason})", stacklevel=2

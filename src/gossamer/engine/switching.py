@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner, alarming
-from gossamer.engine.acceptance import accept
+from gossamer.engine.acceptance import accept, travelling
 from gossamer.engine.agreement import agree
 from gossamer.engine.arguments import check_is_algorithm, check_synchronize
 from gossamer.engine.assembly import Parts, assemble, remove_hooks
@@ -23,6 +23,7 @@ from gossamer.engine.attach import attach, detach
 from gossamer.engine.checks import held_by
 from gossamer.engine.gradients import GradientSync
 from gossamer.engine.module_buffers import Buffers, average
+from gossamer.engine.rehearsal import rehearse_all
 from gossamer.engine.sharding import local
 from gossamer.engine.unsent import INHERITED
 from gossamer.engine.usage import USAGE
@@ -56,6 +57,7 @@ def switch(
         agree(parts.runner, {"the algorithm to switch to": repr(algorithm)})
         unsent, number = _unsent(parts), _agreed(parts.runner, step())
     buffers = _check_algorithm(parts, algorithm)
+    rehearse_all(algorithm, travelling(algorithm, parts.model, buffers), (), parts.runner)
     attached = _attached(parts, algorithm)
     with alarming(parts.runner):
         if parts.weights:

@@ -83,13 +83,6 @@ def kernels_for(device: torch.device | str) -> Kernels:
     return kernels
 
 
-def load(device: torch.device | str) -> None:
-    """Load the kernels for such a device, and what their compiler loads at its first call: for before ranks meet, not amid an
-    exchange for which others wait."""
-    kernels_named("meta")  # sizes of messages are computed with it
-    kernels_for(device).chunk_norms(torch.zeros(8, device=device), None, 8)
-
-
 def compiler_for(device_type: str) -> str:
     """What compiles the kernels for such a device: ``"torch"`` where nothing does. Imports nothing, so of a compiler that is
     installed it knows only after the first use whether it can be used."""
