@@ -229,7 +229,8 @@ def sensible(case: Case) -> bool:
         algorithm.check(case.world)
     except ConfigurationError:
         return False
-    both = algorithm.part("gradients") is not None and algorithm.part("weights") is not None
+    begun = with_dense_start(algorithm)
+    both = begun.part("gradients") is not None and begun.part("weights") is not None
     if case.join is not None and (case.scaler or case.overlap_forward or both or case.resume or case.evaluate):
         return False
     simple = case.passes == 1 and not (case.clip or case.scaler or case.join) and case.optimizers == 1 and case.set_to_none
