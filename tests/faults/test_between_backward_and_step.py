@@ -1,6 +1,7 @@
 """What a user may do between ``backward()`` and ``optimizer.step()``, and between that and the next forward pass: the result
 is that of one process with the mean gradient, or the run ends with an error that names the parameter."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +125,65 @@ def test_an_optimizer_inside_backward_uses_mean_gradients_or_is_refused(
 
     right = single_process(2, STEPS, optimizer=lambda model: SGD(model.parameters(), lr=LR))
     right_or_refused(train, right, names_of(mlp()), 1e-9 if algorithm.traits.exact else 1e-2)
+
+
+# -- hooks that change a gradient ------------------------------------------------------------------------------------------
+
+CLAMPED = 0.02
+
+
+def clamped_in_place(p: nn.Parameter) -> None:
+    p.grad.clamp_(-CLAMPED, CLAMPED)
+
+
+def clamped_anew(p: nn.Parameter) -> None:
+    p.grad = p.grad.clamp(-CLAMPED, CLAMPED)
+
+
+def clamped_data(p: nn.Parameter) -> None:
+    p.grad.data = p.grad.data.clamp(-CLAMPED, CLAMPED)
+
+
+def mean_of_clamped(first: int) -> Tensor:
+    """The weights of one model whose gradients are clamped rank by rank, from the step ``first`` on."""
+    model = mlp()
+    for step in range(STEPS):
+        most = CLAMPED if step >= first else math.inf
+        each = [torch.autograd.grad(squares(model, rank, step), list(model.parameters())) for rank in range(2)]
+        with torch.no_grad():
+            for p, *gradients in zip(model.parameters(), *each, strict=True):
+                p.sub_(sum(gradient.clamp(-most, most) for gradient in gradients) / 2, alpha=LR)
+    return vector(model)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "after two steps"])
+@pytest.mark.parametrize("hook", [clamped_in_place, clamped_anew, clamped_data], ids=lambda hook: hook.__name__)
+@pytest.mark.parametrize("algorithm", [AllReduce(), AllReduce(bucket_bytes=8)], ids=repr)
+def test_what_a_hook_makes_of_a_gradient_is_averaged(algorithm: Algorithm, hook: Any, when: str) -> None:
+    """As under DDP, whenever the hook was registered, and whether the model is called itself or module by module."""
+
+    def train(rank: int, apart: bool) -> Tensor:
+        model = mlp()
+        optimizer = SGD(model.parameters(), lr=LR)
+        if when == "before":
+            _ = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        if when == "after":
+            _ = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+        for step in range(STEPS):
+            if when == "after two steps" and step == 2:
+                _ = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+            optimizer.zero_grad()
+            out = model[2](model[1](model[0](batch(rank, step)))) if apart else model(batch(rank, step))
+            out.square().mean().backward()
+            optimizer.step()
+        replica.close()
+        return vector(model)
+
+    right = mean_of_clamped(2 if when == "after two steps" else 0)
+    for apart in (False, True):
+        for values in loopback(lambda rank, apart=apart: train(rank, apart), 2):
+            assert (values - right).abs().max() < 1e-12
 
 
 # -- gradients replaced between two passes that add up --------------------------------------------------------------------

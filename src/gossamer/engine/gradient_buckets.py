@@ -1,12 +1,10 @@
 """Gradient buckets: where each gradient lies, which gradients travel together, and in which order."""
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.buckets import Bucket, Plan, make_plan, plan_from_names
@@ -19,8 +17,6 @@ from gossamer.engine.sharding import local
 from gossamer.engine.slots import OpenStep, Slot, like_gradient
 from gossamer.engine.usage import USAGE, with_usage
 from gossamer.errors import ConfigurationError
-
-_logger = logging.getLogger("gossamer")
 
 
 class GradientBuckets:
@@ -47,7 +43,6 @@ class GradientBuckets:
         self._late: dict[str, Slot] = {}
         """Gradients to be collected at the end of the pass: see the note [passes inside a pass]."""
         self._slots = {name: Slot(name, parameter, runner.rank) for name, parameter in parameters.items()}
-        self._handles: dict[str, RemovableHandle] = {}
         self._arrived: list[str] = []
         self._learned_plan: Plan | None = None
         self._shelved: Plan | None = None
@@ -135,7 +130,6 @@ class GradientBuckets:
     def _learn(self) -> None:
         """Lay the buckets out in the order in which gradients really came, as rank 0 saw it."""
         self.learned = True
-        self._warn_of_later_hooks()
         names = list(self._slots)
         seen = dict.fromkeys((*self._arrived, *(name for name in self.exchange.plan.names if name != USAGE)))
         order = torch.tensor([names.index(name) for name in seen], dtype=torch.int64)
@@ -184,15 +178,3 @@ class GradientBuckets:
         self.learned, self.arranged = learned, order is not None
         if order is not None:
             self.exchange.arrange(order)
-
-    def _warn_of_later_hooks(self) -> None:
-        """What is registered behind ours sees gradients that may be divided, and on the wire."""
-        for name, handle in self._handles.items():
-            last = next(reversed(self.parameters[name]._post_accumulate_grad_hooks))
-            if last != handle.id:
-                _logger.warning(
-                    "rank %d: a hook was registered with register_post_accumulate_grad_hook() on parameter %r after "
-                    "replicate(): it sees gradients that are already on their way to the other ranks, and must not change "
-                    "them; register it before replicate()", self._runner.rank, name
-                )  # fmt: skip
-                return

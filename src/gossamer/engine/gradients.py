@@ -3,7 +3,6 @@
 Threads and ownership: see the note in ``gossamer.comm.torch.lanes``.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -19,8 +18,6 @@ from gossamer.engine.loop import Loop, Subscriber
 from gossamer.engine.slots import NOT_YET, OpenStep, Slot, require_unchanged
 from gossamer.engine.statistics import Statistics
 from gossamer.errors import UsageError
-
-_logger = logging.getLogger("gossamer")
 
 
 class GradientSync(GradientBuckets, Subscriber):
@@ -69,9 +66,7 @@ class GradientSync(GradientBuckets, Subscriber):
     def hook(self) -> list[Any]:
         """Install one hook per parameter; returns the handles."""
         collect = {name: self._collector(slot) for name, slot in self._slots.items()}
-        handles = self._loop.hook_gradients(self.parameters, collect)
-        self._handles = dict(zip(self.parameters, handles, strict=True))
-        return handles
+        return self._loop.hook_gradients(self.parameters, collect)
 
     def begin_backward(self) -> None:
         waiting = self._loop.waiting
@@ -99,13 +94,11 @@ class GradientSync(GradientBuckets, Subscriber):
 
     def _collector(self, slot: Slot) -> Callable[[], None]:
         on_device = slot.parameter.device.type != "cpu"
-        first = not slot.parameter._post_accumulate_grad_hooks
-        """Whether no hook of others is called before: one could have taken the gradient."""
 
         def collect() -> None:
             """The hot path: see :meth:`Loop.hook_gradients`."""
-            if self._idle or (slot.parameter.grad is None and first):
-                return  # a custom function may return None: the parameter counts as unused
+            if self._idle or (slot.parameter.grad is None and len(slot.parameter._post_accumulate_grad_hooks) == 1):
+                return  # unless a hook has taken it, a custom function has returned None: the parameter counts as unused
             if not self.learned:
                 self._arrived.append(slot.name)
             if self._loop.nested or slot.ready:

@@ -61,6 +61,8 @@ class Loop:
         """Whether ranks may have different numbers of batches (``join()``): some may have no pass to undo."""
         self._runner, self._optimizers = runner, tuple(optimizers)
         self._subscribers: list[Subscriber] = []
+        self._own_hooks: list[tuple[Any, int]] = []  # all hooks on a gradient, and the number of the one from here
+        self._once = False  # whether gradients are collected at the end of this pass, as if it were nested
         self._root: int | None = None
         self._inside: set[int] = set()
         self._unsynchronised_task, self._apart = _NONE, 0
@@ -110,10 +112,21 @@ class Loop:
 
     def hook_gradients(self, parameters: Mapping[str, Parameter], collect: Mapping[str, Callable[[], None]]) -> list[Any]:
         """Call ``collect[name]()`` for each gradient of a synchronised pass; returns the handles, in order."""
-        return [
+        handles = [
             parameter.register_post_accumulate_grad_hook(self._gradient_hook(collect.get(name)))
             for name, parameter in parameters.items()
         ]
+        hooks = [parameter._post_accumulate_grad_hooks for parameter in parameters.values()]
+        self._own_hooks = [(each, handle.id) for each, handle in zip(hooks, handles, strict=True)]
+        return handles
+
+    def _come_last(self) -> bool:
+        """Be called after the hooks of others on a gradient, whenever these were registered: what they make of it is averaged,
+        as under DDP, which torch calls after all of them. Returns whether there was one that would have come later."""
+        late = [(own, n) for own, n in self._own_hooks if len(own) > 1 and n in own and next(reversed(own)) != n]
+        for hooks, number in late:
+            hooks[number] = hooks.pop(number)
+        return bool(late)
 
     def _gradient_hook(self, collect: Callable[[], None] | None) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
@@ -135,6 +148,7 @@ class Loop:
         def on_output(module: nn.Module, inputs: Any, outputs: Any) -> None:
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return
+            self._come_last()
             for tensor in tree_leaves(outputs):
                 if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(self._note_root)
@@ -209,6 +223,8 @@ class Loop:
                 "exchange; the ranks can no longer be matched, so this run cannot go on"
             )
         self._inside, self.first = set(), parameter
+        self._once = not self.nested and self._come_last()  # of a model that is not called itself: its first hook is running
+        self.nested |= self._once
         if task == self._root:
             self.task = task
         elif not is_nested(parameter):
@@ -245,6 +261,7 @@ class Loop:
     def _end(self) -> None:
         for call in self._end_backward:
             call()
+        self.nested &= not self._once
         self.task, self._unsynchronised_task = None, _NONE
         self.passes += 1
         self.synchronised_passes += 1

@@ -56,8 +56,8 @@ class Slot:
         grad, view, share = self.parameter.grad, self.view, self.share
         if grad is None:
             raise UsageError(
-                f"rank {self.rank}: the gradient of parameter {self.name!r} was taken away by a hook that was registered "
-                f"before replicate(), of an optimizer that steps inside backward? {NOT_YET}"
+                f"rank {self.rank}: the gradient of parameter {self.name!r} was taken away by a hook, of an optimizer "
+                f"that steps inside backward? {NOT_YET}"
             )
         if grad.layout is not torch.strided:
             raise ConfigurationError(f"{self._what} has a sparse gradient; use sparse=False in its module")
@@ -75,8 +75,8 @@ class Slot:
         own = as_real(grad) if grad.is_complex() else grad
         if own.dtype != view.dtype:
             raise ConfigurationError(
-                f"{self._what} has a gradient of {grad.dtype}, and its place in the bucket is {view.dtype}: "
-                "set its grad_dtype to that before replicate()"
+                f"{self._what} has a gradient of {grad.dtype}, and its place in the bucket is {view.dtype}: set its "
+                "grad_dtype to that before replicate(), or, if the model was converted, close the replica and call it again"
             )
         if share is not None:
             torch.mul(own, share, out=view)
