@@ -140,6 +140,29 @@ class LookaheadInOneVector(KeptElsewhere):
 ELSEWHERE = [LookaheadMadeLater, LookaheadInADict, LookaheadAmongOthers, LookaheadInOneVector]
 
 
+class LookaheadFlat(Stepping):
+    """Slow weights of each parameter, as one row of numbers."""
+
+    def after(self, parameter: Any) -> None:
+        slow = self.slow_of(parameter)
+        slow.lerp_(parameter.reshape(-1), 0.5)
+        parameter.copy_(slow.view_as(parameter))
+
+    def slow_of(self, parameter: Any) -> Any:
+        return self.state[parameter].setdefault("slow", parameter.detach().reshape(-1).clone())
+
+
+class LookaheadAmongState(LookaheadFlat):
+    """The same, in a container."""
+
+    def slow_of(self, parameter: Any) -> Any:
+        kept = {"step": torch.zeros(()), "weights": [parameter.detach().reshape(-1).clone()]}
+        return self.state[parameter].setdefault("slow", kept)["weights"][0]
+
+
+ELSEWHERE += [LookaheadFlat, LookaheadAmongState]
+
+
 class OwnMomentum(Stepping):
     """A momentum under a name that nobody knows."""
 

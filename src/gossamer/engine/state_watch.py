@@ -6,6 +6,7 @@ from the average. Judged by what is kept, whatever the optimizer is called.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -51,11 +52,14 @@ class StateWatch(Subscriber):
     def after_step(self, index: int) -> None:
         """An optimizer has taken a step. Raises UsageError if it keeps a sequence of weights that will not be exchanged."""
         optimizer = self._optimizers[index]
-        keys = tuple(map(str, next(iter(optimizer.state.values()), ())))
+        first = list(islice(optimizer.state.items(), 1))
+        keys = tuple(str(key) for _, state in first for key in state)
         kept = (keys, tuple(vars(optimizer)))
         if kept == self._seen[index]:
             return
-        travel = keys if self._algorithm.traits.history and self._seen[index] is None else ()
+        travel: set[str] = set()
+        if self._algorithm.traits.history and self._seen[index] is None:
+            travel = {str(k) for p, state in first for k, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape}
         self._seen[index] = kept
         for key, name in second_sequences(optimizer, self._owned[index]):
             if key not in travel:
@@ -89,9 +93,10 @@ def second_sequences(optimizer: Optimizer, parameters: Mapping[str, Parameter]) 
     others = {"step", *OF_GRADIENTS}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and _is_like(value, parameter):
-                candidates.setdefault(str(key), {})[name] = value
-            else:  # a counter is like a parameter of one element, and like no other one
+            alike = [tensor for tensor in _tensors(value) if _is_like(tensor, parameter)]
+            for number, tensor in enumerate(alike):
+                candidates.setdefault(str(key) if number == 0 else f"{key}, {number}", {})[name] = tensor
+            if not alike:  # a counter is like a parameter of one element, and like no other one
                 others.add(str(key))
     candidates = {key: kept for key, kept in candidates.items() if key not in others}
     for key, value in vars(optimizer).items():
@@ -131,9 +136,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _is_like(tensor: Tensor, parameter: Parameter) -> bool:
-    """Whether it could be another value of the parameter, and is not the parameter itself."""
+    """Whether it could be another value of the parameter, in its shape or flat, and is not the parameter itself."""
     own = tensor.is_floating_point() or tensor.is_complex()
-    return own and tensor.shape == parameter.shape and local(tensor).data_ptr() != local(parameter).data_ptr()
+    shapes = (parameter.shape, (parameter.numel(),))
+    return own and tensor.shape in shapes and local(tensor).data_ptr() != local(parameter).data_ptr()
 
 
 @torch.no_grad()
@@ -141,6 +147,7 @@ def _near(weights: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> bool:
     apart = size = 0.0
     for name, whole in weights.items():
         weight = local(whole)
-        apart += float(torch.linalg.vector_norm(local(kept[name]).to(weight.device) - weight)) ** 2
+        other = local(kept[name]).to(weight.device).reshape(weight.shape)
+        apart += float(torch.linalg.vector_norm(other - weight)) ** 2
         size += float(torch.linalg.vector_norm(weight)) ** 2
     return size > 0 and apart <= NEAR**2 * size
