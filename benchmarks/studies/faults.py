@@ -88,7 +88,7 @@ def run(case: Case) -> dict[str, Any]:
     command = [str(SCRIPT), case.algorithm, str(case.victim), moment]
     spec = LabSpec(hosts=WORLD, rate="100mbit", shaping="namespaces", faults=case.faults or ("kill 0 @1000s",), timeout=300)
     result = run_lab(spec, command, on_line=on_line)
-    begin = next((row["fault_at"] for row in said if "fault_at" in row), None)
+    begin = max((row["fault_at"] for row in said if "fault_at" in row), default=None)  # a killed rank has said that it trains
     ranks = [row | {"seconds": row["end"] - begin} for row in said if "rank" in row and begin is not None]
     return asdict(case) | {"hung": result.timed_out, "ranks": sorted(ranks, key=lambda row: row["rank"]), "warnings": warnings}
 
