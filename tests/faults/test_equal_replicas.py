@@ -8,7 +8,18 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import AllReduce, DisagreementError, Gossip, LocalSGD, PowerSGD, ScatterReduce, UsageError, loopback
+from gossamer import (
+    AllReduce,
+    DiLoCo,
+    DisagreementError,
+    Gossip,
+    LocalSGD,
+    PowerSGD,
+    Replica,
+    ScatterReduce,
+    UsageError,
+    loopback,
+)
 from gossamer.algorithms.base import Algorithm
 
 GRADIENTS: list[Algorithm] = [AllReduce(), ScatterReduce(), PowerSGD(rank=1)]
@@ -72,6 +83,28 @@ def test_replicas_that_have_parted_are_told_with_the_parameter_and_the_ranks(alg
         assert "0.weight" not in str(caught.value)
 
     loopback(body, 3)
+
+
+@pytest.mark.parametrize("call", [Replica.state_dict, lambda replica: replica.close(average=True)], ids=["state_dict", "close"])
+@pytest.mark.parametrize("algorithm", [AllReduce(), Gossip(), LocalSGD(every=2), DiLoCo(every=2)], ids=repr)
+def test_a_frozen_parameter_that_has_changed_on_one_rank_is_told(algorithm: Algorithm, call: Any) -> None:
+    """It never travels, so that no exchange would make it equal again."""
+
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        model[1].bias.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        for step in range(4):
+            if step == 2 and rank == 1:
+                model[1].bias.data.add_(1)
+            optimizer.zero_grad()
+            model(batch(rank, step, 5, 3)).square().mean().backward()
+            optimizer.step()
+        call(replica)
+
+    with pytest.raises(DisagreementError, match=r"rank 0: 1\.bias: .*rank 1: 1\.bias: "):
+        loopback(body, 2)
 
 
 def test_an_embedding_that_renormalises_what_it_reads_is_told() -> None:
@@ -257,6 +290,33 @@ def test_a_buffer_that_gets_another_shape_is_told_by_name(
             optimizer.step()
 
     with pytest.raises(UsageError, match=r"rank [01].*'table'.*\[1\].*\[4\]"):
+        loopback(body, 2)
+
+
+@pytest.mark.parametrize("call", ["consensus", "close"])
+@pytest.mark.parametrize("how", ["another type", "one more"])
+@pytest.mark.parametrize("algorithm", [AllReduce(), Gossip(), LocalSGD(every=2)], ids=repr)
+def test_buffers_that_differ_between_ranks_are_told_by_name(algorithm: Algorithm, how: str, call: str) -> None:
+    """By calls for which all ranks bring them together."""
+
+    def body(rank: int) -> None:
+        model = Grows()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if rank == 1 and how == "another type":
+            model.table = model.table.double()
+        elif rank == 1:
+            model.register_buffer("later", torch.ones(2))
+        if call == "close":
+            replica.close(average=True)
+        else:
+            with replica.consensus():
+                pass
+
+    with pytest.raises(DisagreementError, match=r"rank 1: (table|later): torch\.float(64|32) \["):
         loopback(body, 2)
 
 

@@ -30,6 +30,7 @@ class Averages:
     def inside(self) -> Iterator[None]:
         """Inside, the model holds the average of the weights of all replicas, and no step may be taken."""
         parts = self._parts
+        self._agree_on_buffers()
         tensors = once({**floating(parts.trainable), **beside_parameters(parts.model)})
         self.on = True
         reshard(parts.model)
@@ -58,6 +59,7 @@ class Averages:
         """Leave the average in the model; where gradients are exchanged, only buffers may differ from it."""
         parts = self._parts
         if self._weights and self._runner.world > 1:
+            self._agree_on_buffers()
             beside = beside_parameters(parts.model)
             become_average(self._runner, parts.optimizers, parts.trainable, beside, self._weights.weigh)
             reshard(parts.model)
@@ -81,14 +83,22 @@ class Averages:
             joining.refuse_inside(parts, "consensus() of a model with buffers")
             if parts.overlap is not None:
                 parts.overlap.complete()
+            self._agree_on_buffers()
             synchronise_buffers(self._runner, parts.model, parts.buffers)
+
+    def _agree_on_buffers(self) -> None:
+        """Raise DisagreementError unless all ranks have the same buffers, but for their values."""
+        lines = [f"{name}: {buffer.dtype} {list(buffer.shape)}" for name, buffer in named_buffers(self._parts.model).items()]
+        hint = "What is changed after replicate() must be changed alike on all ranks; leave to each what is its own (ignore=)"
+        agree(self._runner, {"the buffers": "\n".join(lines)}, hint)
 
     def check_equal(self) -> None:
         """Raise DisagreementError unless replicas are equal in what they are to be equal in: where weights are exchanged, in
-        nothing; never in buffers, which change in every forward pass."""
-        gradients = self._parts.gradients
+        what is not trained; never in buffers, which change in every forward pass."""
+        gradients, trainable = self._parts.gradients, self._parts.trainable
         parted = bool(self._weights) or (gradients is not None and gradients.parts_replicas)
-        alike = {} if parted else {name: p for name, p in self._parts.parameters.items() if not p.is_meta}
+        there = {name: p for name, p in self._parts.parameters.items() if not p.is_meta}
+        alike = {name: p for name, p in there.items() if name not in trainable} if parted else there
         if alike and self._runner.world > 1:
             check_equal(self._runner, alike)
 
