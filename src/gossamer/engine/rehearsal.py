@@ -1,11 +1,12 @@
 """Rehearsal: what an algorithm computes with is compiled, or loaded, before ranks meet.
 
 Compilers take every rank another time, up to many seconds where nothing is in their cache. In the first exchange the other
-ranks would wait for it. So each rank carries out the exchanges of a small bucket by itself, whatever the algorithm is.
+ranks would wait for it. So each rank carries out the exchanges of a small bucket by itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from itertools import islice
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm, parts_of
+from gossamer.algorithms.scatter_reduce import ScatterReduce
 from gossamer.bucket_plan import Layout, is_buffer, make_layout
 from gossamer.buckets import Bucket
+from gossamer.codecs.base import Codec
 from gossamer.comm.echo import EchoPort
 from gossamer.comm.flow import drive
 from gossamer.comm.ops import Context
@@ -68,10 +71,19 @@ def _layouts(algorithm: Algorithm, tensors: Mapping[str, Tensor]) -> Iterator[La
 
 
 def _with_parts(algorithm: Algorithm) -> Iterator[Algorithm]:
-    """An algorithm, and those that it is made of: which of them run depends on the step, or on the rank."""
-    yield algorithm
+    """An algorithm, and those that it is made of: which of them run depends on the step, or on the rank. Of a user's, which may
+    count its calls, its codecs only."""
+    if _is_ours(algorithm):
+        yield algorithm
+    else:
+        held = [getattr(algorithm, field.name) for field in fields(algorithm)]
+        yield from (ScatterReduce(codec=each) for each in held if isinstance(each, Codec))
     for part in parts_of(algorithm):
         yield from _with_parts(part)
+
+
+def _is_ours(algorithm: Algorithm) -> bool:
+    return type(algorithm).__module__.startswith("gossamer.") and all(map(_is_ours, parts_of(algorithm)))
 
 
 def _exchange_alone(algorithm: Algorithm, layout: Layout, runner: Runner) -> None:
