@@ -16,7 +16,7 @@ from gossamer import AllReduce, ConfigurationError, Gossip, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.optim import OneBitAdam
 from gossamer.planning import read_plan, start
-from gossamer.planning.chooser import LEARNING
+from gossamer.planning.chooser import LEARNING, WINDOW
 from gossamer.planning.profile import STEPS
 from gossamer.replica import Replica
 from gossamer.replication import replicate_over
@@ -229,3 +229,41 @@ def test_a_plan_has_measured_the_link_and_the_computation(tmp_path: Path) -> Non
     assert plan.facts.seconds <= 10
     steps = [run.step() for _ in range(8)]
     assert sum(steps) / 8 == pytest.approx(plan.row.step_seconds, rel=0.05)
+
+
+def test_a_method_that_is_not_faster_than_plain_all_reduce_does_not_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "plan.toml"
+    run = Simulated(200, "close", switch=False, path=path)
+    plain = [run.step() for _ in range(BEFORE)][-2]
+    chosen = run.replica.algorithm
+    assert chosen != AllReduce()
+    run.set_rate(20)
+    with caplog.at_level(logging.INFO, "gossamer"):
+        slow = [run.step() for _ in range(LEARNING + WINDOW)]
+    assert min(slow) > plain
+    assert run.replica.algorithm == read_plan(path).algorithm == AllReduce()
+    assert "was predicted to be faster" in read_plan(path).why
+    assert f"back to AllReduce() after step {BEFORE + LEARNING + WINDOW}" in caplog.text
+
+
+def test_a_method_that_is_faster_stays(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    run = Simulated(200, "close", switch=False, path=path)
+    for _ in range(BEFORE + 4 * WINDOW):
+        run.step()
+    assert run.replica.algorithm == read_plan(path).algorithm != AllReduce()
+
+
+def test_after_a_switch_the_former_method_comes_back_if_it_was_faster() -> None:
+    run = Simulated(1000, "loose", switch=True, seconds=0.9)
+    for _ in range(BEFORE + 30):
+        run.step()
+    run.set_rate(50)
+    taken = next(number for number in range(50) if run.step() and run.replica.algorithm != AllReduce())
+    run.set_rate(2)
+    for _ in range(LEARNING + WINDOW):
+        assert taken < 50
+        run.step()
+    assert run.replica.algorithm == AllReduce()

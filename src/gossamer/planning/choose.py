@@ -119,6 +119,9 @@ class Prices:
     def __call__(self, candidate: Candidate) -> tuple[float, str]:
         facts = self._facts
         found, latency = self._predicted(candidate)
+        if str(candidate) in facts.steps:
+            seconds = facts.steps[str(candidate)]
+            return seconds, "compute" if seconds <= HIDDEN * facts.compute.seconds else "bandwidth"
         computes = facts.exchanges.get(candidate.computes, 0.0) * self._size * candidate.share
         busy = facts.compute.seconds + computes
         if max(found.step_seconds, busy) <= HIDDEN * facts.compute.seconds:

@@ -1,11 +1,14 @@
 """Chooser: a replica that begins with plain all-reduce, measures, and goes on with what a plan says; perhaps again and again.
 
+A method that was chosen stays only if its steps are measured to be faster than those of the one before: a prediction may be
+wrong, and never costs more than these few steps.
+
 Note [collective decisions]: everything here happens at the end of steps of the same number on all ranks, from figures that all
 have exchanged, so that all ranks measure, choose and switch together.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -17,7 +20,8 @@ from gossamer.engine.acceptance import accept
 from gossamer.engine.agreement import values_of_all
 from gossamer.engine.assembly import Parts
 from gossamer.engine.noise import NoiseScale, noise_scale
-from gossamer.planning.candidates import Fidelity, candidates, overlapped
+from gossamer.planning.candidates import Candidate, Fidelity, candidates, overlapped
+from gossamer.planning.choose import PLAIN, Row
 from gossamer.planning.facts import nodes_of
 from gossamer.planning.plan import Plan, planned
 from gossamer.planning.profile import STEPS, StepProfile
@@ -46,11 +50,15 @@ class Wish:
     switch: bool = False
 
 
-def make(parts: Parts, compute: Compute, fidelity: Fidelity, noise: float | None) -> Plan:
-    """Measure, and choose on rank 0 for all. Collective, while nothing is under way."""
+def make(parts: Parts, compute: Compute, fidelity: Fidelity, noise: float | None, method: str, seconds: float) -> Plan:
+    """Measure, and choose on rank 0 for all. Collective, while nothing is under way.
+
+    ``method``, ``seconds``: what a step has taken so far, with what.
+    """
     overlap = parts.overlap is not None
     found = candidates(fidelity, parts.optimizers, nodes_of(parts.runner), noise)
     asked = partial(accept, buffers=parts.buffers_asked, scaler=parts.scaler)
+    taken = Candidate(method=method, fidelity=fidelity, overlap_forward=overlap), seconds
     return planned(
         parts.runner,
         parts.model,
@@ -61,6 +69,7 @@ def make(parts: Parts, compute: Compute, fidelity: Fidelity, noise: float | None
         overlap,
         asked,
         noise,
+        taken,
     )
 
 
@@ -81,7 +90,6 @@ class Chooser:
         """A step is over."""
         if self._then is not None:
             self._then.after_step()
-        if self._taken == LEARNING + STEPS:
             return
         self._taken += 1
         self._profile.end_step()
@@ -92,37 +100,49 @@ class Chooser:
         replica, parts, wish = self._replica, self._parts, self._wish
         self._profile.release()
         compute = self._profile.compute(parts.runner, LEARNING)
+        seconds = self._profile.step_seconds(parts.runner)
         replica.wait_for_exchanges()
         if parts.gradients is not None:
             parts.gradients.exchange.noise = parts.statistics.noise
         noise = noise_scale(values_of_all(parts.runner, self._noise.sums()), parts.runner.world)
-        plan = make(parts, compute, wish.fidelity, noise)
-        if wish.switch:
-            self._then = Watch(replica, parts, wish, plan)
+        plan = make(parts, compute, wish.fidelity, noise, PLAIN, seconds)
         if parts.runner.rank == 0:
-            if wish.path is not None:
-                plan.save(wish.path)
+            _keep(plan, wish)
             _logger.info(
                 "plan (fidelity=%r, measured in %.1f s): %s. %s", wish.fidelity, plan.facts.seconds, plan.method, plan.why
             )
-        if plan.algorithm != replica.algorithm:
+        changes = plan.algorithm != replica.algorithm
+        self._then = Watch(replica, parts, wish, plan, plan.of(PLAIN, plan.overlap_forward) if changes else None)
+        if changes:
             replica.switch(plan.algorithm)
 
 
-class Watch:
-    """Compares steps with what a plan expects of them, and chooses again where they disagree for long."""
+def _keep(plan: Plan, wish: Wish) -> None:
+    if wish.path is not None:
+        plan.save(wish.path)
 
-    def __init__(self, replica: Replica, parts: Parts, wish: Wish, plan: Plan) -> None:
+
+class Watch:
+    """Compares steps with what a plan expects of them: first with those of the method before, to which it goes back if they
+    were faster; then, if the user wants that, chooses again where they disagree for long."""
+
+    def __init__(self, replica: Replica, parts: Parts, wish: Wish, plan: Plan, before: Row | None = None) -> None:
+        """``before``: the method before, and what its steps took; None: there was none."""
         self._replica, self._parts, self._wish, self._plan = replica, parts, wish, plan
         self._expected = plan.row.step_seconds
         self._seconds: list[float] = []
         self._last: float | None = None
         self._disagreed = 0
+        self._before, self._learning = before, LEARNING if before else 0
 
     def after_step(self) -> None:
         """A step is over."""
+        if self._before is None and not self._wish.switch:
+            return
         now = self._parts.runner.now()
-        if self._last is not None:
+        if self._learning:
+            self._learning -= 1
+        elif self._last is not None:
             self._seconds.append(now - self._last)
         self._last = now
         if len(self._seconds) == WINDOW:
@@ -132,18 +152,37 @@ class Watch:
         runner, mine = self._parts.runner, torch.tensor([median(self._seconds)], dtype=torch.float64)
         self._seconds = []
         slowest = float(runner.run(lambda: maximum(mine, runner.world), "what a step takes").item())
+        if self._before is not None:
+            self._end_trial(self._before, slowest)
+            return
         apart = abs(slowest / self._expected - 1) > TOLERATED
         self._disagreed = self._disagreed + 1 if apart else 0
         if self._disagreed == IN_A_ROW:
             self._choose_again(slowest)
+
+    def _end_trial(self, before: Row, observed: float) -> None:
+        """Stay, or go back to the method before if that needs no longer to the same quality."""
+        chosen, self._before, self._last = self._plan.row, None, None
+        if observed * chosen.slower < before.seconds:
+            self._expected = observed
+            return
+        told = f"{1e3 * observed:.4g} ms in a step, and {1e3 * before.step_seconds:.4g} with {before.method}"
+        why = f"{chosen.method} was predicted to be faster, and took {told}"
+        self._plan = replace(self._plan, method=before.method, why=why)
+        self._expected = before.step_seconds
+        if self._parts.runner.rank == 0:
+            _keep(self._plan, self._wish)
+            _logger.info("back to %s after step %d: %s", before.method, self._replica.step, why)
+        self._replica.switch(self._plan.algorithm)
 
     def _choose_again(self, observed: float) -> None:
         """Measure anew. Where nothing is gained, what is observed is expected from now on."""
         replica, parts, before = self._replica, self._parts, self._plan
         self._disagreed, self._last = 0, None
         replica.wait_for_exchanges()
-        plan = make(parts, before.facts.compute, self._wish.fidelity, before.facts.noise)
-        if plan.of(before.method, before.overlap_forward).seconds <= (1 + GAIN) * plan.row.seconds:
+        plan = make(parts, before.facts.compute, self._wish.fidelity, before.facts.noise, before.method, observed)
+        now = plan.of(before.method, before.overlap_forward)
+        if now.seconds <= (1 + GAIN) * plan.row.seconds:
             self._expected = observed
             return
         if parts.runner.rank == 0:
@@ -152,4 +191,5 @@ class Watch:
                 1e3 * observed, 1e3 * self._expected, before.method, plan.method, replica.step, plan.why
             )  # fmt: skip
         self._plan, self._expected = plan, plan.row.step_seconds
+        self._before, self._learning = now, LEARNING
         replica.switch(plan.algorithm)

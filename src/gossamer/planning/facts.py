@@ -36,6 +36,10 @@ class Facts:
     patterns: dict[str, Pattern] = field(default_factory=dict)
     noise: float | None = None
     """The gradient noise scale in batches of one worker; None: not known."""
+    steps: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step by method, where steps of it were taken."""
+    corrected: float = 1.0
+    """By which factor the links' rates were corrected because of these steps."""
     seconds: float = 0.0
     """What measuring took."""
 

@@ -16,6 +16,7 @@ from gossamer.engine.agreement import values_of_all
 from gossamer.errors import ConfigurationError
 from gossamer.planning.candidates import Candidate, Fidelity, check_fidelity, left_out
 from gossamer.planning.choose import Prices, Row, choose, ranked, rows, why
+from gossamer.planning.correction import corrected
 from gossamer.planning.facts import Facts, gradient_bytes, measure
 from gossamer.planning.links import PATTERNS, Rate, Rates
 from gossamer.planning.toml import dumps
@@ -123,12 +124,18 @@ def planned(
     overlap_forward: bool,
     accept: Accept,
     noise: float | None = None,
+    taken: tuple[Candidate, float] | None = None,
 ) -> Plan:
-    """Measure, and choose on rank 0 for all. Collective, while nothing is under way. ``accept`` refuses candidates."""
+    """Measure, and choose on rank 0 for all. Collective, while nothing is under way. ``accept`` refuses candidates.
+
+    ``taken``: a method of which steps were taken, and the seconds of one; links are corrected by it.
+    """
     possible = [each for each in found if _runs(each, model, optimizers, runner, accept)]
     facts = measure(runner, compute, possible, next(iter(model.parameters())).device, noise)
     text = ""
     if runner.rank == 0:
+        if taken is not None:
+            facts = corrected(facts, model, like(optimizers[0]), *taken)
         text = make_plan(facts, possible, fidelity, model, optimizers, overlap_forward).dumps()
     return loads(agreed(runner, text), "the plan")
 

@@ -42,6 +42,7 @@ class StepProfile:
         self._passes: list[dict[str, float]] = []
         self._readies: list[dict[str, float]] = []
         self._needs: list[dict[str, float]] = []
+        self._whole: list[float] = []
 
     def hook(self) -> None:
         """Begin to watch."""
@@ -101,6 +102,7 @@ class StepProfile:
         last, back = marks["last"], marks["backward"]
         done = max(self._ready.values(), default=marks["step"])
         self._passes.append({"forward": back - last, "backward": max(0.0, done - back), "optimizer": end - marks["step"]})
+        self._whole.append(end - last)
         self._readies.append({name: max(0.0, moment - back) for name, moment in self._ready.items()})
         self._needs.append({name: min(max(0.0, moment - last), back - last) for name, moment in self._needed.items()})
 
@@ -110,8 +112,8 @@ class StepProfile:
         Raises:
             UsageError: on every rank, if on some rank the model was not called itself, so that no forward pass was seen.
         """
-        for seen in (self._passes, self._readies, self._needs):
-            del seen[: learning - 1]  # of the first step the beginning was not seen
+        for seen in (self._passes, self._readies, self._needs, self._whole):
+            del seen[: learning - 1]  # type: ignore[attr-defined]  # of the first step the beginning was not seen
         mine = {name: median(each[name] for each in self._passes) for name in _PASSES if self._passes}
         everyone = values_of_all(runner, mine)
         unseen = [rank for rank, each in enumerate(everyone) if not each]
@@ -126,6 +128,10 @@ class StepProfile:
         if not ready:
             return Compute.uniform(self._model, **slowest)
         return Compute(**slowest, ready=ready, needed=needed)
+
+    def step_seconds(self, runner: Runner) -> float:
+        """The median of whole steps, with what they exchanged, of the slowest rank; after :meth:`compute`. Collective."""
+        return float(max(values_of_all(runner, median(self._whole))))
 
 
 def _stretched(seen: Sequence[Mapping[str, float]], own: float, slowest: float) -> dict[str, float]:

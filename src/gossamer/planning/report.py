@@ -24,6 +24,8 @@ def measured(plan: Plan) -> Iterator[str]:
         f"a step computes {1e3 * compute.seconds:.4g} ms: forward {1e3 * compute.forward:.4g}, "
         f"backward {1e3 * compute.backward:.4g}, optimizer {1e3 * compute.optimizer:.4g}"
     )
+    for method, seconds in facts.steps.items():
+        yield f"steps of {method} took {1e3 * seconds:.4g} ms; rates of links corrected by {facts.corrected:.2f}"
     yield from _notes(facts.links)
 
 
