@@ -61,7 +61,8 @@ def replicate_over(
         runner.agree_on_opening(devices={tensor.device for tensor in moved})
         if runner.nodes is not None:
             algorithm.check(runner.world, runner.nodes)
-        agree(runner, _facts(model, optimizers, algorithm, mode, scaler, overlap_forward, at_step))
+        facts = _facts(model, optimizers, algorithm, mode, scaler, overlap_forward, at_step)
+        agree(runner, facts | {"choice": "an algorithm that is given" if begin is None else "fidelity= or plan="})
         _start_equal(runner, model, optimizers)
         parts = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward, at_step)
         parts.ignored, parts.buffers_asked, parts.synchronize_asked = ignored, buffers, synchronize

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gossamer
-from gossamer import AllReduce, ConfigurationError, Gossip, loopback
+from gossamer import AllReduce, ConfigurationError, DisagreementError, Gossip, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.optim import OneBitAdam
 from gossamer.planning import read_plan, start
@@ -113,6 +113,23 @@ def test_a_plan_of_another_world_is_refused_on_every_rank(tmp_path: Path) -> Non
 def test_arguments_that_do_not_go_together_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         small(0, **options)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"fidelity": "loose"}, "what is asked of the choice"),
+        ({"fidelity": "close", "switch": True}, "what is asked of the choice"),
+        ({"algorithm": AllReduce()}, "choice"),
+    ],
+    ids=repr,
+)
+def test_ranks_that_ask_for_different_things_are_told_so(other: dict[str, Any], told: str) -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(DisagreementError, match=f"(?s){told}.*rank 0: .*rank 1: "):
+            small(rank, **(other if rank else {"fidelity": "close"}))
+
+    loopback(body, 2)
 
 
 def test_an_optimizer_that_communicates_leaves_nothing_to_choose() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from gossamer.comm.runner import alarming
+from gossamer.engine.agreement import agree
 from gossamer.engine.assembly import Parts
 from gossamer.engine.hooks import OwnHook
 from gossamer.errors import ConfigurationError
@@ -35,6 +36,7 @@ def begin(replica: Replica, parts: Parts, wish: Wish) -> None:
     if parts.links:
         name = type(parts.optimizers[0]).__name__
         raise ConfigurationError(f"{name} communicates by itself: leave fidelity= and plan= out")
+    agree(parts.runner, {"what is asked of the choice": f"fidelity={wish.fidelity!r}, switch={wish.switch}"})
     if parts.runner.world == 1:
         _logger.info("plan: one rank exchanges nothing, so there is nothing to choose")
         return
