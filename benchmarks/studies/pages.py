@@ -38,6 +38,8 @@ STUDIES = {
     "faults": ("faults.md",),
     "outer": ("outer.md",),
     "choice": ("choice.md",),
+    "fresh": ("fresh.md",),
+    "switched": ("switched.md",),
     "foresight": ("foresight.md",),
     "published": ("published.md",),
 }  # fmt: skip

@@ -14,7 +14,9 @@ from gossamer.spelled import canonical
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SUITES = suites(ROOT / "benchmarks" / "suites.toml")
-STUDIES = ("convergence", "exchanges", "kernels", "outer", "overhead", "shuffle", "shuffle_time", "threads")
+STUDIES = (
+    "convergence", "exchanges", "fresh", "kernels", "outer", "overhead", "shuffle", "shuffle_time", "switched", "threads",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -113,7 +113,7 @@ class StepProfile:
             UsageError: on every rank, if on some rank the model was not called itself, so that no forward pass was seen.
         """
         for seen in (self._passes, self._readies, self._needs, self._whole):
-            del seen[: learning - 1]  # type: ignore[attr-defined]  # of the first step the beginning was not seen
+            del seen[: learning - 1]  # of the first step the beginning was not seen
         mine = {name: median(each[name] for each in self._passes) for name in _PASSES if self._passes}
         everyone = values_of_all(runner, mine)
         unseen = [rank for rank, each in enumerate(everyone) if not each]

@@ -1,0 +1,149 @@
+"""Switched: a replica with ``switch=True`` in the lab, whose links drop from 1 Gbit/s to 50 Mbit/s in mid-run.
+
+A small network learns what another one says. Each step also waits, as if it computed. Told are the method of every
+step, what it took, and the loss: the method must follow within 50 steps, and the loss must go on.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import gossamer
+from benchmarks.studies.harness import AS_RANK, Study, as_rank, console, measured_on, parser_of
+from gossamer.bench.conditions import conditions, load
+from gossamer.bench.in_lab import lab_json
+from gossamer.bench.rows import Column, Record, Store
+from gossamer.lab import LabSpec
+
+HOSTS, BEFORE, AFTER = 4, "1gbit", "50mbit"
+STEPS, MORE = 40, 60
+"""Steps before the rate drops, and after it."""
+
+COMPUTE = 0.15
+SIGN = "the rate drops now"
+
+
+class _Wait(torch.autograd.Function):
+    """Passes its input on; forward and backward take a while."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        time.sleep(COMPUTE / 3)
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        time.sleep(2 * COMPUTE / 3)
+        return gradients[0]
+
+
+class Network(nn.Module):
+    """Two wide layers (0.5 million parameters) behind a small one, before which backward waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.last = nn.Linear(32, 128), nn.Linear(128, 2048), nn.Linear(2048, 128)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = _Wait.apply(torch.tanh(self.first(inputs)))  # type: ignore[no-untyped-call]
+        outputs: Tensor = self.last(torch.relu(self.wide(hidden)))
+        return outputs
+
+
+def trained() -> Iterator[Record]:
+    """On a rank: every step's method, seconds and loss."""
+    torch.manual_seed(0)
+    model, teacher = Network(), nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 128)).requires_grad_(False)
+    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
+    replica = gossamer.replicate(model, optimizer, fidelity="close", switch=True)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    steps: list[Record] = []
+    for number in range(STEPS + MORE):
+        if number == STEPS:
+            dist.barrier()
+            if dist.get_rank() == 0:
+                sys.stdout.write(f"{SIGN}\n")
+                sys.stdout.flush()
+            time.sleep(1.0)
+        begin, method = time.perf_counter(), repr(replica.algorithm)
+        inputs = torch.randn(64, 32, generator=generator)
+        optimizer.zero_grad()
+        loss = (model(inputs) - teacher(inputs)).square().mean()
+        loss.backward()
+        optimizer.step()
+        steps.append({"method": method, "seconds": time.perf_counter() - begin, "loss": float(loss)})
+    replica.close()
+    yield {"steps": steps}
+
+
+def measure(options: argparse.Namespace, store: Store) -> Iterator[Record]:
+    """One run."""
+    load_before = load()
+    console.log(f"{HOSTS} hosts, {BEFORE}, then {AFTER}")
+    faults = [f"throttle {host} {AFTER} @line:{SIGN}" for host in range(HOSTS)]
+    spec = LabSpec(hosts=HOSTS, rate=BEFORE, faults=faults)
+    found = lab_json(spec, ["-m", "benchmarks.studies.switched", AS_RANK])[-1]
+    yield {"before": BEFORE, "after": AFTER} | found | conditions([], load_before, {})
+
+
+def spans(rows: Sequence[Record]) -> list[Record]:
+    """Steps that follow each other with the same method at the same rate, together."""
+    found: list[Record] = []
+    for row in rows:
+        for number, step in enumerate(row["steps"]):
+            rate = row["before"] if number < STEPS else row["after"]
+            if not found or (found[-1]["rate"], found[-1]["method"]) != (rate, step["method"]):
+                found.append({"rate": rate, "method": step["method"], "first": number + 1, "steps": []})
+            found[-1]["steps"].append(step)
+    return found
+
+
+def followed(rows: Sequence[Record]) -> str:
+    """After how many steps the method changed, and how the loss went on."""
+    told = []
+    for row in rows:
+        steps = row["steps"]
+        last = steps[STEPS - 1]["method"]
+        after = next((number for number, step in enumerate(steps[STEPS:]) if step["method"] != last), None)
+        said = "the method stayed" if after is None else f"the method changed after {after} steps"
+        mean = [sum(step["loss"] for step in part) / len(part) for part in (steps[:10], steps[STEPS - 10 : STEPS], steps[-10:])]
+        told.append(
+            f"After the rate dropped {said}. Mean loss of the first ten steps, of the ten before the drop, of the last ten: "
+            f"{', '.join(f'{each:.4f}' for each in mean)}."
+        )
+    return " ".join([*told, measured_on(rows)])
+
+
+def _median(row: Record) -> float:
+    return float(median(step["seconds"] for step in row["steps"]))
+
+
+COLUMNS = (
+    Column("rate", lambda row: row["rate"]),
+    Column("method", lambda row: f"`{row['method']}`"),
+    Column("steps", lambda row: f"{row['first']} to {row['first'] + len(row['steps']) - 1}"),
+    Column("median step, ms", lambda row: f"{1e3 * _median(row):.0f}"),
+    Column("loss of the last", lambda row: f"{row['steps'][-1]['loss']:.4f}"),
+)
+
+STUDY = Study("switched", ("before", "after"), lambda rows: COLUMNS, spans, followed)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure; as a rank of the lab, print what was measured."""
+    if AS_RANK in sys.argv:
+        as_rank(trained)
+        return
+    STUDY.main(parser_of(__doc__), measure, arguments)
+
+
+if __name__ == "__main__":
+    main()
