@@ -5,7 +5,8 @@ from typing import Any
 
 from benchmarks.studies.absent import EchoPort
 from gossamer.comm.device import Device
-from gossamer.comm.runner import CONTROL, InlineRunner, Meter, Ticket
+from gossamer.comm.loopback import InlineRunner
+from gossamer.comm.runner import CONTROL, Meter, Ticket
 from gossamer.comm.torch.streams import StreamLanes
 
 

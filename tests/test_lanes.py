@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fake_device import FakeDevice, Judge
+from gossamer.comm.loopback import LocalPort, solo_runner
 from gossamer.comm.ops import Flow, all_reduce
-from gossamer.comm.runner import LocalPort, Meter, Ticket, solo_runner
+from gossamer.comm.runner import Meter, Ticket
 from gossamer.comm.torch.lanes import ThreadLanes
 from gossamer.comm.torch.streams import StreamLanes
 

@@ -76,7 +76,7 @@ UPPER = [f"gossamer.{name}" for name in UPPER_NAMES]
 
 @pytest.mark.parametrize(
     "folder",
-    ["algorithms/", "codecs/", "comm/operations.py", "comm/ops.py", "comm/flow.py", "bucket_plan.py", "buckets.py", "state.py"],
+    ["algorithms/", "codecs/", "comm/operations.py", "comm/ops.py", "bucket_plan.py", "buckets.py", "state.py"],
 )
 def test_what_an_algorithm_is_made_of_knows_nothing_above(folder: str) -> None:
     transports = [f"gossamer.comm.{name}" for name in ("runner", "loopback", "connect", "torch")]

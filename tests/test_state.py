@@ -18,8 +18,8 @@ from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket, make_plan
+from gossamer.comm.loopback import solo_runner
 from gossamer.comm.ops import Flow, all_reduce
-from gossamer.comm.runner import solo_runner
 from gossamer.engine.exchange import Exchange
 from gossamer.engine.statistics import Statistics
 from gossamer.engine.weights import WeightSync

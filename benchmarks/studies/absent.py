@@ -9,8 +9,9 @@ from torch import Tensor
 
 from gossamer.comm import ops
 from gossamer.comm.device import Device
+from gossamer.comm.loopback import InlineRunner, LocalPort
 from gossamer.comm.ops import Flow, Group, Op
-from gossamer.comm.runner import CONTROL, InlineRunner, LocalPort, Meter, Ticket
+from gossamer.comm.runner import CONTROL, Meter, Ticket
 from gossamer.comm.torch.device_ports import DevicePort
 from gossamer.comm.torch.gloo import Circle, GlooPort
 from gossamer.comm.torch.lanes import PromptTicket, ThreadLanes

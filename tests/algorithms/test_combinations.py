@@ -26,8 +26,8 @@ from gossamer import (
 )
 from gossamer.algorithms.base import Context
 from gossamer.buckets import make_plan
-from gossamer.comm.flow import drive
 from gossamer.comm.loopback import LoopbackRunner
+from gossamer.comm.ops import drive
 from gossamer.comm.topology import Exchange, Hypercube, Permutation, Topology
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, step_time

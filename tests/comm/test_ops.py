@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from gossamer.comm import ops
 from gossamer.comm.digraph import Digraph, RandomPush
-from gossamer.comm.flow import drive
-from gossamer.comm.ops import Traffic, all_gather, all_reduce, all_to_all, broadcast, decide, permute
-from gossamer.comm.runner import LocalPort, Meter, solo_runner
+from gossamer.comm.loopback import LocalPort, solo_runner
+from gossamer.comm.operations import Traffic, result_like
+from gossamer.comm.ops import all_gather, all_reduce, all_to_all, broadcast, decide, drive, permute
+from gossamer.comm.runner import Meter
 from gossamer.comm.topology import Permutation, shift
 from gossamer.errors import ConfigurationError
 
@@ -77,7 +78,7 @@ def test_alone_an_operation_costs_nothing_and_gives_itself(op: ops.Op) -> None:
     runner, before = solo_runner(), op.tensor.clone()
     result = runner.run(lambda: ops.perform(op), "alone")
     assert torch.equal(result.reshape(before.shape), before)
-    assert result.shape == (ops.result_like(op, 1).shape)
+    assert result.shape == (result_like(op, 1).shape)
     in_place = isinstance(op, ops.AllReduce | ops.Broadcast)
     assert (result.data_ptr() == op.tensor.data_ptr()) is in_place, "a write into what was sent would be one into this"
     assert runner.meters()[0].bytes == 0

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fake_device import FakeDevice
 from gossamer.comm import shaper as shaper_module
-from gossamer.comm.ops import AllReduce, Traffic
+from gossamer.comm.operations import Traffic
+from gossamer.comm.ops import AllReduce
 from gossamer.comm.runner import Meter
 from gossamer.comm.shaper import Shaper, shaper_from_environment
 from gossamer.comm.torch import gloo as torch_ports

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.comm.loopback import LocalPort
 from gossamer.comm.ops import Flow, all_reduce
-from gossamer.comm.runner import LocalPort, Meter, Ticket
+from gossamer.comm.runner import Meter, Ticket
 from gossamer.comm.torch.lanes import PromptTicket, ThreadLanes
 
 

@@ -12,9 +12,8 @@ from gossamer.algorithms.base import Context
 from gossamer.algorithms.blocks.difference import computed
 from gossamer.codecs import Codec, ErrorFeedback, Sparse
 from gossamer.codecs.contraction import contraction
-from gossamer.comm.flow import drive
-from gossamer.comm.ops import AllReduce, Broadcast, Decide, Op, result_like
-from gossamer.comm.runner import alone
+from gossamer.comm.operations import alone, result_like
+from gossamer.comm.ops import AllReduce, Broadcast, Decide, Op, drive
 from gossamer.state import State
 
 from .cases import bucket_of, exchange, gossip, kept, noise, same_bits, shares_memory, stacked

@@ -2,7 +2,8 @@
 
 import pytest
 
-from gossamer.comm.runner import InlineRunner, LocalPort, Meter, alarming, in_words
+from gossamer.comm.loopback import InlineRunner, LocalPort
+from gossamer.comm.runner import Meter, alarming, in_words
 from gossamer.errors import CommunicationError, ConfigurationError, UsageError
 
 

@@ -10,7 +10,8 @@ import gossamer
 from gossamer import AllReduce, Gossip, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.codecs import Quantize
-from gossamer.comm.runner import Meter, solo_runner
+from gossamer.comm.loopback import solo_runner
+from gossamer.comm.runner import Meter
 from gossamer.engine.statistics import Statistics
 from gossamer.optim import OneBitAdam
 

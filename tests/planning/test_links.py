@@ -7,7 +7,7 @@ import torch
 
 from gossamer import loopback
 from gossamer.comm.connect import connect
-from gossamer.comm.ops import Traffic
+from gossamer.comm.operations import Traffic
 from gossamer.planning.links import PATTERNS, Stopwatch, between, measure_rates, operation
 from gossamer.simulate import Cluster, Link, Machines
 from gossamer.simulate.clock import Clock

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from gossamer import AllReduce
-from gossamer.comm.ops import Traffic
+from gossamer.comm.operations import Traffic
 from gossamer.errors import ConfigurationError
 from gossamer.simulate import Compute, Link, Transport, step_time
 from gossamer.simulate.forms import FORMS

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer.comm.ops import Traffic
+from gossamer.comm.operations import Traffic
 from gossamer.simulate.clock import Clock
 from gossamer.simulate.line import SharedLine
 from gossamer.simulate.profile import Link, Transport

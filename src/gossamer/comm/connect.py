@@ -5,7 +5,8 @@ from datetime import timedelta
 from typing import Any
 
 from gossamer.comm import loopback
-from gossamer.comm.runner import Runner, solo_runner
+from gossamer.comm.loopback import solo_runner
+from gossamer.comm.runner import Runner
 from gossamer.comm.torch import process_exit
 from gossamer.comm.torch.waiting import seconds_of
 from gossamer.errors import ConfigurationError

@@ -1,6 +1,6 @@
-"""Loopback: N ranks inside one process, without a network.
+"""Loopback: ranks inside one process, without a network: one by itself, or many.
 
-One thread per rank, exactly one of them running at a time. The baton is passed only where a rank waits for others, and
+Of many, each has a thread, exactly one of them running at a time. The baton is passed only where a rank waits for others, and
 the state of the random number generators travels with it, so a run is deterministic and each rank draws the numbers
 it would draw in a process of its own. Ranks that disagree raise immediately; ranks that wait for each other in vain, too.
 """
@@ -15,12 +15,65 @@ from torch import Tensor
 
 from gossamer.comm.generators import Generators
 from gossamer.comm.loopback_world import Meeting, World
-from gossamer.comm.ops import Decide, Flow, Group, Op
-from gossamer.comm.runner import InlineRunner, Meter, Ticket
+from gossamer.comm.operations import alone
+from gossamer.comm.ops import Decide, Flow, Group, Op, Port, shown
+from gossamer.comm.runner import Meter, Runner, Ticket
+from gossamer.errors import PeerLeftError
 
 T = TypeVar("T")
 
 _here = threading.local()
+
+
+class LocalPort:
+    """A port for a world of one: every operation is its own result."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def start(self, op: Op, group: Group | None = None) -> Op:
+        self._meter.count(op, 1)
+        return op
+
+    def wait(self, handle: Op) -> Tensor:
+        return alone(handle)
+
+    def decide(self, decision: Decide) -> Any:
+        return decision.fn()
+
+
+class InlineRunner(Runner):
+    """Runs every flow to its end where it is submitted: for a world of one, and the base of the loopback runner."""
+
+    def __init__(self, port: Port, meter: Meter, rank: int = 0, world: int = 1) -> None:
+        self.rank, self.world, self.lanes = rank, world, 1
+        self._port, self._meter = port, meter
+        self._submitted = 0
+
+    def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
+        ticket: Ticket[T] = Ticket(self._submitted, label)
+        self._submitted += 1
+        begin = self.now()
+        ticket.carry_out(make_flow, self._port)
+        self._meter.busy_seconds += self.now() - begin
+        if ticket.error is not None and not isinstance(ticket.error, PeerLeftError):
+            raise ticket.error
+        return ticket
+
+    def wait(self, ticket: Ticket[T], meanwhile: Callable[[], bool] | None = None) -> T:
+        if ticket.error is not None:  # of a rank that has left: told where the result is needed, as in real processes
+            raise ticket.error
+        with shown("wait", ticket.label):
+            return ticket.result  # type: ignore[return-value]
+
+    def meters(self) -> list[Meter]:
+        return [self._meter]
+
+
+def solo_runner() -> InlineRunner:
+    """The runner of a world of one, with or without an initialised process group."""
+    meter = Meter()
+    return InlineRunner(LocalPort(meter), meter)
 
 
 class LoopbackPort:

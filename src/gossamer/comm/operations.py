@@ -256,3 +256,8 @@ def carry_out(brought: Sequence[Op]) -> list[Tensor]:
         for source, place in first.incoming(rank, world, result):
             place.copy_(sent[source][rank])
     return results
+
+
+def alone(op: Op) -> Tensor:
+    """What an operation gives in a world of one: as elsewhere, the tensor itself only where the operation works in place."""
+    return op.tensor if isinstance(op, AllReduce | Broadcast) else carry_out([op])[0]

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.device import on_host
-from gossamer.comm.flow import Port, drive, shown
-from gossamer.comm.operations import carry_out
-from gossamer.comm.ops import AllReduce, Broadcast, Decide, Flow, Group, Op, maximum
-from gossamer.errors import CommunicationError, GossamerError, PeerLeftError
+from gossamer.comm.ops import Flow, Group, Op, Port, drive, maximum, shown
+from gossamer.errors import CommunicationError, GossamerError
 
 T = TypeVar("T")
 
@@ -233,59 +231,3 @@ def in_words(rank: int, error: BaseException) -> str:
     if isinstance(error, GossamerError):
         return str(error)
     return f"rank {rank}: {type(error).__name__}: {error}".removesuffix(": ")
-
-
-class LocalPort:
-    """A port for a world of one: every operation is its own result."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def start(self, op: Op, group: Group | None = None) -> Op:
-        self._meter.count(op, 1)
-        return op
-
-    def wait(self, handle: Op) -> Tensor:
-        return alone(handle)
-
-    def decide(self, decision: Decide) -> Any:
-        return decision.fn()
-
-
-def alone(op: Op) -> Tensor:
-    """What an operation gives in a world of one: as elsewhere, the tensor itself only where the operation works in place."""
-    return op.tensor if isinstance(op, AllReduce | Broadcast) else carry_out([op])[0]
-
-
-class InlineRunner(Runner):
-    """Runs every flow to its end where it is submitted: for a world of one, and the base of the loopback runner."""
-
-    def __init__(self, port: Port, meter: Meter, rank: int = 0, world: int = 1) -> None:
-        self.rank, self.world, self.lanes = rank, world, 1
-        self._port, self._meter = port, meter
-        self._submitted = 0
-
-    def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:
-        ticket: Ticket[T] = Ticket(self._submitted, label)
-        self._submitted += 1
-        begin = self.now()
-        ticket.carry_out(make_flow, self._port)
-        self._meter.busy_seconds += self.now() - begin
-        if ticket.error is not None and not isinstance(ticket.error, PeerLeftError):
-            raise ticket.error
-        return ticket
-
-    def wait(self, ticket: Ticket[T], meanwhile: Callable[[], bool] | None = None) -> T:
-        if ticket.error is not None:  # of a rank that has left: told where the result is needed, as in real processes
-            raise ticket.error
-        with shown("wait", ticket.label):
-            return ticket.result  # type: ignore[return-value]
-
-    def meters(self) -> list[Meter]:
-        return [self._meter]
-
-
-def solo_runner() -> InlineRunner:
-    """The runner of a world of one, with or without an initialised process group."""
-    meter = Meter()
-    return InlineRunner(LocalPort(meter), meter)

@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from gossamer.comm.ops import Traffic
+from gossamer.comm.operations import Traffic
 
 
 @dataclass

@@ -19,8 +19,7 @@ from gossamer.bucket_plan import Layout, is_buffer, make_layout
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.comm.echo import EchoPort
-from gossamer.comm.flow import drive
-from gossamer.comm.ops import Context
+from gossamer.comm.ops import Context, drive
 from gossamer.comm.runner import Runner, without_autocast
 from gossamer.engine.history import weight_of
 from gossamer.engine.sharding import local

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket, make_plan
-from gossamer.comm.flow import drive
-from gossamer.comm.ops import AllGather, AllToAll, Decide, Group, Op, Permute, Push
+from gossamer.comm.ops import AllGather, AllToAll, Decide, Group, Op, Permute, Push, drive
 from gossamer.planning.links import Pattern, wait_for
 from gossamer.simulate.clocked import echoed
 from gossamer.state import State

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from gossamer.comm import ops
-from gossamer.comm.flow import answer
-from gossamer.comm.ops import Decide, Flow, Group, Op, Start, Traffic, Wait
+from gossamer.comm.operations import Traffic
+from gossamer.comm.ops import Decide, Flow, Group, Op, Start, Wait, answer
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.simulate.clock import Clock, Event, Process, both
 from gossamer.simulate.levels import Levels

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from gossamer.comm.ops import Traffic
+from gossamer.comm.operations import Traffic
 
 Form = Literal["ring", "halving-doubling", "tree"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 
-from gossamer.comm.ops import Traffic
+from gossamer.comm.operations import Traffic
 from gossamer.simulate.clock import Action, Clock, Event
 from gossamer.simulate.profile import Link
 

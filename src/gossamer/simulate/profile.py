@@ -10,7 +10,7 @@ from typing import TypeGuard
 from torch import nn
 from torch.nn import Parameter
 
-from gossamer.comm.ops import Traffic
+from gossamer.comm.operations import Traffic
 from gossamer.engine.checks import named_parameters
 from gossamer.engine.usage import USAGE
 from gossamer.errors import ConfigurationError

@@ -7,7 +7,8 @@ from functools import cached_property, singledispatch
 import numpy as np
 import numpy.typing as npt
 
-from gossamer.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Permute, Push, Traffic
+from gossamer.comm.operations import Traffic
+from gossamer.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Permute, Push
 from gossamer.simulate.forms import least
 from gossamer.simulate.profile import Link
 

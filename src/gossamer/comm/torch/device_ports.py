@@ -9,8 +9,9 @@ from torch.distributed import distributed_c10d
 
 from gossamer.comm import ops
 from gossamer.comm.device import Device
+from gossamer.comm.operations import Messages, alone, result_like
 from gossamer.comm.ops import Decide, Group, Op
-from gossamer.comm.runner import Meter, Ticket, alone
+from gossamer.comm.runner import Meter, Ticket
 from gossamer.comm.shaper import Shaper
 from gossamer.comm.torch.gloo import REDUCE, Circle, GlooPort, Peers, Pending
 
@@ -36,7 +37,7 @@ class DevicePort:
         circle = self._everyone if group is None else self._circles[group]
         self._meter.count(op, circle.world, circle.rank)
         if op.tensor.numel() == 0:
-            return Pending(op, [], ops.result_like(op, circle.world, circle.rank))
+            return Pending(op, [], result_like(op, circle.world, circle.rank))
         if circle.world == 1:
             return Pending(op, [], alone(op))
         peers = Peers(op, circle)
@@ -69,12 +70,12 @@ class DevicePort:
             source = options.BroadcastOptions()
             source.rootRank = op.source
             return Pending(op, [group.broadcast([op.tensor], source)], op.tensor)
-        result = ops.result_like(op, world, rank)
+        result = result_like(op, world, rank)
         if isinstance(op, ops.AllToAll):
             return Pending(op, [group.alltoall_base(result, op.tensor, [], [], options.AllToAllOptions())], result)
         if isinstance(op, ops.AllGather):
             return Pending(op, [group._allgather_base(result.view(-1), op.tensor.view(-1), options.AllgatherOptions())], result)
-        if isinstance(op, ops.Messages):
+        if isinstance(op, Messages):
             return Pending(op, _batch(circle, op.outgoing(rank, world), op.incoming(rank, world, result)), result)
         raise TypeError(f"the torch runner does not know {op}")
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossamer.comm import ops
+from gossamer.comm.operations import Messages, alone, result_like
 from gossamer.comm.ops import Decide, Group, Op
-from gossamer.comm.runner import Meter, Ticket, alone
+from gossamer.comm.runner import Meter, Ticket
 from gossamer.comm.shaper import Shaper
 from gossamer.comm.torch.send_window import TOGETHER, Post, SendWindow
 
@@ -104,7 +105,7 @@ class GlooPort:
         circle = self._everyone if group is None else self._circle(group)
         self._meter.count(op, circle.world, circle.rank)
         if op.tensor.numel() == 0:
-            return Pending(op, [], ops.result_like(op, circle.world, circle.rank))
+            return Pending(op, [], result_like(op, circle.world, circle.rank))
         if circle.world == 1:
             return Pending(op, [], alone(op))
         pending = self._issue(op, circle)
@@ -172,8 +173,8 @@ class GlooPort:
             source = dist.BroadcastOptions()
             source.rootRank = op.source
             return Pending(op, [circle.up.broadcast([op.tensor], source)], op.tensor)
-        result = ops.result_like(op, circle.world, circle.rank)
-        if not isinstance(op, ops.Messages):
+        result = result_like(op, circle.world, circle.rank)
+        if not isinstance(op, Messages):
             raise TypeError(f"the torch runner does not know {op}")
         outgoing, incoming = op.outgoing(circle.rank, circle.world), op.incoming(circle.rank, circle.world, result)
         if op.to_all and circle.world > 2 and circle.near and (circle.world - 1) * incoming[0][1].nbytes > TOGETHER:

@@ -34,8 +34,7 @@ from typing import Any, TypeVar
 import torch
 
 from gossamer.comm.device import Device
-from gossamer.comm.flow import Begun, shown
-from gossamer.comm.ops import Flow
+from gossamer.comm.ops import Begun, Flow, shown
 from gossamer.comm.runner import Meter, Ticket
 
 T = TypeVar("T")

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.device import Device
-from gossamer.comm.flow import Port
 from gossamer.comm.nodes import here, nodes_from
-from gossamer.comm.ops import Group, all_gather
+from gossamer.comm.ops import Group, Port, all_gather
 from gossamer.comm.runner import Meter, Ticket
 from gossamer.comm.shaper import Shaper
 from gossamer.comm.torch.attempts import attempt

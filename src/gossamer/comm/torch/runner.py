@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gossamer.comm.device import Device
-from gossamer.comm.flow import shown
-from gossamer.comm.ops import Flow, Group
+from gossamer.comm.ops import Flow, Group, shown
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
 from gossamer.comm.shaper import shaper_from_environment
 from gossamer.comm.torch import opening, process_exit
