@@ -23,7 +23,7 @@ from gossamer.comm.ops import Flow, all_reduce
 from gossamer.engine.exchange import Exchange
 from gossamer.engine.statistics import Statistics
 from gossamer.engine.weights import WeightSync
-from gossamer.state import State
+from gossamer.state import State, Unsettled
 
 from .contracts.cases import Oddities, batch, same_bits, train_step, weights
 
@@ -35,11 +35,12 @@ actions = st.lists(st.one_of(st.tuples(names, st.integers(1, 9)), words), max_si
 @given(actions)
 def test_a_state_is_two_dictionaries(actions: list[Any]) -> None:
     """Against the obvious model: what is kept, and what would be kept after a commit. Memory is used again as algorithms do."""
-    state, kept, draft = State(torch.zeros(2)), {}, {}
+    unsettled: Unsettled = set()
+    state, kept, draft = State(torch.zeros(2), unsettled), {}, {}
     for action in actions:
         if action == "commit":
-            if not state.at_rest:  # as exchanges do, which leave most states alone
-                state.commit()
+            for ledger in list(unsettled):  # as exchanges do, which leave most states alone
+                ledger.commit()
             kept = dict(draft)
         elif action == "rollback":
             state.rollback()

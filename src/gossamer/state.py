@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +24,14 @@ def named(name: str, values: Mapping[str, Tensor | None]) -> list[Tensor]:
 
 
 class Ledger(Generic[K]):
-    """Tensors by key. What is written is kept from :meth:`commit` on, or forgotten at :meth:`rollback`."""
+    """Tensors by key. What is written is kept from :meth:`commit` on, or forgotten at :meth:`rollback`.
 
-    def __init__(self) -> None:
+    ``unsettled``: where a ledger stands that a commit would change. Of many buckets most exchanges leave most alone, and an
+    exact all-reduce all of them.
+    """
+
+    def __init__(self, unsettled: "Unsettled | None" = None) -> None:
+        self._unsettled: Unsettled = set() if unsettled is None else unsettled
         self.kept: dict[K, Tensor] = {}
         self.draft: dict[K, Tensor | None] = {}
         """None: to be dropped."""
@@ -41,6 +46,12 @@ class Ledger(Generic[K]):
         """Keep exactly ``values``, leaving out what is None."""
         self.draft, self.spare = {}, {}
         self.kept = {key: value for key, value in values.items() if value is not None}
+        self._unsettled.discard(self)
+
+    def write(self, values: Mapping[K, Tensor | None]) -> None:
+        """Have these values from the next commit on, until then beside what is kept; None: to be dropped."""
+        self.draft |= values
+        self._unsettled.add(self)
 
     def keep_where(self, broken: Tensor, chosen: Callable[[K], bool]) -> None:
         """Where ``broken`` (one boolean, on the tensors' device) holds, write again what is kept: zeros, if nothing fits. Of
@@ -60,26 +71,28 @@ class Ledger(Generic[K]):
             self._set_aside(key, self.kept.pop(key, None))
             if value is not None:
                 self.kept[key] = value
-        self.draft = {}
+        self._settle()
 
     def rollback(self) -> None:
         """Forget what was written."""
         for key, value in self.draft.items():
             self._set_aside(key, value)
+        self._settle()
+
+    def _settle(self) -> None:
         self.draft = {}
+        (self._unsettled.add if self.spare else self._unsettled.discard)(self)
 
     def _set_aside(self, key: K, value: Tensor | None) -> None:
         if value is not None and value.device.type == "cpu":
             self.spare[key] = value
 
-    @property
-    def at_rest(self) -> bool:
-        """Whether :meth:`commit` would change nothing."""
-        return not (self.draft or self.spare)
-
     def current(self) -> dict[K, Tensor]:
         """The last values written, committed or not."""
         return {key: value for key, value in (self.kept | self.draft).items() if value is not None}
+
+
+Unsettled = set[Ledger[Any]]
 
 
 class State:
@@ -93,18 +106,18 @@ class State:
     change, so an algorithm must do without it.
     """
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, unsettled: Unsettled | None = None) -> None:
         # Not the tensor itself: a bucket gives its first one away, and it would be kept for nothing.
         self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
-        self.flats: Ledger[str] = Ledger()
-        self.extras: Ledger[tuple[str, str]] = Ledger()
+        self.flats: Ledger[str] = Ledger(unsettled)
+        self.extras: Ledger[tuple[str, str]] = Ledger(unsettled)
 
     def __getitem__(self, name: str) -> Tensor:
         value = self.flats.get(name)
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device) if value is None else value
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self.flats.draft[name] = value.contiguous()  # parameters' shares are views of it
+        self.flats.write({name: value.contiguous()})  # parameters' shares are views of it
 
     def __contains__(self, name: str) -> bool:
         return self.flats.get(name) is not None
@@ -135,7 +148,7 @@ class State:
 
     def set_extra(self, key: str, value: Tensor, owner: str = WHOLE) -> None:
         """Write an extra: a new tensor, as with the flat ones."""
-        self.extras.draft[key, owner] = value
+        self.extras.write({(key, owner): value})
 
     def later(self) -> "State":
         """A state of its own that begins with everything written here so far; what is written there comes by :meth:`take`."""
@@ -146,8 +159,8 @@ class State:
 
     def take(self, later: "State") -> None:
         """Keep what was written to a state that :meth:`later` returned."""
-        self.flats.draft |= later.flats.draft
-        self.extras.draft |= later.extras.draft
+        self.flats.write(later.flats.draft)
+        self.extras.write(later.extras.draft)
 
     def scoped(self, prefix: str) -> "State":
         """A view of this state in which every key begins with ``prefix``: two algorithms may share a bucket."""
@@ -158,22 +171,12 @@ class State:
         self._forget("")
 
     def _forget(self, prefix: str) -> None:
-        self.flats.draft |= {name: None for name in self.flats.current() if name.startswith(prefix)}
-        self.extras.draft |= {(key, owner): None for key, owner in self.extras.current() if key.startswith(prefix)}
+        self.flats.write({name: None for name in self.flats.current() if name.startswith(prefix)})
+        self.extras.write({(key, owner): None for key, owner in self.extras.current() if key.startswith(prefix)})
 
     def items(self) -> list[tuple[str, Tensor]]:
         """The flat tensors, as they were written last."""
         return list(self.flats.current().items())
-
-    @property
-    def changed(self) -> bool:
-        """Whether anything was written, or is to be dropped, since the last commit."""
-        return bool(self.flats.draft or self.extras.draft)
-
-    @property
-    def at_rest(self) -> bool:
-        """Whether :meth:`commit` would change nothing: of many buckets, most exchanges of weights leave most alone."""
-        return self.flats.at_rest and self.extras.at_rest
 
     def drafts(self) -> list[Tensor]:
         """What was written since the last commit."""

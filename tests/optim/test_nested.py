@@ -11,8 +11,8 @@ from torch.optim import SGD
 import gossamer
 from gossamer import ChunkSparse, Gossip, LocalSGD, loopback
 from gossamer.algorithms import Algorithm
+from gossamer.hooks import in_nested_step
 from gossamer.optim import GossipAdamW
-from gossamer.optim.nested import in_nested_step
 
 
 class Plain(SGD):

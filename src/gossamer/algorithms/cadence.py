@@ -68,6 +68,11 @@ class Cadence:
         """Whether anything is exchanged at ``step``; if not, gradients or weights stay this worker's own."""
         return any(beat.due(step) for beat in self.beats)
 
+    @property
+    def every_step(self) -> bool:
+        """Whether something is exchanged at every step, so that nobody has to ask."""
+        return any(beat.every == 1 and beat.runs(0) and beat.until == math.inf and not beat.once for beat in self.beats)
+
     def runs(self, step: int) -> bool:
         """Whether ``step`` is within the time of any beat."""
         return any(beat.runs(step) for beat in self.beats)

@@ -13,7 +13,7 @@ from gossamer.comm.runner import Runner
 from gossamer.engine.arguments import Synchronize
 from gossamer.engine.at_step import AtStep
 from gossamer.engine.attach import detach
-from gossamer.engine.checks import Ignored, Watch, held_by, named_parameters
+from gossamer.engine.checks import Ignored, held_by, named_parameters
 from gossamer.engine.gradients import GradientSync
 from gossamer.engine.join import Join
 from gossamer.engine.loop import Loop, Subscriber
@@ -24,11 +24,10 @@ from gossamer.engine.optimizers import OptimizerSync
 from gossamer.engine.other_exchanges import OtherExchanges
 from gossamer.engine.overlap import ForwardOverlap
 from gossamer.engine.sharding import local, with_elements
-from gossamer.engine.state_watch import StateWatch
 from gossamer.engine.statistics import Statistics
 from gossamer.engine.unaveraged import UnaveragedGradients, ask_how_many
 from gossamer.engine.unsent import Unsent
-from gossamer.engine.unstepped import UnsteppedWeights
+from gossamer.engine.watches import ModelWatch, StateWatch, UnsteppedWeights
 from gossamer.engine.weight_syncs import WeightSyncs
 from gossamer.optim.communicating import Communicating
 from gossamer.optim.gossip_adamw import stop_telling
@@ -46,7 +45,7 @@ class Parts:
     parameters: dict[str, Parameter]
     trainable: dict[str, Parameter]
     statistics: Statistics
-    watch: Watch
+    watch: ModelWatch
     loop: Loop
     join: Join
     weights: WeightSyncs
@@ -100,7 +99,7 @@ def assemble(
         after_step=weights.exchange_without_step if weights else None,
         in_step=(lambda index: optimizers[index].step()) if links else None,
     )
-    watch = Watch(model, optimizers, parameters)
+    watch = ModelWatch(model, optimizers, parameters)
     parts = Parts(
         model,
         tuple(optimizers),

@@ -1,6 +1,7 @@
 """Bucket states: what an algorithm remembers about the buckets of one plan, and about their steps."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from gossamer.comm.ops import Flow
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.engine.unsent import INHERITED
 from gossamer.memory import wide
-from gossamer.state import RESIDUAL, WHOLE, State, named
+from gossamer.state import RESIDUAL, WHOLE, Ledger, State, Unsettled, named
 
 Kept = dict[str, dict[str, Tensor]]
 """``{key: {parameter name: tensor}}``."""
@@ -26,23 +27,25 @@ class BucketStates:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._later: list[tuple[Ticket[None], list[tuple[State, State]]]] = []
+        self.later: list[tuple[Ticket[None], list[tuple[State, State]]]] = []
         """Flows that still write, and the states that take what they write, each with the one that they write to."""
         self._buckets: list[Bucket] = []
-        self._of_buckets: list[State] = []
+        self.unsettled: Unsettled = set()
+        """What a commit would change."""
+        self.of_buckets: list[State] = []
         self.of_steps: dict[str, State] = {}
         """By group."""
         self.inherits: bool = False
         """Whether anything may be kept that the algorithm before this one has not sent."""
 
     def __getitem__(self, index: int) -> State:
-        return self._of_buckets[index]
+        return self.of_buckets[index]
 
     def __iter__(self) -> Iterator[State]:
-        return iter(self._of_buckets)
+        return iter(self.of_buckets)
 
     def __len__(self) -> int:
-        return len(self._of_buckets)
+        return len(self.of_buckets)
 
     def adopt(self, buckets: list[Bucket]) -> None:
         """Be the states of ``buckets``, carrying over by parameter name what was remembered about others."""
@@ -50,43 +53,32 @@ class BucketStates:
         kept, extras = self.by_name(), of_any_plan(self.extras_by_name())
         self._buckets = buckets
         for bucket in buckets:
-            self.of_steps.setdefault(bucket.layout.group, State(torch.zeros(())))
+            self.of_steps.setdefault(bucket.layout.group, State(torch.zeros(()), self.unsettled))
         self.load_by_name(kept, extras)
 
     def write_later(self, flow: Flow[None], label: str, states: Iterable[tuple[State, State]]) -> None:
         """Start a flow that writes to the second of each pair of ``states``; the first one will take it."""
-        self._later.append((self._runner.submit(lambda: flow, label, CONTROL), list(states)))
-
-    @property
-    def completing(self) -> bool:
-        """Whether :meth:`complete` has anything to wait for."""
-        return bool(self._later)
+        self.later.append((self._runner.submit(lambda: flow, label, CONTROL), list(states)))
 
     def complete(self) -> None:
         """Wait for the flows that still write, and take what they wrote. It is not committed by that."""
-        flows, self._later = self._later, []
+        flows, self.later = self.later, []
         for ticket, states in flows:
             self._runner.wait(ticket)
             for state, later in states:
                 state.take(later)
 
-    @property
-    def changed(self) -> bool:
-        """Whether anything was written, or is to be dropped, since the last commit."""
-        return any(state.changed for state in self.all())
-
     def commit(self, indices: Iterable[int] | None = None) -> None:
         """Keep what the flows wrote; ``indices``: of these buckets, and of their steps."""
         self.complete()
-        for state in self._states_of(indices):
-            if not state.at_rest:
-                state.commit()
+        for ledger in self._unsettled_of(indices):
+            ledger.commit()
 
     def rollback(self, indices: Iterable[int] | None = None) -> None:
         """Drop what the flows wrote, and will write; ``indices``: as for :meth:`commit`, where no flow writes any more."""
-        self._later = [(ticket, []) for ticket, _ in self._later]
-        for state in self._states_of(indices):
-            state.rollback()
+        self.later = [(ticket, []) for ticket, _ in self.later]
+        for ledger in self._unsettled_of(indices):
+            ledger.rollback()
 
     def keep_where(self, broken: Tensor) -> None:
         """Drop it where ``broken`` holds, without asking whether it holds."""
@@ -96,13 +88,13 @@ class BucketStates:
     @property
     def remembers(self) -> bool:
         """Whether anything is kept per element."""
-        return any(state.items() for state in self._of_buckets)
+        return any(state.items() for state in self.of_buckets)
 
     def rescale(self, factor: Tensor) -> None:
         """Gradients are ``factor`` (one number) times as large from now on: residuals and momenta become so too."""
         if factor.device.type == "cpu" and factor == 1:
             return
-        for state in self._of_buckets:
+        for state in self.of_buckets:
             for name in (RESIDUAL, MOMENTUM):
                 for kept in named(name, state.flats.kept) + named(name, state.flats.draft):
                     largest = torch.finfo(kept.dtype).max
@@ -110,13 +102,14 @@ class BucketStates:
 
     def all(self) -> list[State]:
         """Those of the buckets, then those of the steps."""
-        return [*self._of_buckets, *self.of_steps.values()]
+        return [*self.of_buckets, *self.of_steps.values()]
 
-    def _states_of(self, indices: Iterable[int] | None) -> Iterable[State]:
-        """Of these buckets, and of their steps; None: all."""
+    def _unsettled_of(self, indices: Iterable[int] | None) -> list[Ledger[Any]]:
+        """What a commit would change of these buckets, and of their steps; None: of all."""
         if indices is None:
-            return self.all()
-        return [state for i in indices for state in (self._of_buckets[i], self.of_steps[self._buckets[i].layout.group])]
+            return list(self.unsettled)
+        chosen = [state for i in indices for state in (self.of_buckets[i], self.of_steps[self._buckets[i].layout.group])]
+        return [ledger for state in chosen for ledger in (state.flats, state.extras) if ledger in self.unsettled]
 
     def drafts(self) -> list[Tensor]:
         """What the flows wrote and is not yet kept."""
@@ -125,7 +118,7 @@ class BucketStates:
     def by_name(self) -> Kept:
         """The elementwise state that is kept: tensors in the shape of their parameters."""
         kept: Kept = {}
-        for bucket, state in zip(self._buckets, self._of_buckets, strict=True):
+        for bucket, state in zip(self._buckets, self.of_buckets, strict=True):
             for key, flat in state.flats.kept.items():
                 kept.setdefault(key, {}).update(zip(bucket.layout.names, bucket.split(flat), strict=True))
         return kept
@@ -133,7 +126,7 @@ class BucketStates:
     def residual_share(self, sent: Sequence[Tensor] = ()) -> tuple[float, float]:
         """Squared L2 norms: of all residuals, and of ``sent``, or what the buckets hold (at a step's end, the gradients).
         Without any: 0."""
-        residuals = [flat for state in self._of_buckets for flat in named(RESIDUAL, state.flats.current())]
+        residuals = [flat for state in self.of_buckets for flat in named(RESIDUAL, state.flats.current())]
         if not residuals:
             return 0.0, 0.0
         return _squared(residuals), _squared(list(sent) or [bucket.flat for bucket in self._buckets])
@@ -141,7 +134,7 @@ class BucketStates:
     def extras_by_name(self) -> Kept:
         """Everything else that is kept: by key, or by bucket and key; then by parameter."""
         kept: Kept = {}
-        for index, state in enumerate(self._of_buckets):
+        for index, state in enumerate(self.of_buckets):
             for (key, owner), value in state.extras.kept.items():
                 kept.setdefault(f"{_BUCKET}{index}: {key}" if owner == WHOLE else key, {})[owner] = value
         for group, state in self.of_steps.items():
@@ -152,8 +145,9 @@ class BucketStates:
         """Put back what :meth:`by_name` and :meth:`extras_by_name` returned, whatever the plan is now."""
         self.complete()
         self.inherits = INHERITED in kept
-        self._of_buckets = [State(bucket.flat) for bucket in self._buckets]
-        for bucket, state in zip(self._buckets, self._of_buckets, strict=True):
+        self.unsettled.clear()
+        self.of_buckets = [State(bucket.flat, self.unsettled) for bucket in self._buckets]
+        for bucket, state in zip(self._buckets, self.of_buckets, strict=True):
             state.load({key: bucket.gather(tensors) for key, tensors in kept.items()})
             names = set(bucket.layout.names)
             state.extras.load({(k, n): t.clone() for k, owned in extras.items() for n, t in owned.items() if n in names})

@@ -1,10 +1,9 @@
-"""Checks: what is refused at the start, and what is watched afterwards."""
+"""Checks: what is refused at the start."""
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,13 +11,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from gossamer.engine.loop import Subscriber
-from gossamer.engine.sharding import reshard
-from gossamer.errors import ConfigurationError, UsageError
+from gossamer.errors import ConfigurationError
 from gossamer.memory import is_stored
-from gossamer.optim.communicating import Communicating
 
-_replicated: "weakref.WeakValueDictionary[int, Parameter]" = weakref.WeakValueDictionary()
+replicated: "weakref.WeakValueDictionary[int, Parameter]" = weakref.WeakValueDictionary()
 
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -153,7 +149,7 @@ def _check_parameter(name: str, parameter: Parameter) -> None:
         raise ConfigurationError(f"parameter {name!r} is lazy and has no shape yet: run one forward pass before replicate()")
     if parameter.layout is not torch.strided:
         raise ConfigurationError(f"parameter {name!r} is {parameter.layout}; only dense parameters work")
-    if id(parameter) in _replicated:
+    if id(parameter) in replicated:
         raise ConfigurationError(
             f"parameter {name!r} is replicated already: replicate() was called twice on this model (or on another that "
             "shares this parameter); call close() on the first replica before making another"
@@ -208,13 +204,13 @@ def check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     missing = [name for name, p in parameters.items() if p.requires_grad and id(p) not in holders]
     if missing:
         raise ConfigurationError(
-            f"the optimizer does not hold {_some(missing)}: it was made for another model, or before this one was changed"
+            f"the optimizer does not hold {some(missing)}: it was made for another model, or before this one was changed"
             " (freeze what is not to be trained: requires_grad_(False))"
         )
     twice = [name for name, p in parameters.items() if holders.get(id(p), 0) > 1]
     if twice:
-        raise ConfigurationError(f"more than one optimizer holds {_some(twice)}")
-    foreign = set(holders) - set(map(id, model.parameters())) - set(_replicated)
+        raise ConfigurationError(f"more than one optimizer holds {some(twice)}")
+    foreign = set(holders) - set(map(id, model.parameters())) - set(replicated)
     if foreign:
         raise ConfigurationError(
             f"the optimizer holds {len(foreign)} parameter(s) that the model does not have: they would not be replicated "
@@ -227,70 +223,13 @@ def held_by(optimizer: Optimizer) -> list[Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _ids(places: Sequence[dict[str, Any]]) -> list[int]:
-    return list(map(id, chain.from_iterable(map(dict.values, places))))
-
-
-def _attributes(name: str, objects: Sequence[Any]) -> list[Any]:
-    return list(map(attrgetter(name), objects))
-
-
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """A few parameters, by name."""
     shown = ", ".join(map(repr, names[:3]))
     return f"parameter {shown}" if len(names) == 1 else f"{len(names)} parameters ({shown}{', …' if len(names) > 3 else ''})"
-
-
-class Watch(Subscriber):
-    """Notices what would silently not be replicated: parameters added, replaced or unfrozen afterwards.
-
-    The check runs at every optimizer step, so it only compares objects by identity, all in one comparison.
-    """
-
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:
-        modules, self._model = list(model.modules()), model
-        self._places: list[dict[str, Any]] = [place for module in modules for place in (module._parameters, module._modules)]
-        self._before, self._ids = [dict(place) for place in self._places], _ids(self._places)
-        self._groups = [(optimizer, [id(p) for p in held_by(optimizer)]) for optimizer in optimizers]
-        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
-        communicating = any(isinstance(optimizer, Communicating) for optimizer in optimizers)
-        self._not_to_freeze = {name: p for name, p in parameters.items() if communicating and p.requires_grad}
-        self._names, self._own = list(parameters), list(parameters.values())
-        self._dtypes, self._devices = _attributes("dtype", self._own), _attributes("device", self._own)
-        for parameter in self._own:
-            _replicated[id(parameter)] = parameter
-
-    def before_step(self, index: int, closure: bool) -> None:
-        """Raise :class:`UsageError` if the model or an optimizer is not what was replicated."""
-        if _ids(self._places) != self._ids:
-            reshard(self._model)  # a forward pass after backward has left FSDP2's outermost parameters whole
-        if _ids(self._places) != self._ids:
-            pairs = zip(self._places, self._before, strict=True)
-            changed = [key for now, before in pairs for key in {**now, **before} if now.get(key) is not before.get(key)]
-            if changed:  # and not only put in another order
-                raise UsageError(f"{_some(changed)} was added, replaced or removed after replicate(); {_again}")
-        for optimizer, before_ids in self._groups:
-            if [id(p) for p in held_by(optimizer)] != before_ids:
-                raise UsageError(f"the parameters of {type(optimizer).__name__} changed after replicate(); {_again}")
-        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if unfrozen:
-            raise UsageError(f"{_some(unfrozen)} was unfrozen after replicate(); {_again}")
-        frozen = [name for name, parameter in self._not_to_freeze.items() if not parameter.requires_grad]
-        if frozen:
-            raise UsageError(f"{_some(frozen)} was frozen, with an optimizer that communicates by itself; {_again}")
-        if _attributes("dtype", self._own) != self._dtypes or _attributes("device", self._own) != self._devices:
-            before = zip(self._names, self._own, self._dtypes, self._devices, strict=True)
-            name, p, dtype, device = next(row for row in before if (row[1].dtype, row[1].device) != row[2:])
-            raise UsageError(f"parameter {name!r} moved from {dtype} on {device} to {p.dtype} on {p.device}; {_again}")
-
-    def release(self) -> None:
-        """The replica is closed; its parameters may be replicated again."""
-        release(self._own)
 
 
 def release(parameters: Iterable[Parameter]) -> None:
     """They are replicated no more, and may be again."""
     for parameter in parameters:
-        _replicated.pop(id(parameter), None)
-
-
-_again = "call replica.close() and gossamer.replicate() again after changing the model"
+        replicated.pop(id(parameter), None)

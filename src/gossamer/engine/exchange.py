@@ -49,6 +49,8 @@ class Exchange:
         self.cadences: list[Cadence] = []
         """When each bucket is exchanged."""
         self.states: BucketStates = BucketStates(runner)
+        self._steady = True
+        """Whether every bucket is exchanged at every step."""
         self._lanes: tuple[int, ...] = ()
         self.order: list[int] = []
         """In which order buckets are launched, by their index in the plan."""
@@ -70,6 +72,7 @@ class Exchange:
         self.plan, self.buckets = plan, [Bucket(index, layout) for index, layout in enumerate(plan.layouts)]
         self.handlers = [layout.handler for layout in plan.layouts]
         self.cadences = [handler.cadence for handler in self.handlers]
+        self._steady = all(cadence.every_step for cadence in self.cadences)
         self.arrange(range(len(plan.layouts)))
         self._prompt = self._alone and all(handler.traits.prompt for handler in self.handlers)
         self._finishers = self._by_group(index for index, handler in enumerate(self.handlers) if finishes(handler))
@@ -110,7 +113,7 @@ class Exchange:
 
     def _due(self, index: int, step: int) -> bool:
         """Whether a bucket is exchanged at this step."""
-        return self.cadences[index].due(step)
+        return self._steady or self.cadences[index].due(step)
 
     def due_at(self, step: int) -> list[int]:
         """The buckets that are exchanged at this step, in the plan's order."""
@@ -134,7 +137,7 @@ class Exchange:
     def _submit(self, index: int, exchange: Callable[..., Flow[Any]], step: int, when: str) -> None:
         bucket, self._step = self.buckets[index], step
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
-        make_flow = partial(self._checked, exchange, bucket, self.states[index], self.context(step))
+        make_flow = partial(self._checked, exchange, bucket, self.states.of_buckets[index], self.context(step))
         self._tickets[index] = self.runner.submit(make_flow, label, self._lanes[index], prompt=self._prompt)
 
     def _checked(self, exchange: Callable[..., Flow[Any]], bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
@@ -145,7 +148,7 @@ class Exchange:
         result = yield from exchange(bucket, state, ctx)
         if self.noise is not None:
             self.noise.after(bucket.index, own, result)
-        if self._finite and result.device.type == "cpu" and (drafts := state.drafts()):
+        if self._finite and self.states.unsettled and result.device.type == "cpu" and (drafts := state.drafts()):
             self._searched.add(bucket.index)
             if any_non_finite([result, *drafts]).item() > 0:
                 self._poisoned.add(bucket.index)
@@ -181,6 +184,11 @@ class Exchange:
             flow = handler.finish(buckets, states, whole, self.context(step))
             if flow is not None:
                 self.states.write_later(flow, f"finish of step {step}", zip(own, [*states, whole], strict=True))
+
+    def commit(self, indices: Collection[int] | None = None) -> None:
+        """Keep what the flows wrote, of these buckets only if ``indices`` are given."""
+        if self.states.unsettled or self.states.later:
+            self.states.commit(indices)
 
     def forget(self) -> None:
         """Nothing is under way any more, whatever was."""
@@ -219,7 +227,7 @@ class Exchange:
 
         The results are the same on all ranks, so all of them drop it, or none does.
         """
-        if not self.states.changed:
+        if not any(ledger.draft for ledger in self.states.unsettled):
             return
         of_buckets = zip(results, self.states, strict=True)
         others = [each for index, each in enumerate(of_buckets) if index not in self._searched]

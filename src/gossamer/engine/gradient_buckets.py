@@ -40,6 +40,8 @@ class GradientBuckets:
         self.parameters: dict[str, Parameter] = dict(parameters)
         self._runner, self._algorithm = runner, algorithm
         self._open: OpenStep | None = None
+        self._missing: list[int] = []
+        """Of each bucket: how many gradients have not come in the pass under way."""
         self._late: dict[str, Slot] = {}
         """Gradients to be collected at the end of the pass: see the note [passes inside a pass]."""
         self._slots = {name: Slot(name, parameter, runner.rank) for name, parameter in parameters.items()}
@@ -62,6 +64,7 @@ class GradientBuckets:
     def adopt_plan(self, plan: Plan) -> None:
         """Allocate buckets for ``plan``, carrying the algorithm's state over by parameter name."""
         for slot in self._slots.values():
+            slot.ready = False
             slot.view = local(slot.parameter.detach())  # nothing is to hold the old buckets while the new ones are made
         self.exchange.adopt(plan)
         self._usage = self._learned_plan = self._shelved = None
@@ -76,7 +79,8 @@ class GradientBuckets:
                     slot = self._slots[segment.name]
                     slot.bucket, slot.view = bucket.index, bucket.views[number]
                     slot.share = share if shares else None
-        self._reset()
+        self._missing, self._open, self._late = [], None, {}
+        self.exchange.forget()
 
     def _put_away(self, over: bool, idle: bool) -> None:
         """Keep no copy of the gradients where they are not exchanged any more, and nothing is left unsent."""
@@ -86,14 +90,6 @@ class GradientBuckets:
             self._shelved = plan
         elif not idle and self._shelved is not None:
             self.adopt_plan(self._shelved)
-
-    def _reset(self) -> None:
-        self._missing = [len(bucket.segments) for bucket in self.exchange.buckets]
-        self._open = None
-        self._late = {}
-        self.exchange.forget()
-        for slot in self._slots.values():
-            slot.ready = False
 
     def parameters_of(self, index: int) -> list[Parameter]:
         """The parameters in a bucket."""

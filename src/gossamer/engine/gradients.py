@@ -46,6 +46,7 @@ class GradientSync(GradientBuckets, Subscriber):
         """When each bucket was complete, in seconds, if anyone wants to know."""
         self._loop, self._statistics = loop, statistics
         self._cadence, self._takes_momentum = algorithm.cadence, algorithm.traits.takes_momentum
+        self._steady = self._cadence.every_step
         self._under_way = False
         """Whether a pass has begun and not ended."""
         self._versions: list[int] = []
@@ -72,7 +73,7 @@ class GradientSync(GradientBuckets, Subscriber):
         waiting = self._loop.waiting
         if self._takes_momentum and not self._loop.accumulated:
             self._discarded.refuse_sums(waiting, self.step)
-        if self.exchange.states.completing:
+        if self.exchange.states.later:
             with self._statistics.exposed():
                 self.exchange.states.complete()
         if self._under_way:  # an error has ended the last pass half-way
@@ -80,17 +81,28 @@ class GradientSync(GradientBuckets, Subscriber):
         elif waiting:
             self._discarded.keep_or_forget(waiting, self._versions, self._loop.first, self._loop.accumulated)
         else:
-            self.exchange.states.commit()
-        self.adopt_learned()
-        self._idle = not self._cadence.due(self.step)
-        self._put_away(self._over, self._idle)
-        self._reset()
+            self.exchange.commit()
+        if self._learned_plan is not None:
+            self.adopt_learned()
+        self._idle = not self._is_due
+        if self._idle or self._shelved is not None:
+            self._put_away(self._over, self._idle)
+        self.exchange.forget()
+        self._missing = [len(layout.segments) for layout in self.exchange.plan.layouts]
+        self._open, self._late = None, {}
+        for slot in self._slots.values():
+            slot.ready = False
         self._under_way, self._versions = True, [parameter._version for parameter in self.parameters.values()]
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether any gradient is exchanged in the next pass."""
+        return self._steady or self._cadence.due(self.step)
 
     @property
     def _over(self) -> bool:
         """Whether gradients are not exchanged any more."""
-        return not self._cadence.due(self.step) and self.step > max(self._cadence.changes, default=self.step)
+        return not self._is_due and self.step > max(self._cadence.changes, default=self.step)
 
     def _collector(self, slot: Slot) -> Callable[[], None]:
         on_device = slot.parameter.device.type != "cpu"
@@ -272,7 +284,7 @@ class GradientSync(GradientBuckets, Subscriber):
         """Make the results the content of the buckets, and the buckets' views the gradients."""
         moved = [bucket.adopt(result) for bucket, result in zip(self.exchange.buckets, results, strict=True)]
         # Unused on every rank: the gradient stays None, because a zero would move the parameter under AdamW.
-        nowhere = self._nowhere(unused, asked)
+        nowhere = self._nowhere(unused, asked) if unused or asked is not None else set()
         for bucket in self.exchange.buckets:
             if moved[bucket.index] or unused or self._copies:
                 for slot in self._adopted(bucket, nowhere):

@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from gossamer.comm.runner import Runner, alarming
-from gossamer.engine.hooks import OwnHook, current_task, is_nested
 from gossamer.engine.sharding import sharded_modules
 from gossamer.engine.subscriber import Subscriber as Subscriber
 from gossamer.errors import UsageError
-from gossamer.optim.nested import in_nested_step
+from gossamer.hooks import OwnHook, current_task, in_nested_step, is_nested
 
 _NONE = -2
 """The number of no backward pass; -1 is that of what is called outside of any."""

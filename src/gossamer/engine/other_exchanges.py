@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from gossamer.comm.runner import Runner, alarming
-from gossamer.engine.hooks import InsideDDP
 from gossamer.errors import UsageError
+from gossamer.hooks import InsideDDP
 
 _DDP = nn.parallel.DistributedDataParallel
 

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from gossamer.comm.runner import Runner, alarming, without_autocast
 from gossamer.engine.gradients import GradientSync
-from gossamer.engine.hooks import OwnHook
 from gossamer.engine.launch import agreed_order
 from gossamer.engine.loop import Loop, Subscriber
 from gossamer.engine.unchanged import Evidence
 from gossamer.errors import UsageError
+from gossamer.hooks import OwnHook
 
 _logger = logging.getLogger("gossamer")
 

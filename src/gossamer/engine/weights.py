@@ -202,7 +202,7 @@ class WeightSync:
             for index, result in came.items():
                 self._pending[index].arrived(result)
             self.exchange.finish(self._step)
-            self.exchange.states.commit(came if self.exchange.launched else None)
+            self.exchange.commit(came if self.exchange.launched else None)
 
     @contextmanager
     def _forgetting(self) -> Iterator[None]:

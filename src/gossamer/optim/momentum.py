@@ -12,8 +12,8 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from gossamer.errors import ConfigurationError
+from gossamer.hooks import in_nested_step
 from gossamer.optim.loan import give_back, save_as_given
-from gossamer.optim.nested import in_nested_step
 
 _LENT, _DECAY = "momentum lent to gossamer", "weight decay lent to gossamer"
 _LOAN = {"momentum": _LENT, "weight_decay": _DECAY}

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import values_of_all
-from gossamer.engine.hooks import OwnHook
 from gossamer.errors import UsageError
+from gossamer.hooks import OwnHook
 from gossamer.planning.links import wait_for
 from gossamer.simulate.profile import Compute
 

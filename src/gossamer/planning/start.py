@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 from gossamer.comm.runner import alarming
 from gossamer.engine.agreement import agree
 from gossamer.engine.assembly import Parts
-from gossamer.engine.hooks import OwnHook
 from gossamer.errors import ConfigurationError
-from gossamer.optim.nested import in_nested_step
+from gossamer.hooks import OwnHook, in_nested_step
 from gossamer.planning.candidates import check_fidelity
 from gossamer.planning.chooser import Chooser, Watch, Wish
 from gossamer.planning.plan import Plan, agreed, loads

@@ -15,8 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gossamer.engine.checks import named_parameters
-from gossamer.engine.hooks import OwnHook
-from gossamer.optim.nested import in_nested_step
+from gossamer.hooks import OwnHook, in_nested_step
 from gossamer.simulate.profile import Compute
 
 PassTime = Callable[[float], None]

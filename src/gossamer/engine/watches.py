@@ -1,27 +1,33 @@
-"""State watch: what an optimizer keeps of each weight, where only the weights themselves are exchanged.
+"""Watches: what a user may change after ``replicate()`` that would silently not be exchanged.
 
-A second sequence of weights (schedule-free's z, Lookahead's slow weights) would stay each rank's own and pull its weights away
-from the average. Judged by what is kept, whatever the optimizer is called.
+The model and its parameters; the weights, by another optimizer; and what an optimizer keeps of each weight, where only the
+weights themselves are exchanged: a second sequence of weights (schedule-free's z, Lookahead's slow weights) would stay each
+rank's own and pull its weights away from the average. Judged by what is kept, whatever the optimizer is called.
 """
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
+from gossamer.engine.checks import release, replicated, some
 from gossamer.engine.loop import Subscriber
-from gossamer.engine.sharding import local
+from gossamer.engine.sharding import local, reshard
 from gossamer.errors import UsageError
+from gossamer.optim.communicating import Communicating
 from gossamer.optim.gossip_adamw import AVERAGED_OVER
 
 _logger = logging.getLogger("gossamer")
+
+_again = "call replica.close() and gossamer.replicate() again after changing the model"
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
 """What torch's optimizers call sums, means and bounds of a gradient's squares or magnitudes, by which they divide."""
@@ -31,6 +37,93 @@ OF_GRADIENTS = (*SQUARES, "momentum_buffer", "exp_avg", "grad_avg", "acc_delta",
 
 NEAR = 0.2
 """How far from the weights, relative to their size, a copy of them may be when it is first seen, one step after it was made."""
+
+_MANY = 20
+"""Gradients of one parameter without a step, after which its version is looked at."""
+
+
+class ModelWatch(Subscriber):
+    """Notices what would silently not be replicated: parameters added, replaced or unfrozen afterwards.
+
+    The check runs at every optimizer step, so it only compares objects by identity, all in one comparison.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:
+        modules, self._model = list(model.modules()), model
+        self._places: list[dict[str, Any]] = [place for module in modules for place in (module._parameters, module._modules)]
+        self._before, self._ids = [dict(place) for place in self._places], _ids(self._places)
+        self._groups = [(optimizer, _held(optimizer)) for optimizer in optimizers]
+        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+        communicating = any(isinstance(optimizer, Communicating) for optimizer in optimizers)
+        self._not_to_freeze = {name: p for name, p in parameters.items() if communicating and p.requires_grad}
+        self._names, self._own = list(parameters), list(parameters.values())
+        self._dtypes, self._devices = _attributes("dtype", self._own), _attributes("device", self._own)
+        for parameter in self._own:
+            replicated[id(parameter)] = parameter
+
+    def before_step(self, index: int, closure: bool) -> None:
+        """Raise :class:`UsageError` if the model or an optimizer is not what was replicated."""
+        if _ids(self._places) != self._ids:
+            reshard(self._model)  # a forward pass after backward has left FSDP2's outermost parameters whole
+        if _ids(self._places) != self._ids:
+            pairs = zip(self._places, self._before, strict=True)
+            changed = [key for now, before in pairs for key in {**now, **before} if now.get(key) is not before.get(key)]
+            if changed:  # and not only put in another order
+                raise UsageError(f"{some(changed)} was added, replaced or removed after replicate(); {_again}")
+        for optimizer, before_ids in self._groups:
+            if _held(optimizer) != before_ids:
+                raise UsageError(f"the parameters of {type(optimizer).__name__} changed after replicate(); {_again}")
+        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if unfrozen:
+            raise UsageError(f"{some(unfrozen)} was unfrozen after replicate(); {_again}")
+        frozen = [name for name, parameter in self._not_to_freeze.items() if not parameter.requires_grad]
+        if frozen:
+            raise UsageError(f"{some(frozen)} was frozen, with an optimizer that communicates by itself; {_again}")
+        if _attributes("dtype", self._own) != self._dtypes or _attributes("device", self._own) != self._devices:
+            before = zip(self._names, self._own, self._dtypes, self._devices, strict=True)
+            name, p, dtype, device = next(row for row in before if (row[1].dtype, row[1].device) != row[2:])
+            raise UsageError(f"parameter {name!r} moved from {dtype} on {device} to {p.dtype} on {p.device}; {_again}")
+
+    def release(self) -> None:
+        """The replica is closed; its parameters may be replicated again."""
+        release(self._own)
+
+
+def _held(optimizer: Optimizer) -> list[int]:
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _ids(places: Sequence[dict[str, Any]]) -> list[int]:
+    return list(map(id, chain.from_iterable(map(dict.values, places))))
+
+
+def _attributes(name: str, objects: Sequence[Any]) -> list[Any]:
+    return list(map(attrgetter(name), objects))
+
+
+class UnsteppedWeights(Subscriber):
+    """Watches one weight where only weights are exchanged: without steps of the optimizer nothing would be, silently."""
+
+    def __init__(self, runner: Runner, weight: Parameter) -> None:
+        self._rank, self._weight = runner.rank, weight
+        self._gradients, self._version = 0, 0
+
+    def hook(self) -> Any:
+        """Install the hook; returns its handle."""
+        return self._weight.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, weight: Tensor) -> None:
+        if self._gradients == 0:
+            self._version = weight._version
+        self._gradients += 1
+        if self._gradients == _MANY and weight._version != self._version:
+            _logger.warning(
+                "rank %d: the weights have changed during %d backward passes, but the optimizer given to replicate() took "
+                "no step, so nothing was exchanged; give it the optimizer whose step() is called", self._rank, _MANY
+            )  # fmt: skip
+
+    def before_step(self, index: int, closure: bool) -> None:
+        self._gradients = 0
 
 
 class StateWatch(Subscriber):
