@@ -41,7 +41,7 @@ def files_of_a_step(algorithm: gossamer.Algorithm) -> set[str]:
     return entered - NETWORK
 
 
-@pytest.mark.parametrize(("algorithm", "limit"), [(gossamer.AllReduce(), 12), (gossamer.Gossip(), 23)], ids=repr)
+@pytest.mark.parametrize(("algorithm", "limit"), [(gossamer.AllReduce(), 12), (gossamer.Gossip(), 15)], ids=repr)
 def test_a_step_enters_no_more_files(algorithm: gossamer.Algorithm, limit: int) -> None:
     entered = files_of_a_step(algorithm)
     assert len(entered) > 1  # something was seen

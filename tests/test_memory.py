@@ -5,7 +5,8 @@ import threading
 import torch
 from torch import Tensor
 
-from gossamer.memory import Memory, is_momentary, momentary, portions
+from gossamer.buckets import Memory
+from gossamer.memory import is_momentary, momentary, portions
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ from gossamer.bucket_plan import (
     name_of_buffer,
     plan_from_names,
 )
-from gossamer.memory import Memory
+from gossamer.memory import is_alone, reused
 
 __all__ = [
     "FIRST_BYTES",
@@ -33,6 +33,7 @@ __all__ = [
     "Handler",
     "Kind",
     "Layout",
+    "Memory",
     "OneSize",
     "Plan",
     "Routing",
@@ -46,6 +47,35 @@ __all__ = [
     "name_of_buffer",
     "plan_from_names",
 ]
+
+
+class Memory:
+    """Tensors of one bucket that are used again in every step.
+
+    New memory is not free: the system has to find each page at its first touch, which on virtual machines can take
+    ten times as long as what is computed on it. Devices have caching allocators and need none of this.
+    """
+
+    def __init__(self) -> None:
+        self._spare: Tensor | None = None
+        self._scratch: dict[str, Tensor] = {}
+
+    def fresh(self, like: Tensor) -> Tensor:
+        """An uninitialised tensor like ``like``."""
+        spare, self._spare = self._spare, None
+        return reused(spare, like)
+
+    def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """The tensor of this name, made when it is first asked for."""
+        kept = self._scratch.get(name)
+        if kept is None or kept.dtype != dtype or kept.device != like.device or kept.shape != like.shape:
+            kept = self._scratch[name] = torch.empty_like(like, dtype=dtype)
+        return kept
+
+    def recycle(self, tensor: Tensor) -> None:
+        """Keep a tensor for :meth:`fresh`, if this is the only one that looks at its memory."""
+        if is_alone(tensor):
+            self._spare = tensor
 
 
 class Bucket:

@@ -32,8 +32,8 @@ def is_momentary(numel: int, dtype: torch.dtype, device: torch.device) -> bool:
 def momentary(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised flat tensor, for as long as anybody looks at it.
 
-    On the host it is the same memory of this thread each time (see :class:`Memory` for why), once nobody looks at it any more
-    and as long as that suffices; unless it is a lot.
+    On the host it is the same memory of this thread each time (why: see :class:`gossamer.buckets.Memory`), once nobody looks at
+    it any more and as long as that suffices; unless it is a lot.
     """
     if not is_momentary(numel, dtype, device):
         return torch.empty(numel, dtype=dtype, device=device)
@@ -76,35 +76,6 @@ def stored(tensor: Tensor) -> list[Tensor]:
 def is_stored(tensor: Tensor) -> bool:
     """Whether all of :func:`stored` have memory, or need none; a subclass that wraps others and does not name them has none."""
     return all(plain.is_meta or not plain.numel() or plain.data_ptr() != 0 for plain in stored(tensor))
-
-
-class Memory:
-    """Tensors of one bucket that are used again in every step.
-
-    New memory is not free: the system has to find each page at its first touch, which on virtual machines can take
-    ten times as long as what is computed on it. Devices have caching allocators and need none of this.
-    """
-
-    def __init__(self) -> None:
-        self._spare: Tensor | None = None
-        self._scratch: dict[str, Tensor] = {}
-
-    def fresh(self, like: Tensor) -> Tensor:
-        """An uninitialised tensor like ``like``."""
-        spare, self._spare = self._spare, None
-        return reused(spare, like)
-
-    def scratch(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor of this name, made when it is first asked for."""
-        kept = self._scratch.get(name)
-        if kept is None or kept.dtype != dtype or kept.device != like.device or kept.shape != like.shape:
-            kept = self._scratch[name] = torch.empty_like(like, dtype=dtype)
-        return kept
-
-    def recycle(self, tensor: Tensor) -> None:
-        """Keep a tensor for :meth:`fresh`, if this is the only one that looks at its memory."""
-        if is_alone(tensor):
-            self._spare = tensor
 
 
 def reused(old: Tensor | None, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

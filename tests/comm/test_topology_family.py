@@ -19,6 +19,7 @@ from gossamer.comm.topology import (
     ShiftOne,
     Topology,
     dissemination,
+    exchange_at,
     mixing_matrix,
     rotated,
     rounds,
@@ -78,6 +79,14 @@ def test_it_begins_anew_after_its_cycle(topology: Topology, world: int) -> None:
     if serves(topology, world) and not isinstance(topology, RandomMatching):
         cycle = topology.cycle(world)
         assert all(topology.at(step, world) == topology.at(step + cycle, world) for step in range(2 * cycle))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize("topology", EVERY, ids=repr)
+def test_an_exchange_is_that_of_its_step_also_where_a_cycle_was_worked_out_before(topology: Topology, world: int) -> None:
+    if serves(topology, world):
+        steps = range(3 * topology.cycle(world) + 1)
+        assert all(exchange_at(topology, step, world) == topology.at(step, world) for step in steps)
 
 
 @pytest.mark.parametrize("topology", EVERY, ids=repr)

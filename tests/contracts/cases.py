@@ -36,12 +36,13 @@ from gossamer.algorithms import (
     streaming_diloco,
 )
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.blocks.difference import Difference, computed, narrow
+from gossamer.algorithms.blocks.difference import Difference, computed
 from gossamer.algorithms.blocks.gathered import Gathered
 from gossamer.buckets import Bucket, make_layout
 from gossamer.codecs import Codec, TopPerChunk
 from gossamer.codecs.quantize import Quantize
 from gossamer.codecs.sign import Sign
+from gossamer.codecs.wire import narrow
 from gossamer.comm.loopback import LoopbackRunner, current_runner
 from gossamer.comm.ops import Decide, Flow, Start, Wait
 from gossamer.state import State

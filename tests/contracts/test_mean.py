@@ -11,9 +11,10 @@ from torch import Tensor
 from gossamer import Gossip, GossipGraD, GossipPGA, LowPrecisionDecentralized, PushSum, QuantizedGossip
 from gossamer.algorithms import Algorithm, DecentralizedSGD, registry
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.blocks.difference import computed, narrow
+from gossamer.algorithms.blocks.difference import computed
 from gossamer.codecs import ErrorFeedback
 from gossamer.codecs.contraction import contraction
+from gossamer.codecs.wire import narrow
 from gossamer.comm.digraph import RandomPush
 from gossamer.comm.operations import carry_out
 from gossamer.comm.ops import Flow, Start, Wait

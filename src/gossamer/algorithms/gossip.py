@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.blocks.difference import Difference, narrowed_message
+from gossamer.algorithms.blocks.difference import Difference
 from gossamer.algorithms.blocks.meeting import Meeting, check_ahead
 from gossamer.algorithms.cadence import Cadence, every
 from gossamer.buckets import Bucket
-from gossamer.codecs.wire import Wire, check_wire, narrowed
+from gossamer.codecs.wire import Wire, check_wire, narrow, narrowed
 from gossamer.comm.ops import Flow, Permute, start, wait
 from gossamer.comm.topology import Dissemination, Topology, exchange_at
 from gossamer.state import State
@@ -76,7 +76,9 @@ class Gossip(Meeting):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
         partners = exchange_at(self.topology, ctx.step // self.every, ctx.world).permutations
-        message = narrowed_message(bucket, narrowed(bucket.layout.dtype, self.wire))
+        message, dtype = bucket.flat, bucket.layout.dtype
+        if message.element_size() > 2 and (self.wire != "fp32" or message.dtype != dtype):  # another method has packed it
+            message = narrow(bucket.scratch("message", narrowed(dtype, self.wire)), message)
         handles = []
         for number, permutation in enumerate(partners):
             place = bucket.scratch(f"received {number}", message.dtype)

@@ -30,6 +30,16 @@ def narrow_into(out: Tensor, values: Tensor) -> None:
         place.copy_(limited(part, torch.finfo(out.dtype).max))
 
 
+def narrow(message: Tensor, values: Tensor) -> Tensor:
+    """Round ``values`` to the type of ``message``, and return that. In fp16, whose range a running variance may leave, without
+    inf: the difference of two such would be NaN."""
+    if message.dtype == torch.float16 != values.dtype:
+        narrow_into(message, values)
+    else:
+        message.copy_(values)
+    return message
+
+
 def check_wire(name: str, wire: object) -> None:
     """Raise ConfigurationError unless ``wire`` is a precision that the field ``name`` may have."""
     check_choice(name, wire, Wire)

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from gossamer.checks import is_whole
 from gossamer.errors import ConfigurationError
@@ -130,6 +130,9 @@ class Pattern(ABC):
     Equal on all ranks, whatever the machine: it depends on its fields, the step and the world alone.
     """
 
+    repeats: ClassVar[bool] = False
+    """Whether it is the same again after each :meth:`cycle`, so that no step of a later one has to be worked out."""
+
     @abstractmethod
     def at(self, step: int, world: int) -> Edges:
         """The edges of ``step`` (0, 1, …) among ``world`` ranks. Raises ConfigurationError for a world it cannot serve."""
@@ -147,9 +150,14 @@ class Topology(Pattern):
         """The exchange of ``step``: see :meth:`Pattern.at`."""
 
 
-@lru_cache(maxsize=64)
 def exchange_at(topology: Topology, step: int, world: int) -> Exchange:
-    """:meth:`Topology.at`, once for all buckets of a step: among thousands of ranks it takes longer than to send."""
+    """:meth:`Topology.at`, once for all buckets of a step, and for all cycles: among thousands of ranks it takes longer than to
+    send."""
+    return _exchange_at(topology, step % topology.cycle(world) if topology.repeats else step, world)
+
+
+@lru_cache(maxsize=64)
+def _exchange_at(topology: Topology, step: int, world: int) -> Exchange:
     return topology.at(step, world)
 
 

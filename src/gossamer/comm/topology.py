@@ -66,6 +66,8 @@ def dissemination(step: int, world: int) -> Permutation:
 class Dissemination(Topology):
     """Send to ``rank − 2^h``, receive from ``rank + 2^h``, h cycling. Daily et al. 2018 (arXiv 1803.05880)."""
 
+    repeats = True
+
     def at(self, step: int, world: int) -> Exchange:
         return exchange(world, [dissemination(step, world)])
 
@@ -77,6 +79,8 @@ class OnePeerExponential(Topology):
     Source: Assran et al. 2019 (arXiv 1811.10792); its exact consensus: Ying et al. 2021 (arXiv 2110.13363).
     """
 
+    repeats = True
+
     def at(self, step: int, world: int) -> Exchange:
         return exchange(world, [shift(-(2 ** (step % rounds(world))) % world, world)])
 
@@ -84,6 +88,8 @@ class OnePeerExponential(Topology):
 @dataclass(frozen=True)
 class Hypercube(Topology):
     """Pairs: ``rank`` and ``rank XOR 2^h`` exchange, h cycling. Only for ``world = 2^k``. Daily et al. 2018."""
+
+    repeats = True
 
     def at(self, step: int, world: int) -> Exchange:
         if world & (world - 1):
@@ -100,6 +106,7 @@ class Ring(Topology):
     Source: Lian et al. 2017 (arXiv 1705.09056).
     """
 
+    repeats = True
     directed: bool = False
 
     def __post_init__(self) -> None:
@@ -138,6 +145,8 @@ class ShiftOne(Topology):
     Source: ``shift_one`` of BAGUA (Gan et al. 2021, arXiv 2107.01499), which needs an even world.
     """
 
+    repeats = True
+
     def at(self, step: int, world: int) -> Exchange:
         half = self.cycle(world)
         pairs = ((low, half + (low + step) % half) for low in range(half))
@@ -150,6 +159,8 @@ class ShiftOne(Topology):
 @dataclass(frozen=True)
 class Complete(Topology):
     """Every rank sends to all others: the exact mean in one step, for ``world − 1`` messages per rank."""
+
+    repeats = True
 
     def at(self, step: int, world: int) -> Exchange:
         return exchange(world, (shift(distance, world) for distance in range(1, world)))

@@ -1,7 +1,8 @@
-"""Apply: weights are packed into their buckets, and what exchanges bring is added to them."""
+"""Apply: weights are packed into their buckets; what exchanges bring is pending for some steps, and then added to them."""
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.algorithms.blocks.difference import Difference, narrow
+from gossamer.algorithms.blocks.difference import Difference, computed
 from gossamer.buckets import Bucket
+from gossamer.codecs.wire import narrow
 from gossamer.memory import momentary, widened
 
 Array = npt.NDArray[Any]
@@ -47,6 +49,40 @@ def pack(bucket: Bucket, members: Sequence[Tensor]) -> None:
             narrow(view, member)
     else:
         torch._foreach_copy_(bucket.views, list(members))
+
+
+@dataclass(slots=True)
+class Pending:
+    """One bucket's exchange, from its launch until its result is added.
+
+    ``until``: the step of the optimizer at which it is. ``merge``: where the result is weights to merge with
+    (``Beat.merge``), their share, and ``sent`` the weights that were sent, until these are known.
+    """
+
+    until: int
+    merge: float | None = None
+    sent: Tensor | None = None
+    result: Difference | None = None
+
+    def arrived(self, result: Tensor | Difference) -> None:
+        """The exchange has ended."""
+        if self.sent is not None:
+            result, self.sent = self.sent.add_(computed(result, self.sent.dtype)), None
+        self.result = Difference(None, [result]) if isinstance(result, Tensor) else result
+
+    def add_to(self, members: Sequence[Tensor], bucket: Bucket) -> None:
+        """Add the result to ``members``, the tensors of the bucket."""
+        assert self.result is not None
+        if self.merge is None:
+            apply(members, self.result, bucket)
+        else:
+            torch._foreach_lerp_(list(members), bucket.split(computed(self.result, bucket.layout.dtype)), 1 - self.merge)
+
+    def added(self, flat: Tensor) -> Tensor:
+        """``flat``, a copy of the weights of the bucket, with the result added in place."""
+        assert self.result is not None
+        result = computed(self.result, flat.dtype)
+        return flat.add_(result) if self.merge is None else flat.lerp_(result, 1 - self.merge)
 
 
 def apply(members: Sequence[Tensor], difference: Difference, bucket: Bucket) -> None:

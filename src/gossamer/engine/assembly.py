@@ -1,7 +1,8 @@
 """Assembly: what a replica consists of, made once; what is off is not there."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -132,7 +133,8 @@ def assemble(
         parts.gradients.exchange.noise = statistics.noise
         if overlap_forward:
             parts.overlap = ForwardOverlap(runner, loop, model, optimizers[0], parts.gradients)
-        weights.clock = lambda index: parts.gradients.step  # type: ignore[union-attr]
+        for sync in weights:
+            sync.clock = partial(getattr, parts.gradients, "step")
     exchange = None if parts.gradients is None else parts.gradients.exchange
     parts.scale = LossScale(runner, loop, scaler, [held_by(each) for each in optimizers], exchange, bool(weights))
     try:
@@ -211,13 +213,14 @@ def _connect(parts: Parts) -> None:
     if parts.scale.on:
         subscribers.append(parts.scale)
     if ask_how_many(parts.optimizers):
-        clock: Callable[[int], int] = parts.weights.clock
-        subscribers.append(UnaveragedGradients(runner, parts.weights, parts.optimizers, clock, parts.parameters.values()))
+        subscribers.append(
+            UnaveragedGradients(runner, parts.weights, parts.gradients, parts.optimizers, parts.parameters.values())
+        )
     if parts.weights:
         if runner.world > 1:
             owned = [_owned(with_elements(parts.trainable), optimizer) for optimizer in parts.optimizers]
             subscribers.append(StateWatch(runner, parts.algorithm, parts.optimizers, owned))
-        subscribers.append(parts.weights)
+        subscribers += parts.weights
     if parts.gradients is None and parts.weights:
         unstepped = UnsteppedWeights(runner, next(iter(parts.trainable.values())))
         subscribers.append(unstepped)

@@ -23,7 +23,7 @@ from gossamer.memory import widened
 _logger = logging.getLogger("gossamer")
 
 Weigh = Callable[[Mapping[str, Tensor]], None]
-"""Makes of tensors, by name, what their mean over the ranks is made of: see ``WeightSync.weigh``."""
+"""Makes of tensors, by name, what their mean over the ranks is made of: see ``weight_syncs.weigh``."""
 
 WHAT = "the average of the replicas"
 

@@ -6,7 +6,7 @@ any other) offers ``exact_weight(parameter)`` and ``exact_weights_change()``, a 
 whether it has loaded those of a model that may be loaded later.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -26,11 +26,15 @@ def exact(optimizer: Optimizer, parameter: Tensor) -> Tensor:
     return result
 
 
+def change(optimizer: Optimizer) -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts inside which exact weights may be changed; afterwards the model follows them."""
+    offered: Callable[[], AbstractContextManager[None]] = getattr(optimizer, "exact_weights_change", nullcontext)
+    return offered
+
+
 def changing(optimizer: Optimizer) -> AbstractContextManager[None]:
     """Inside, exact weights may be changed; afterwards the model follows them."""
-    offered = getattr(optimizer, "exact_weights_change", None)
-    result: AbstractContextManager[None] = nullcontext() if offered is None else offered()
-    return result
+    return change(optimizer)()
 
 
 def copies_from_rank(runner: Runner, optimizer: Optimizer, parameters: Iterable[Tensor], source: int) -> list[Tensor]:

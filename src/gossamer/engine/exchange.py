@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from gossamer.algorithms.base import NOTHING, Algorithm, Context, finishes, wrong_shape
-from gossamer.algorithms.blocks.difference import Difference
 from gossamer.algorithms.cadence import Cadence
 from gossamer.buckets import Bucket, Plan, Segment
 from gossamer.comm.ops import Flow
@@ -169,9 +168,11 @@ class Exchange:
         return result
 
     def _check(self, index: int, result: Any) -> Any:
-        if result.shape != self.buckets[index].flat.shape:
-            raise wrong_shape(self.handlers[index], self.buckets[index], result)
-        return result if isinstance(result, Difference) else result.contiguous()  # parameters are views of it
+        parts = [result] if isinstance(result, Tensor) else [*([] if result.mine is None else [result.mine]), *result.theirs]
+        for part in parts:
+            if part.shape != self.buckets[index].flat.shape:
+                raise wrong_shape(self.handlers[index], self.buckets[index], part)
+        return result.contiguous() if isinstance(result, Tensor) else result  # parameters are views of it
 
     def finish(self, step: int) -> None:
         """Begin what the algorithm does once per step. Only the next exchange needs what it writes."""

@@ -1,30 +1,52 @@
 """Members: the tensors whose values one optimizer's exchanges move, whole or in pieces, bucket by bucket."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gossamer.buckets import Bucket, in_order
 from gossamer.engine.history import variances, weight_of
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.pieces import cut, part_of
 
+Current = Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The optimizer whose steps update the tensors: its place among several, and its parameters that are trained.
+
+    ``changing``: see :func:`gossamer.engine.exact.change`. ``current``: see :class:`Members`. ``turns``: the numbers of the
+    optimizers whose weights the last exchanges were of, in one list for all.
+    """
+
+    index: int = 0
+    optimizer: Optimizer | None = None
+    parameters: Sequence[Tensor] = ()
+    changing: Callable[[], AbstractContextManager[None]] = nullcontext
+    current: Current | None = None
+    turns: MutableSequence[int] = field(default_factory=list)
+
 
 class Members:
-    """Tensors by name; ``members[index]`` are those of a bucket, in its order: views of their memory if they are in pieces."""
+    """Tensors by name; ``of_buckets[index]``: those of a bucket, in its order, views of their memory if they are in pieces."""
 
-    def __init__(self, rank: int, tensors: Mapping[str, Tensor], parts: int) -> None:
-        self._rank, self._parts = rank, parts
+    def __init__(self, rank: int, tensors: Mapping[str, Tensor], parts: int, current: Current | None = None) -> None:
+        """``parts``: into how many they are cut. ``current``: those that others may have taken the place of."""
+        self._rank, self._parts, self._current = rank, parts, current
+        self.may_move: bool = parts > 1 or current is not None
+        """Whether :meth:`follow_moved` may have anything to do."""
         self.tensors = dict(tensors)
         self.variances: list[Tensor] = []
         """The running variances of modules among them."""
         self._buckets: Sequence[Bucket] = ()
-        self._of_buckets: list[list[Tensor]] = []
+        self.of_buckets: list[list[Tensor]] = []
+        """The members of each bucket."""
         self._orders: dict[str, tuple[int, ...]] = {}
         self._places: list[tuple[int, tuple[int, ...]]] = []
-
-    def __getitem__(self, index: int) -> list[Tensor]:
-        return self._of_buckets[index]
 
     def pieces(self, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """What a plan is made of, by name: of these tensors, or of ``others`` where they have one of that name."""
@@ -56,7 +78,10 @@ class Members:
             self._gather()
 
     def follow_moved(self) -> None:
-        """Take pieces anew where an assignment to ``.data`` has moved a tensor."""
+        """Go on with what others have taken the place of, and take pieces anew where an assignment to ``.data`` has moved a
+        tensor."""
+        if self._current is not None:
+            self.follow(self._current())
         if self._where() != self._places:
             self._gather()
 
@@ -64,7 +89,7 @@ class Members:
         self._places = self._where()
         self._check_order()
         pieces = self.pieces()
-        self._of_buckets = [[pieces[s.name] for s in bucket.segments] for bucket in self._buckets]
+        self.of_buckets = [[pieces[s.name] for s in bucket.segments] for bucket in self._buckets]
         self.variances = variances(self.tensors)
 
     def _where(self) -> list[tuple[int, tuple[int, ...]]]:

@@ -174,8 +174,8 @@ def _of_gradients(gradients: GradientSync) -> list[list[tuple[str, Tensor]]]:
 def _go_on(before: Parts, new: Parts, step: int, unsent: Mapping[str, Tensor]) -> None:
     """Count steps on from there, lay gradients out in the order in which they are known to come, and keep what is unsent."""
     new.scale.load(before.scale.saved())
-    for index, sync in enumerate(new.weights):
-        new.weights.begin(index)
+    for sync in new.weights:
+        sync.begin()
         sync.steps = step
     if new.gradients is None:
         return

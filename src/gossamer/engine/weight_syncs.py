@@ -1,22 +1,23 @@
-"""The exchanges of weights of a replica: one for each optimizer, because each takes its steps when it likes."""
+"""The exchanges of weights of a replica: one for each optimizer, because each takes its steps when it likes.
 
-import math
+Each follows the steps of its optimizer by itself; here is what concerns all of them, or the whole model."""
+
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
-from gossamer.engine.exact import changing, exact
+from gossamer.engine.exact import change, exact
 from gossamer.engine.history import history, skips
 from gossamer.engine.lagging import catch_up, even_out
-from gossamer.engine.loop import Subscriber
+from gossamer.engine.members import Owner
 from gossamer.engine.module_buffers import averaged, beside_parameters, check_shapes, shapes_of
 from gossamer.engine.sharding import is_sharded, local, sharded_modules
 from gossamer.engine.statistics import Statistics
@@ -24,10 +25,11 @@ from gossamer.engine.ties import called, ties
 from gossamer.engine.turns import REMEMBERED
 from gossamer.engine.weights import WeightSync
 from gossamer.errors import PeerLeftError, UsageError
-from gossamer.memory import as_real
+from gossamer.memory import as_real, wide
+from gossamer.pieces import part_of
 
 
-class WeightSyncs(Subscriber):
+class WeightSyncs:
     """All of a replica's :class:`WeightSync`; none where no weights travel.
 
     ``owned``: the parameters of each optimizer. ``with_buffers``: floating-point buffers are averaged with the weights; they
@@ -45,12 +47,10 @@ class WeightSyncs(Subscriber):
         statistics: Statistics,
     ) -> None:
         self._runner, self._model, self._optimizers = runner, model, optimizers
-        self.clock: Callable[[int], int] = lambda index: self._all[index].steps + 1
-        """The number of the step (from 1) that an optimizer takes; of the pass, where gradients are exchanged as well."""
-        self._lag, self._late = algorithm.cadence.lag, algorithm.cadence.late
+        self._algorithm = algorithm
+        self._lag = algorithm.cadence.lag
         if self._lag:
             runner.let_ranks_part()
-        self._owned = [list(parameters.values()) for parameters in owned]
         self._all: list[WeightSync] = []
         self._turns: deque[int] = deque(maxlen=REMEMBERED)
         """Of which optimizers the last exchanges were."""
@@ -75,8 +75,18 @@ class WeightSyncs(Subscriber):
             wanted = {name for name, t in weights.items() if of_weights.route(name, t).traits.history}
             own = {name: p for name, p in parameters.items() if name in wanted}
             remembered = partial(history, optimizer, own) if own else None
-            number = len(self._all) if len(optimizers) > 1 else None
-            self._all.append(WeightSync(runner, of_weights, tensors, statistics, remembered, partial(skips, optimizer), number))
+            number = len(self._all)
+            owner = Owner(
+                index=number,
+                optimizer=optimizer,
+                parameters=list(parameters.values()),
+                changing=change(optimizer),
+                current=partial(self._current, number) if self._may_move(number) else None,
+                turns=self._turns,
+            )
+            order = number if len(optimizers) > 1 else None
+            skipped = partial(skips, optimizer)
+            self._all.append(WeightSync(runner, of_weights, tensors, statistics, remembered, skipped, order, owner))
 
     def _real(self, number: int, parameter: Parameter) -> Tensor:
         """What an optimizer keeps of a parameter exactly; of a sharded one this rank's part, of a complex one a view of its
@@ -98,70 +108,27 @@ class WeightSyncs(Subscriber):
         """Whether ranks may be at different steps, so that some wait for others' parts."""
         return self._lag > 0 and self._runner.world > 1
 
-    def before_step(self, index: int, closure: bool) -> None:
-        owned = self._owned[index]
-        if owned and not closure and self._runner.world > 1 and all(p.grad is None for p in owned):
-            raise UsageError(
-                f"rank {self._runner.rank}: optimizer.step() at step {self._all[index].steps}, but no parameter of "
-                f"{type(self._optimizers[index]).__name__} has a gradient"
-            )
-        self.begin(index)
-        if not self._late:
-            self.prepare(index, self.clock(index))
-
-    def after_step(self, index: int) -> None:
-        if self._late:
-            self.apply_due(index, self._all[index].following(self.clock(index)))
-        self.launch(index, self.clock(index))
-
     def exchange_without_step(self, index: int) -> None:
-        """Take part in the exchange after a step that another rank takes, with the weights as they are."""
-        self.begin(index)
-        self.apply_due(index, self._all[index].following(self.clock(index)))
-        self.launch(index, self.clock(index))
-
-    def begin(self, index: int) -> None:
-        """Before the first update of one optimizer's weights: see :meth:`WeightSync.begin`."""
-        self._follow(index)
-        self._all[index].begin()
-
-    def apply_due(self, index: int, step: float = math.inf) -> None:
-        """Add what is due by an optimizer's ``step`` to its weights; everything by default."""
-        self._follow(index)
-        with changing(self._optimizers[index]):
-            self._all[index].apply_due(step)
-
-    def prepare(self, index: int, step: int) -> None:
-        """One optimizer is about to update its weights: add what has come for them."""
-        self._follow(index)
-        with changing(self._optimizers[index]):
-            self._all[index].prepare(step)
-
-    def launch(self, index: int, step: int) -> None:
-        """Send one optimizer's weights on their way."""
-        self._turns.append(index)
-        with self._changing_late(index):
-            self._all[index].launch(step)
-        if self._all[index].waits:
-            self.apply_due(index, self._all[index].steps)
+        """Take part in the exchange after a step that another rank takes with this optimizer."""
+        self._all[index].exchange_without_step()
 
     def conclude(self, alone: bool = False) -> None:
         """Wait for everything that is under way, and add it. ``alone``: an exchange with a rank that has left is left out."""
         if alone:
             self._runner.let_peers_leave()
-        for index, sync in enumerate(self._all):
+        for sync in self._all:
             try:
                 sync.arrive()
             except PeerLeftError:
                 if not alone:
                     raise
             else:
-                self.apply_due(index)
+                sync.apply_due()
 
     def weigh(self, tensors: Mapping[str, Tensor], arrived: bool = True) -> None:
-        """Make of ``tensors`` what their mean over the ranks is made of: see :meth:`WeightSync.weigh`."""
+        """Make of ``tensors`` what their mean over the ranks is made of: see :func:`weigh`."""
         for sync in self._all:
-            sync.weigh(tensors, arrived)
+            weigh(sync, self._algorithm, tensors, arrived)
 
     def answer(self) -> bool:
         """Take part in one more exchange if it could begin without waiting; whether it did."""
@@ -172,9 +139,8 @@ class WeightSyncs(Subscriber):
 
     def exchange_again(self) -> None:
         """Take part in one more exchange, where ranks may be at different steps."""
-        self.begin(0)
-        with changing(self._optimizers[0]):
-            self._all[0].exchange_again()
+        self._all[0].begin()
+        self._all[0].exchange_again()
 
     def catch_up(self, call: str, at_average: bool) -> None:
         """Wait until all ranks have made this ``call`` and taken part in the same exchanges. Collective.
@@ -188,23 +154,21 @@ class WeightSyncs(Subscriber):
         steps of each optimizer."""
         even_out(self._runner, call, self._all, taken, self._turns, self.exchange_without_step)
 
-    def _changing_late(self, index: int) -> AbstractContextManager[None]:
-        """What may lag may be there by now, and is added before the next exchange begins."""
-        if not self._lag:
-            return nullcontext()
-        self._follow(index)
-        return changing(self._optimizers[index])
+    def _may_move(self, index: int) -> bool:
+        """Whether others may take the place of tensors that travel with this optimizer's weights, or of their memory."""
+        return bool(self._sharded or self._ties or self._views[index] or (index == 0 and self._buffers_travel))
 
-    def _follow(self, index: int) -> None:
+    def _current(self, index: int) -> dict[str, Tensor]:
+        """What has taken the place of tensors that travel. Raises UsageError where that cannot be followed."""
         for module in self._sharded:
             module.reshard()  # what it has gathered is not what the parts are going to be
+        current: dict[str, Tensor] = {}
         if index == 0 and self._buffers_travel:
-            beside = beside_parameters(self._model)
-            travelling = {name: tensor for name, tensor in beside.items() if name in self._shapes}
+            current = beside_parameters(self._model)
+            travelling = {name: tensor for name, tensor in current.items() if name in self._shapes}
             check_shapes(self._runner, self._shapes, travelling)
             self._tensors |= travelling
-            self._all[0].follow(beside)
-        self._follow_views(index)
+        current = current | self._moved_views(index)
         for name, first in self._ties.items():
             if self._tensors[name].data_ptr() != self._tensors[first].data_ptr():
                 raise UsageError(
@@ -212,11 +176,39 @@ class WeightSyncs(Subscriber):
                     "called, and are not any more, so that the second one would not be averaged: close the replica before the "
                     "model is moved, and replicate it again"
                 )
+        return current
 
-    def _follow_views(self, index: int) -> None:
+    def _moved_views(self, index: int) -> dict[str, Tensor]:
         """Views of complex parameters, and parts of sharded ones, are of the memory that these had, which an assignment to
         ``.data``, or to what a DTensor holds, changes."""
         there = {name: self._real(index, parameter) for name, parameter in self._views[index].items()}
         moved = {name: tensor for name, tensor in there.items() if tensor.data_ptr() != self._tensors[name].data_ptr()}
         self._tensors |= moved
-        self._all[index].follow(moved)
+        return moved
+
+
+@torch.no_grad()
+def weigh(sync: WeightSync, algorithm: Algorithm, tensors: Mapping[str, Tensor], arrived: bool = True) -> None:
+    """Make of copies of the weights, by name, what their mean over the ranks is made of, where that is not the copies.
+
+    Nothing may be under way: see :meth:`WeightSync.arrive`. Where replicas do not count alike, or (``arrived``) exchanges move
+    the mean, what has arrived and is not added to the weights is added to the copies.
+    """
+    traits = algorithm.traits
+    moved = arrived and traits.moves_mean and bool(sync.pending)
+    if not (traits.weighted or traits.nodes or moved):
+        return
+    pieces = sync.members.pieces(tensors)
+    for index, bucket in enumerate(sync.exchange.buckets):
+        copies = {name: pieces[name] for name in bucket.layout.names if part_of(name)[0] in tensors}
+        flat = bucket.gather(copies)
+        if flat is None:
+            continue
+        if index in sync.pending:
+            flat = sync.pending[index].added(flat)
+        counted = sync.exchange.handlers[index].hand_over(
+            wide(flat), sync.exchange.states[index], sync.exchange.context(sync.steps)
+        )
+        for segment in bucket.segments:
+            if segment.name in copies:
+                copies[segment.name].copy_(segment.view(counted))

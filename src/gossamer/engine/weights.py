@@ -10,7 +10,7 @@ ownership: see the note in ``gossamer.comm.torch.lanes``.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from gossamer.buckets import make_plan
 from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree_on_plan
 from gossamer.engine.ahead import Ahead
-from gossamer.engine.apply import pack
+from gossamer.engine.apply import Pending, pack
 from gossamer.engine.bucket_states import Kept
 from gossamer.engine.exchange import Exchange
 from gossamer.engine.history import (
@@ -30,22 +30,22 @@ from gossamer.engine.history import (
     skipped_anywhere,
     weight_of,
 )
-from gossamer.engine.members import Members
-from gossamer.engine.pending import PENDING, Pending, loaded, saved
+from gossamer.engine.loop import Subscriber
+from gossamer.engine.members import Members, Owner
+from gossamer.engine.pending import PENDING, loaded, saved
 from gossamer.engine.statistics import Statistics
-from gossamer.memory import wide
-from gossamer.pieces import part_of
+from gossamer.errors import UsageError
 
 EXCHANGES = "(exchanges)"
 """The name under which their number is saved, where ranks may lag."""
 
 
-class WeightSync:
-    """Exchanges the weights that one optimizer updates (and the floating-point buffers given to it).
+class WeightSync(Subscriber):
+    """Exchanges the weights that one optimizer updates (and the floating-point buffers given to it), at its steps.
 
     ``history``: what else belongs to the weights, once the optimizer has made it; see ``gossamer.engine.history``. ``skipped``:
     whether it leaves out the step that is being taken. ``number``: of this optimizer, where there are several, whose exchanges
-    have to come in one order on all ranks.
+    have to come in one order on all ranks. ``owner``: the optimizer.
     """
 
     def __init__(
@@ -57,19 +57,23 @@ class WeightSync:
         history: Callable[[], dict[str, Tensor]] | None = None,
         skipped: Callable[[], bool] = lambda: False,
         number: int | None = None,
+        owner: Owner | None = None,
     ) -> None:
         self._runner, self._algorithm, self._statistics = runner, algorithm, statistics
         self._cadence = algorithm.cadence  # worked out through all parts, so not in every step
         self._history, self._skipped, self._extended = history, skipped, False
         self._number = number if runner.world > 1 else None
-        self._members = Members(runner.rank, tensors, self._cadence.parts)
+        self._owner: Owner = Owner() if owner is None else owner
+        self.clock: Callable[[], int] | None = None
+        """The number of the step (from 1) that is taken, where it is not this optimizer's own: of the pass."""
+        self.members: Members = Members(runner.rank, tensors, self._cadence.parts, self._owner.current)
         self.exchange: Exchange = Exchange(runner, algorithm, finite=False)
         self._ahead = Ahead()
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
         self._lay_out()
         agree_on_plan(runner, self.exchange.plan)
         self._step = 0
-        self._pending: dict[int, Pending] = {}
+        self.pending: dict[int, Pending] = {}
         """By bucket, what is under way or has come, and is not added yet."""
         self._lag = self._cadence.lag
         self._changes = self._cadence.changes
@@ -86,16 +90,48 @@ class WeightSync:
     @property
     def history_names(self) -> list[str] | None:
         """What the optimizer remembers and is exchanged; None as long as that is not known."""
-        return [name for name in self._members.tensors if weight_of(name) != name] if self._extended else None
+        return [name for name in self.members.tensors if weight_of(name) != name] if self._extended else None
 
     def _lay_out(self) -> None:
-        self.exchange.adopt(make_plan(self._members.pieces(), self._algorithm, together=True))
+        self.exchange.adopt(make_plan(self.members.pieces(), self._algorithm, together=True))
         self._ahead.forget()
-        self._members.adopt(self.exchange.buckets)
+        self.members.adopt(self.exchange.buckets)
 
-    def follow(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with ``tensors`` where they have replaced others."""
-        self._members.follow(tensors)
+    def before_step(self, index: int, closure: bool) -> None:
+        if index != self._owner.index:
+            return
+        owned = self._owner.parameters
+        if owned and not closure and self._runner.world > 1 and all(p.grad is None for p in owned):
+            raise UsageError(
+                f"rank {self._runner.rank}: optimizer.step() at step {self.steps}, but no parameter of "
+                f"{type(self._owner.optimizer).__name__} has a gradient"
+            )
+        self.begin()
+        if not self._cadence.late:
+            self.prepare(self.upcoming)
+
+    def after_step(self, index: int) -> None:
+        if index == self._owner.index:
+            if self._cadence.late:
+                self.apply_due(self.following(self.upcoming))
+            self._send()
+
+    def exchange_without_step(self) -> None:
+        """Take part in the exchange after a step that another rank takes, with the weights as they are."""
+        self.begin()
+        self.apply_due(self.following(self.upcoming))
+        self._send()
+
+    @property
+    def upcoming(self) -> int:
+        """The number of the step (from 1) that is taken next."""
+        return self.steps + 1 if self.clock is None else self.clock()
+
+    def _send(self) -> None:
+        self._owner.turns.append(self._owner.index)
+        self.launch(self.upcoming)
+        if any(each.until <= self.steps for each in self.pending.values()):  # without a delay
+            self.apply_due(self.steps)
 
     def _follow_history(self) -> None:
         """The optimizer makes its history in its first step, and other tensors when it is loaded."""
@@ -105,11 +141,11 @@ class WeightSync:
         if self.history_saved is not None:
             tensors = {name: tensors[name] for name in self.history_saved if name in tensors}
         if self._extended:
-            self.follow(tensors)
+            self.members.follow(tensors)
             return
         if skipped_anywhere(self._runner, self._skipped):
             return
-        self._members.tensors |= agree_on_history(self._runner, tensors)
+        self.members.tensors |= agree_on_history(self._runner, tensors)
         self._extended = True
         self._lay_out()
 
@@ -119,10 +155,10 @@ class WeightSync:
         if self._begun or self.steps:
             return
         self._begun = True
-        self._members.follow_moved()
+        self.members.follow_moved()
         with self.exchange.transaction():
             for bucket in self.exchange.buckets:
-                pack(bucket, self._members[bucket.index])
+                pack(bucket, self.members.of_buckets[bucket.index])
                 self.exchange.handlers[bucket.index].begin(bucket, self.exchange.states[bucket.index], self.exchange.context(0))
             self.exchange.states.commit()
 
@@ -130,25 +166,27 @@ class WeightSync:
     def prepare(self, step: int) -> None:
         """An update is about to be made: add what is due, and remember what those weights were that are sent ahead after it.
         ``step``: as for :meth:`launch`."""
+        if self.members.may_move:
+            self.members.follow_moved()
         upcoming = self.following(step)
-        self.apply_due(upcoming)
-        for index in self.exchange.due_at(upcoming):
-            if self.exchange.cadences[index].ahead(upcoming):
-                self._members.follow_moved()
-                self._ahead.remember(self.exchange.buckets[index], self._members[index])
+        with self._owner.changing():
+            self._apply_due(upcoming)
+            for index in self.exchange.due_at(upcoming):
+                if self.exchange.cadences[index].ahead(upcoming):
+                    self._ahead.remember(self.exchange.buckets[index], self.members.of_buckets[index])
 
     @torch.no_grad()
     def launch(self, step: int) -> None:
-        """Send the weights as they are now, if the algorithm wants to at this step; where exchanges may lag, only if nothing is
-        under way.
-
-        ``step``: of the replica.
-        """
+        """Send the weights as they are now, if the algorithm wants to at this ``step`` of the replica; where exchanges may lag,
+        only if nothing is under way."""
+        if self.members.may_move:
+            self.members.follow_moved()
         upcoming = self.following(step)
-        self.apply_due(upcoming)
-        self.steps = upcoming
-        if not (self._lag and self.exchange.launched) and self._cadence.due(self.steps):
-            self._begin(self._cadence.step_of(self.exchanges) if self._lag else self.steps)
+        with self._owner.changing() if self._lag else nullcontext():  # what lags may be there by now
+            self._apply_due(upcoming)
+            self.steps = upcoming
+            if not (self._lag and self.exchange.launched) and self._cadence.due(self.steps):
+                self._begin(self._cadence.step_of(self.exchanges) if self._lag else self.steps)
 
     def following(self, step: int) -> int:
         """The optimizer's next step: one more, but on the side of every change of parts on which the replica's ``step`` is."""
@@ -163,11 +201,6 @@ class WeightSync:
         self._begin(self._cadence.step_of(self.exchanges))
 
     @property
-    def waits(self) -> bool:
-        """Whether an exchange that is under way is added in the step that began it."""
-        return any(each.until <= self.steps for each in self._pending.values())
-
-    @property
     def can_answer(self) -> bool:
         """Whether one more exchange could begin without waiting. The first one waits for what the optimizer will remember."""
         return self.exchange.arrived and (self._extended or self._history is None)
@@ -176,19 +209,18 @@ class WeightSync:
         self._step = step
         self.exchanges += 1
         self._follow_history()
-        self._members.follow_moved()
         with self._forgetting(), self.exchange.transaction():
             due = self.exchange.due_at(step)
             first = set() if self._number is None else self.exchange.first_on_lanes(due)
             for index in due:
                 bucket, cadence = self.exchange.buckets[index], self.exchange.cadences[index]
                 if ahead := cadence.ahead(step):
-                    self._ahead.pack(bucket, self._members[index], ahead)
+                    self._ahead.pack(bucket, self.members.of_buckets[index], ahead)
                 else:
-                    pack(bucket, self._members[index])
+                    pack(bucket, self.members.of_buckets[index])
                 merge = cadence.merge(step) if self._runner.world > 1 else None
                 sent = None if merge is None else bucket.flat.to(bucket.layout.dtype, copy=True)
-                self._pending[index] = Pending(self.steps + cadence.delay(step) + self._lag, merge, sent)
+                self.pending[index] = Pending(self.steps + cadence.delay(step) + self._lag, merge, sent)
                 self.exchange.launch_due(index, step, f"after step {step}", self._number if index in first else None)
 
     @torch.no_grad()
@@ -200,7 +232,7 @@ class WeightSync:
             with self._statistics.exposed():
                 came = self.exchange.collect(indices)
             for index, result in came.items():
-                self._pending[index].arrived(result)
+                self.pending[index].arrived(result)
             self.exchange.finish(self._step)
             self.exchange.commit(came if self.exchange.launched else None)
 
@@ -210,78 +242,56 @@ class WeightSync:
         try:
             yield
         except BaseException:
-            self._pending = {index: each for index, each in self._pending.items() if each.result is not None}
+            self.pending = {index: each for index, each in self.pending.items() if each.result is not None}
             raise
 
     @torch.no_grad()
     def apply_due(self, step: float = math.inf) -> None:
         """Add what is due by the optimizer's ``step``, and what is exchanged again after it; where exchanges may lag, what has
         come."""
+        self.members.follow_moved()
+        with self._owner.changing():
+            self._apply_due(step)
+
+    def _apply_due(self, step: float) -> None:
         if self._lag and self.exchange.arrived:
             step = math.inf
         again = set() if self._lag or not self.steps < step < math.inf else set(self.exchange.due_at(int(step)))
-        due = [index for index, each in self._pending.items() if each.until <= step or index in again]
+        due = [index for index, each in self.pending.items() if each.until <= step or index in again]
         if not due:
             return
         self.arrive(due)
         if self._extended and self._history is not None:
-            self.follow(self._history())
-        self._members.follow_moved()
+            self.members.follow(self._history())
         with self._adding():
             for index in due:
-                self._pending.pop(index).add_to(self._members[index], self.exchange.buckets[index])
+                self.pending.pop(index).add_to(self.members.of_buckets[index], self.exchange.buckets[index])
 
     @contextmanager
     def _adding(self) -> Iterator[None]:
         """Inside, deltas are added; what may not be negative is not, afterwards."""
-        before = [tensor.clone() for tensor in self._members.variances]
+        before = [tensor.clone() for tensor in self.members.variances]
         yield
         if before:
-            halve_at_most(self._members.variances, before)
+            halve_at_most(self.members.variances, before)
         if self._extended:
-            keep_squares_valid(self._members.tensors)
-
-    @torch.no_grad()
-    def weigh(self, tensors: Mapping[str, Tensor], arrived: bool = True) -> None:
-        """Make of copies of the weights, by name, what their mean over the ranks is made of, where that is not the copies.
-
-        Nothing may be under way: see :meth:`arrive`. Where replicas do not count alike, or (``arrived``) exchanges move the
-        mean, what has arrived and is not added to the weights is added to the copies.
-        """
-        traits = self._algorithm.traits
-        moved = arrived and traits.moves_mean and bool(self._pending)
-        if not (traits.weighted or traits.nodes or moved):
-            return
-        pieces = self._members.pieces(tensors)
-        for index, bucket in enumerate(self.exchange.buckets):
-            copies = {name: pieces[name] for name in bucket.layout.names if part_of(name)[0] in tensors}
-            flat = bucket.gather(copies)
-            if flat is None:
-                continue
-            if index in self._pending:
-                flat = self._pending[index].added(flat)
-            counted = self.exchange.handlers[index].hand_over(
-                wide(flat), self.exchange.states[index], self.exchange.context(self.steps)
-            )
-            for segment in bucket.segments:
-                if segment.name in copies:
-                    copies[segment.name].copy_(segment.view(counted))
+            keep_squares_valid(self.members.tensors)
 
     def state_by_name(self) -> Kept:
         """The algorithm's state and the delta not yet added, ``{key: {parameter name: tensor}}``."""
         self.arrive()
-        kept = self.exchange.states.by_name() | saved(self._pending, self.exchange.buckets, self.steps + 1)
+        kept = self.exchange.states.by_name() | saved(self.pending, self.exchange.buckets, self.steps + 1)
         if self._lag:
-            kept[EXCHANGES] = {next(iter(self._members.tensors)): torch.tensor(self.exchanges)}
+            kept[EXCHANGES] = {next(iter(self.members.tensors)): torch.tensor(self.exchanges)}
         return kept
 
     def load_state_by_name(self, kept: Mapping[str, Mapping[str, Tensor]], extras: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what :meth:`state_by_name` returned."""
         self.arrive()
-        self._pending = {}
+        self.pending = {}
         self.exchanges = max((int(number) for number in kept.get(EXCHANGES, {}).values()), default=0)
         if self._history is not None and (self._history() or self.history_saved == []):  # else it comes with the first step
             self._follow_history()
         own = {key: tensors for key, tensors in kept.items() if not key.startswith((PENDING, EXCHANGES))}
         self.exchange.states.load_by_name(own, extras)
-        self._pending = loaded(kept, self.exchange.buckets, self.steps + 1)
+        self.pending = loaded(kept, self.exchange.buckets, self.steps + 1)

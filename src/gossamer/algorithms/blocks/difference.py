@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.buckets import Bucket
-from gossamer.codecs.wire import narrow_into
 from gossamer.memory import portions
 
 
@@ -50,24 +48,6 @@ def computed(result: Tensor | Difference, dtype: torch.dtype) -> Tensor:
     if difference.mine is None:
         return difference.theirs[0].to(dtype)
     return difference.into(torch.empty_like(difference.mine, dtype=dtype))
-
-
-def narrowed_message(bucket: Bucket, dtype: torch.dtype) -> Tensor:
-    """The message of type ``dtype``: the bucket's flat tensor, if it is packed in that type."""
-    if bucket.flat.dtype == dtype:
-        return bucket.flat
-    message = bucket.scratch("message", dtype)
-    narrow(message, bucket.flat)
-    return message
-
-
-def narrow(message: Tensor, values: Tensor) -> None:
-    """Round ``values`` to the type of ``message``. In fp16, whose range a running variance may leave, without inf: the
-    difference of two such would be NaN."""
-    if message.dtype == torch.float16 != values.dtype:
-        narrow_into(message, values)
-    else:
-        message.copy_(values)
 
 
 def add_difference(theirs: Tensor, mine: Tensor, share: float, out: Tensor, fresh: bool) -> None:
