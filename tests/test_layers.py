@@ -152,6 +152,30 @@ def test_plans_are_made_above_the_simulation_and_only_the_entry_point_asks_for_o
     assert offenders("simulate/", "gossamer.replicate") == []
 
 
+def too_long(path: Path, lines: int = 300, statements: int = 60) -> list[str]:
+    """A file of more lines, and functions that have more without their docstring."""
+    text = path.read_text()
+    found = [place(path)] if len(text.splitlines()) > lines else []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0]
+            shown = first.end_lineno - first.lineno + 1 if ast.get_docstring(node) is not None else 0  # type: ignore[operator]
+            if node.end_lineno - node.lineno + 1 - shown > statements:  # type: ignore[operator]
+                found.append(f"{place(path)}: {node.name}")
+    return found
+
+
+def test_files_and_functions_are_short() -> None:
+    assert [line for path in SOURCES for line in too_long(path)] == []
+
+
+def test_the_reader_sees_what_is_too_long(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text('def short():\n    """Doc.\n\n    More.\n    """\n    return 1\n')
+    assert too_long(file, lines=6, statements=2) == []
+    assert too_long(file, lines=5, statements=1) == ["file.py", "file.py: short"]
+
+
 def unpickled(path: Path) -> list[str]:
     """The calls of a file that may unpickle something."""
     found = []

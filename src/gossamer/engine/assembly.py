@@ -93,13 +93,9 @@ def assemble(
     )
     weights = WeightSyncs(runner, algorithm, model, optimizers, owned, buffers == "average", statistics)
     links = _links(runner, optimizers, parameters, statistics)
-    join = Join(
-        runner,
-        loop,
-        list(trainable.values()),
-        after_step=weights.exchange_without_step if weights else None,
-        in_step=(lambda index: optimizers[index].step()) if links else None,
-    )
+    exchange = weights.exchange_without_step if weights else None
+    step = (lambda index: optimizers[index].step()) if links else None
+    join = Join(runner, loop, list(trainable.values()), after_step=exchange, in_step=step)
     watch = ModelWatch(model, optimizers, parameters)
     parts = Parts(
         model,
@@ -118,25 +114,13 @@ def assemble(
         scaler,
     )
     if before is not None:
-        parts.step_handles = before.step_handles
-        parts.ignored, parts.buffers_asked, parts.synchronize_asked = (
-            before.ignored,
-            before.buffers_asked,
-            before.synchronize_asked,
-        )
-    of_gradients = algorithm.part("gradients")
-    if of_gradients is None:
+        parts.step_handles, parts.ignored = before.step_handles, before.ignored
+        parts.buffers_asked, parts.synchronize_asked = before.buffers_asked, before.synchronize_asked
+    _add_gradients(parts, travelling, owned, overlap_forward)
+    if parts.gradients is None:
         parts.unsent = Unsent(unsent or {}, trainable)
-    else:
-        names = [each.keys() for each in owned]
-        parts.gradients = GradientSync(runner, loop, of_gradients, travelling, statistics, not weights and not links, names)
-        parts.gradients.exchange.noise = statistics.noise
-        if overlap_forward:
-            parts.overlap = ForwardOverlap(runner, loop, model, optimizers[0], parts.gradients)
-        for sync in weights:
-            sync.clock = partial(getattr, parts.gradients, "step")
-    exchange = None if parts.gradients is None else parts.gradients.exchange
-    parts.scale = LossScale(runner, loop, scaler, [held_by(each) for each in optimizers], exchange, bool(weights))
+    of_gradients = None if parts.gradients is None else parts.gradients.exchange
+    parts.scale = LossScale(runner, loop, scaler, [held_by(each) for each in optimizers], of_gradients, bool(weights))
     try:
         _connect(parts)
     except BaseException:
@@ -145,6 +129,22 @@ def assemble(
             remove(parts.step_handles)
         raise
     return parts
+
+
+def _add_gradients(
+    parts: Parts, travelling: Mapping[str, Parameter], owned: Sequence[Mapping[str, Parameter]], overlap_forward: bool
+) -> None:
+    """Exchange gradients, if the algorithm does. ``owned``: the parameters of each optimizer."""
+    algorithm = parts.algorithm.part("gradients")
+    if algorithm is None:
+        return
+    alone, names = not parts.weights and not parts.links, [each.keys() for each in owned]
+    parts.gradients = GradientSync(parts.runner, parts.loop, algorithm, travelling, parts.statistics, alone, names)
+    parts.gradients.exchange.noise = parts.statistics.noise
+    if overlap_forward:
+        parts.overlap = ForwardOverlap(parts.runner, parts.loop, parts.model, parts.optimizers[0], parts.gradients)
+    for sync in parts.weights:
+        sync.clock = partial(getattr, parts.gradients, "step")
 
 
 def measure_noise(parts: Parts) -> None:

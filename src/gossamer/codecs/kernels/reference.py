@@ -287,8 +287,7 @@ def _places(values: Tensor, steps: Tensor, factors: Tensor) -> Tensor:
 
 
 def largest(x: Tensor, chunk: int, count: int, last: int) -> Tensor:
-    """``int16[m]``: where in each chunk its ``count`` elements of largest size are, in order; ``last`` of a shorter one at the
-    end.
+    """``int16[m]``: where in each chunk its ``count`` elements of largest size are, in order; of a shorter last one ``last``.
 
     Of elements of one size the first ones; NaN is as large as inf.
     """

@@ -83,9 +83,8 @@ class TorchRunner(Runner):
         except ConfigurationError as error:
             self.alarm(f"rank {self.rank}: {error}")
             raise
+        self._asked = 0.0  # when the board was asked last in what others wait
         # A host that is no member may end when it likes.
-        self._asked = 0.0
-        """When the board was asked last in what others wait."""
         self._policy = WaitPolicy(self._board, self.rank, seconds, self._store.host_rank in (None, *self._ranks))
 
     @property
