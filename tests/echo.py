@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.studies.absent import EchoPort
 from gossamer.comm.device import Device
+from gossamer.comm.echo import EchoPort
 from gossamer.comm.loopback import InlineRunner
 from gossamer.comm.runner import CONTROL, Meter, Ticket
 from gossamer.comm.torch.streams import StreamLanes
@@ -14,9 +14,9 @@ class EchoRunner(InlineRunner):
     """Data lanes on streams of a device, as with NCCL; agreements immediately."""
 
     def __init__(self, device: Device, port: Any = None) -> None:
-        super().__init__(EchoPort(2, Meter()), Meter(), 0, 2)
+        super().__init__(EchoPort(0, 2), Meter(), 0, 2)
         self.device, self.lanes = device, 2
-        self.data = StreamLanes(port or EchoPort(2, Meter()), device, 2)
+        self.data = StreamLanes(port or EchoPort(0, 2), device, 2)
 
     def submit(self, make_flow: Callable[[], Any], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[Any]:
         if lane == CONTROL:

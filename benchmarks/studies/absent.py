@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossamer.comm import ops
 from gossamer.comm.device import Device
-from gossamer.comm.loopback import InlineRunner, LocalPort
-from gossamer.comm.ops import Flow, Group, Op
+from gossamer.comm.echo import EchoPort
+from gossamer.comm.loopback import InlineRunner
+from gossamer.comm.ops import Flow
 from gossamer.comm.runner import CONTROL, Meter, Ticket
 from gossamer.comm.torch.device_ports import DevicePort
 from gossamer.comm.torch.gloo import Circle, GlooPort
@@ -18,25 +18,6 @@ from gossamer.comm.torch.lanes import PromptTicket, ThreadLanes
 from gossamer.comm.torch.streams import StreamLanes
 
 T = TypeVar("T")
-
-
-class EchoPort(LocalPort):
-    """All ``world`` ranks have the same: what small agreements come to."""
-
-    def __init__(self, world: int, meter: Meter) -> None:
-        super().__init__(meter)
-        self._world = world
-        self.ticket: Any = None
-
-    def start(self, op: Op, group: Group | None = None) -> Op:
-        return op
-
-    def wait(self, handle: Op) -> Tensor:
-        if isinstance(handle, ops.AllReduce):
-            return handle.tensor.mul_(self._world) if handle.reduce == "sum" else handle.tensor
-        if isinstance(handle, ops.AllGather):
-            return torch.stack([handle.tensor] * self._world)
-        return handle.tensor if isinstance(handle, ops.Broadcast) else handle.tensor.clone()
 
 
 class _Silence:
@@ -64,7 +45,8 @@ class AbsentRunner(InlineRunner):
     def __init__(self, device: torch.device) -> None:
         """Over the default process group, which is to be a fake one."""
         world, meters = dist.get_world_size(), [Meter(), Meter()]
-        super().__init__(EchoPort(world, Meter()), Meter(), dist.get_rank(), world)
+        rank = dist.get_rank()
+        super().__init__(EchoPort(rank, world), Meter(), rank, world)
         group = _Silence(dist.group.WORLD)
         everyone = Circle(group, group, tuple(range(world)))
         self.lanes, self._meters = len(meters), meters

@@ -1,11 +1,32 @@
-"""Echo: a port without other ranks, which answers every operation as if all of them had sent what this one sends."""
+"""Echo: operations answered without other ranks, as if all of them had sent what this one sends."""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gossamer.comm.operations import AllReduce, AllToAll, Broadcast, Messages, Op, result_like
+from gossamer.comm.operations import AllGather, AllReduce, AllToAll, Broadcast, Op, Permute, Push
 from gossamer.comm.ops import Decide, Group
+
+_NEW = torch.contiguous_format
+
+
+def echoed(op: Op, world: int, rank: int = 0) -> Tensor:
+    """The result of an operation on ``rank`` of ``world`` ranks that all bring the same: on ``meta``, its shape."""
+    tensor = op.tensor
+    if isinstance(op, AllReduce):
+        return tensor.mul_(world) if op.reduce == "sum" else tensor
+    if isinstance(op, Broadcast):
+        return tensor
+    if isinstance(op, Permute):
+        return tensor.clone() if op.into is None else op.into.copy_(tensor)
+    if isinstance(op, Push):
+        return tensor.expand(len(op.graph.sources(rank)), *tensor.shape).clone(memory_format=_NEW)
+    if isinstance(op, AllToAll):
+        return tensor[rank].expand_as(tensor).clone(memory_format=_NEW)
+    if isinstance(op, AllGather):
+        return tensor.expand(world, *tensor.shape).clone(memory_format=_NEW)
+    raise TypeError(f"no runner knows {op}")
 
 
 class EchoPort:
@@ -14,26 +35,12 @@ class EchoPort:
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._everyone = rank, tuple(range(world))
 
-    def start(self, op: Op, group: Group | None = None) -> tuple[Op, Group]:
-        return op, self._everyone if group is None else group
+    def start(self, op: Op, group: Group | None = None) -> Tensor:
+        group = self._everyone if group is None else group
+        return echoed(op, len(group), group.index(self._rank))
 
-    def wait(self, handle: tuple[Op, Group]) -> Tensor:
-        op, group = handle
-        rank, world = group.index(self._rank), len(group)
-        if isinstance(op, AllReduce):
-            return op.tensor.mul_(world) if op.reduce == "sum" else op.tensor
-        if isinstance(op, Broadcast):
-            return op.tensor
-        return _received(op, rank, world)
+    def wait(self, handle: Tensor) -> Tensor:
+        return handle
 
     def decide(self, decision: Decide) -> Any:
         return decision.fn()
-
-
-def _received(op: Op, rank: int, world: int) -> Tensor:
-    """What ``rank`` gets where the tensors of all are equal."""
-    assert isinstance(op, Messages)
-    result, message = result_like(op, world, rank), op.tensor[rank] if isinstance(op, AllToAll) else op.tensor
-    for _, place in op.incoming(rank, world, result):
-        place.copy_(message)
-    return result

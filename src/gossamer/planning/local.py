@@ -2,16 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket, make_plan
-from gossamer.comm.ops import AllGather, AllToAll, Decide, Group, Op, Permute, Push, drive
+from gossamer.comm.echo import EchoPort
+from gossamer.comm.ops import AllGather, AllToAll, Group, Op, Permute, Push, drive
 from gossamer.planning.links import Pattern, wait_for
-from gossamer.simulate.clocked import echoed
 from gossamer.state import State
 
 ELEMENTS = 2**18
@@ -22,24 +21,18 @@ _PATTERNS: dict[type[Op], Pattern] = {Permute: "pair", Push: "pair", AllToAll: "
 """By what pattern the links of an operation are measured; of all others a ring."""
 
 
-class Echo:
-    """A port on which every operation ends when it begins, with what this rank has brought in place of what others would."""
+class Counting(EchoPort):
+    """Counts what is sent."""
 
     def __init__(self, world: int) -> None:
-        self._world = world
+        super().__init__(0, world)
         self.sent: Counter[Pattern] = Counter()
         """Bytes by pattern."""
 
     def start(self, op: Op, group: Group | None = None) -> Tensor:
-        world = self._world if group is None else len(group)
+        world = len(self._everyone if group is None else group)
         self.sent[_PATTERNS.get(type(op), "ring")] += op.traffic(world).bytes
-        return echoed(op, world)
-
-    def wait(self, handle: Tensor) -> Tensor:
-        return handle
-
-    def decide(self, decision: Decide) -> Any:
-        return decision.fn()
+        return super().start(op, group)
 
 
 class Exchanged:
@@ -53,7 +46,7 @@ class Exchanged:
         self._states = [State(bucket.flat) for bucket in self._buckets]
         self._algorithm, self._numbers, self._step = algorithm, numbers, 0
         self._world, self._nodes = world, nodes
-        self._port = Echo(world)
+        self._port = Counting(world)
 
     @property
     def pattern(self) -> Pattern:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from gossamer.comm import ops
+from gossamer.comm.echo import echoed
 from gossamer.comm.operations import Traffic
 from gossamer.comm.ops import Decide, Flow, Group, Op, Start, Wait, answer
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
@@ -103,25 +103,6 @@ class Wire:
     def decide(self, decision: Decide) -> Any:
         """There are no values to look at: the default."""
         return decision.default
-
-
-def echoed(op: Op, world: int) -> Tensor:
-    """The result of an operation on rank 0 of ``world`` ranks that all bring the same. On ``meta`` that is its shape; the
-    small agreements, which lie on the host, have values."""
-    tensor = op.tensor
-    if isinstance(op, ops.AllReduce):
-        return tensor.mul_(world) if op.reduce == "sum" else tensor
-    if isinstance(op, ops.Broadcast):
-        return tensor
-    if isinstance(op, ops.Permute):
-        return tensor.clone() if op.into is None else op.into.copy_(tensor)
-    if isinstance(op, ops.Push):
-        return tensor.expand(len(op.graph.sources(0)), *tensor.shape).contiguous()
-    if isinstance(op, ops.AllToAll):
-        return tensor[:1].expand_as(tensor).contiguous()
-    if isinstance(op, ops.AllGather):
-        return tensor.expand(world, *tensor.shape).contiguous()
-    raise TypeError(f"the simulation does not know {op}")
 
 
 class Lane:

@@ -132,13 +132,6 @@ def _counting_saved(found: Counted, model: nn.Module) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def state_bytes(model: nn.Module, states: float) -> float:
-    """Bytes of the weights, their gradients, and so many tensors of each weight that the optimizer keeps."""
-    trainable = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-    return frozen + sum(b.nbytes for b in model.buffers()) + (2 + states) * trainable
-
-
 def as_mean(outputs: Any) -> Tensor:
     """A scalar of outputs, where the loss does not matter: of a tensor, or of the first in a tuple or mapping."""
     if isinstance(outputs, Mapping):
