@@ -36,11 +36,11 @@ USUAL = _Usual(2 * 2**20)
 class Algorithm(ABC):
     """Base of all algorithms: frozen hyper-parameters, and one generator per bucket and step.
 
-    ``bucket_bytes`` is the fusion threshold (GradientFlow's θ, BAGUA's bucket size): tensors are laid out in the
-    order in which gradients become ready, and a bucket is closed when it holds at least this many bytes.
+    ``bucket_bytes`` is the fusion threshold (GradientFlow's θ, BAGUA's bucket size): tensors are packed in the order in which
+    gradients become ready, and a bucket is closed when it holds at least this many bytes.
 
-    An algorithm that is made of others, which are its fields, is what they are together, and does what they do: everything but
-    :meth:`exchange` is theirs, unless it says otherwise.
+    A combination holds other algorithms in its fields. It defines :meth:`exchange`; all other methods ask the parts and join
+    their answers, unless it overrides them.
     """
 
     bucket_bytes: int = USUAL
@@ -61,13 +61,13 @@ class Algorithm(ABC):
 
     @property
     def traits(self) -> Traits:
-        """What it is: one record."""
+        """What the algorithm is, as one record. Of a combination: its parts' traits, joined field by field."""
         parts = self._parts()
         return what.joined(part.traits for part in parts) if parts else Traits()
 
     @property
     def cadence(self) -> Cadence:
-        """When it exchanges: in every step by default."""
+        """At which steps it exchanges: at every step by default."""
         parts = self._parts()
         return cadences.joined(part.cadence for part in parts) if parts else Cadence()
 
@@ -88,25 +88,25 @@ class Algorithm(ABC):
         """
 
     def begin(self, bucket: Bucket, state: State, ctx: Context) -> None:
-        """Remember of the weights in ``bucket``, before their first update, what exchanges that move the mean begin from.
+        """Keep in ``state`` what outer steps begin from: the weights in ``bucket``, the same on all workers.
 
-        All workers have the same weights then. Asked of algorithms whose traits have ``moves_mean``, once in a training.
+        Called once, before the first update, of algorithms whose exchanges move the mean of the workers (``moves_mean``).
         """
         for part in self._parts():
             part.begin(bucket, state, ctx)
 
     def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type in which weights of type ``dtype`` are packed into their bucket: that of the message, if that is all that is
-        made of them, so that ``bucket.flat`` is the message."""
+        """The dtype in which weights of type ``dtype`` are packed into their bucket. An algorithm that only sends weights
+        returns the wire's dtype: ``bucket.flat`` then is the message."""
         said = {part.message_dtype(dtype) for part in parts_of(self)}
         return said.pop() if len(said) == 1 else dtype
 
     def finish(self, buckets: Sequence[Bucket], states: Sequence[State], state: State, ctx: Context) -> Flow[None] | None:
-        """Once per step after the last bucket, for what belongs to the step; ``None`` (the default) for nothing.
+        """A flow that runs once per step, after the exchanges of all ``buckets``; ``None`` (the default): there is none.
 
-        For gradients, it runs beside the next forward pass: take from ``states`` what it needs, not from the buckets, which
-        are the optimizer's by then. What it writes is there in the next exchange.
-        ``states`` are those of ``buckets``; ``state`` is the step's own.
+        ``states``: one for each bucket; ``state``: one for the step. Where gradients are exchanged it runs during the next
+        forward pass: read the states and not the buckets, which the optimizer uses by then. The next exchange sees what it
+        writes.
         """
         flows = [part.finish(buckets, states, state, ctx) for part in self._parts()]
         there = [flow for flow in flows if flow is not None]
@@ -115,9 +115,9 @@ class Algorithm(ABC):
     def hand_over(self, flat: Tensor, state: State, ctx: Context) -> Tensor:
         """This worker's term of the sum over workers that exchanges conserve, for the bucket that ``state`` belongs to.
 
-        Of gradients ``flat``: with what is not sent yet. Of weights ``flat``: as often as they count in the mean that is kept
-        (push-sum). That is all that has to go on where another algorithm takes its place, or others share out a saved state.
-        Returns ``flat`` itself, which is only read, where nothing is kept.
+        Of gradients ``flat``: these and the residual. Of weights ``flat``: these, times their weight in the mean (push-sum).
+        Another algorithm that takes its place, and a checkpoint of another number of ranks, go on from that. Returns ``flat``
+        itself, which is only read, where nothing is kept.
         """
         if len(parts := self._parts()) == 1:
             return parts[0].hand_over(flat, state, ctx)
@@ -125,10 +125,11 @@ class Algorithm(ABC):
         return flat if residual is None else wide(flat) + residual
 
     def put_back(self, mean: Tensor, place: Segment, state: State, ctx: Context) -> bool:
-        """Keep ``mean`` as unsent, that part of an exchange's result which nobody is going to use; say whether that is kept.
+        """Add ``mean`` to the residual: the part at ``place`` of an exchange's result that no worker uses, as its parameter has
+        no gradient on any rank. Returns whether there is a residual.
 
-        ``place``: where in the bucket it is. Every worker is asked, and the result is the mean of what all have sent: with it,
-        the sum of what is unsent is again what it was. Where the exchange kept nothing back, nothing is to be done.
+        Called on all workers. As the result is the mean of what all have sent, the sum of the residuals is again what it was
+        before the exchange.
         """
         if len(parts := self._parts()) == 1:
             return parts[0].put_back(mean, place, state, ctx)
@@ -140,7 +141,7 @@ class Algorithm(ABC):
             part.check(world, nodes)
 
     def part(self, subject: Subject) -> "Algorithm | None":
-        """What of this algorithm moves gradients, or weights. Most are one or the other."""
+        """The part of this algorithm that exchanges gradients, or weights: mostly itself, or None."""
         found = [part.part(subject) for part in self._parts()]
         if not found:
             return self if self.subject == subject else None
@@ -153,8 +154,8 @@ class Algorithm(ABC):
         return self._with(lambda part: part.route(name, tensor))
 
     def attach(self, parameters: Sequence[Tensor], momentum: float) -> "Algorithm":
-        """What to run with the optimizers of these parameters; ``momentum``: what was taken out of them for one that
-        ``takes_momentum``. Raise ConfigurationError where there is nothing for it to do."""
+        """The algorithm for these parameters. ``momentum``: that of their optimizer, taken out of it for an algorithm that
+        ``takes_momentum``. Raises ConfigurationError where there is nothing for it to do."""
         return self._with(lambda part: part.attach(parameters, momentum))
 
     def _fields(self) -> dict[str, "Algorithm"]:
@@ -167,7 +168,7 @@ class Algorithm(ABC):
         return tuple(self._fields().values())
 
     def _with(self, change: Callable[["Algorithm"], "Algorithm"]) -> Self:
-        """The same, made of what ``change`` makes of its parts, with buckets as long as those of the last one, if they were."""
+        """The same with its parts changed; ``bucket_bytes`` follows the last part, if it did so before."""
         parts = {name: change(part) for name, part in self._fields().items()}
         if not parts:
             return self
@@ -178,7 +179,7 @@ class Algorithm(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Nothing(Algorithm, register=False):
-    """Exchanges nothing: in place of an algorithm where there is none."""
+    """Exchanges nothing: the part of a combination in which there is nothing to exchange."""
 
     @property
     def traits(self) -> Traits:

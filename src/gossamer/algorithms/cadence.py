@@ -17,7 +17,7 @@ class Beat:
     first: int = 0
     until: float = math.inf
     once: bool = False
-    """Only at ``first``, where what another phase has kept is handed over."""
+    """Only at ``first``: a phase begins, and takes over what the one before has kept."""
     ahead: float = 0.0
     """By how many updates the weights that are sent are extrapolated (SpecTrain)."""
     delay: int = 1
@@ -29,9 +29,9 @@ class Beat:
     exchanges: int = 1
     """After how many exchanges bytes and messages repeat."""
     topology: Pattern | None = None
-    """Who meets whom, where that changes from exchange to exchange."""
+    """The partners of each exchange, where these change."""
     ranks_per_node: int | None = 1
-    """For how many ranks one member of the topology speaks; None: for those of its node."""
+    """How many ranks one member of the topology stands for; None: those of its node."""
 
     def runs(self, step: int) -> bool:
         """Whether ``step`` is within its time."""
@@ -70,7 +70,7 @@ class Cadence:
 
     @property
     def every_step(self) -> bool:
-        """Whether something is exchanged at every step, so that nobody has to ask."""
+        """Whether something is exchanged at every step."""
         return any(beat.every == 1 and beat.runs(0) and beat.until == math.inf and not beat.once for beat in self.beats)
 
     def runs(self, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""Bucket states: what an algorithm remembers about the buckets of one plan, and about their steps."""
+"""Bucket states: what an algorithm keeps of the buckets of one plan, and of their steps."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ class BucketStates:
         return len(self.of_buckets)
 
     def adopt(self, buckets: list[Bucket]) -> None:
-        """Be the states of ``buckets``, carrying over by parameter name what was remembered about others."""
+        """Make a state for each of ``buckets``; what is kept of the buckets before is carried over by parameter name."""
         self.commit()
         kept, extras = self.by_name(), of_any_plan(self.extras_by_name())
         self._buckets = buckets

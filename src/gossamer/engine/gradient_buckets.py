@@ -1,4 +1,7 @@
-"""Gradient buckets: where each gradient lies, which gradients travel together, and in which order."""
+"""Gradient buckets: the plan that says in which bucket each gradient lies and in which order buckets are launched.
+
+Plans change between passes only; what a pass does with them is in ``gossamer.engine.gradients``.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 
@@ -83,7 +86,7 @@ class GradientBuckets:
         self.exchange.forget()
 
     def _put_away(self, over: bool, idle: bool) -> None:
-        """Keep no copy of the gradients where they are not exchanged any more, and nothing is left unsent."""
+        """Free the buckets when gradients are not exchanged any more and no residual is kept; make them again if they are."""
         if over and self.exchange.buckets and not self.exchange.states.remembers:
             plan = self.exchange.plan
             self.adopt_plan(Plan(()))

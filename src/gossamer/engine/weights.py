@@ -151,7 +151,7 @@ class WeightSync(Subscriber):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Before the first update, when weights are equal on all ranks: let the algorithm remember them."""
+        """Before the first update, when weights are equal on all ranks: see :meth:`Algorithm.begin`."""
         if self._begun or self.steps:
             return
         self._begun = True
@@ -164,8 +164,8 @@ class WeightSync(Subscriber):
 
     @torch.no_grad()
     def prepare(self, step: int) -> None:
-        """An update is about to be made: add what is due, and remember what those weights were that are sent ahead after it.
-        ``step``: as for :meth:`launch`."""
+        """Before an update: add what is due, and copy the weights that are extrapolated after it (``ahead``). ``step``: as for
+        :meth:`launch`."""
         if self.members.may_move:
             self.members.follow_moved()
         upcoming = self.following(step)
