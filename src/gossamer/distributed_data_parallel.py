@@ -29,16 +29,24 @@ class DistributedDataParallel(_DDP):
         model = gossamer.DistributedDataParallel(model, optimizer, gossamer.Gossip(), device_ids=[local_rank])
 
     Args:
-        module, optimizer, algorithm: as for :func:`gossamer.replicate`, which this calls: the bare model, the optimizer (or
-            several), and the relaxation; exact :class:`AllReduce` by default.
+        module: the bare model, as for :func:`gossamer.replicate`, which this calls.
+        optimizer: the optimizer, or several.
+        algorithm: the relaxation; exact :class:`AllReduce` by default.
         device_ids: the one device to which inputs are moved; on a CPU none.
         output_device: as for DDP: the same device.
-        process_group, device_mesh: ``group`` and ``mesh`` of :func:`gossamer.replicate`.
+        process_group: ``group`` of :func:`gossamer.replicate`.
+        device_mesh: ``mesh`` of :func:`gossamer.replicate`.
         broadcast_buffers: True is ``buffers="broadcast"``, False ``buffers="local"``; None leaves the choice to ``buffers``.
-        find_unused_parameters, gradient_as_bucket_view, static_graph, bucket_cap_mb: taken, so that a call need not change, and
-            of no effect: unused parameters are always found, gradients are always views of buckets, any graph may change,
-            and the algorithm chooses its buckets (``AllReduce(bucket_bytes=…)``).
-        buffers, scaler, timeout, overlap_forward, ignore, synchronize: as for :func:`gossamer.replicate`.
+        find_unused_parameters: of no effect, as the next three: unused parameters are always found.
+        gradient_as_bucket_view: gradients are always views of buckets.
+        static_graph: any graph may change.
+        bucket_cap_mb: the algorithm chooses its buckets (``AllReduce(bucket_bytes=…)``).
+        buffers: as for :func:`gossamer.replicate`, as the following ones.
+        scaler: for a ``GradScaler`` that skips steps.
+        timeout: of an exchange.
+        overlap_forward: exchange gradients during the next forward pass too.
+        ignore: what is left to each rank.
+        synchronize: exchange gradients in backward passes, or in steps.
 
     A copy or a pickle of it trains alone, and its ``replica`` is None.
 
