@@ -127,7 +127,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"{SILENT_AFTER:g} s for a host that answers nothing; the timeout for a process that is stopped, and before there is a "
         "process group. There, and in the script's `dist.barrier()` at the end, the wait is torch's own, and so is "
         "the error. Seconds are those of the slowest survivor, of one run per row; a machine that has other work makes them "
-        "longer. By `make study NAME=faults`."
+        "longer. Those of kills before and after `close()` and after `destroy_process_group()` hold the six seconds of "
+        "training since the victim said that it trains. By `make study NAME=faults`."
     )
     return "# Failures of machines\n\n" + about + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
