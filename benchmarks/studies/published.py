@@ -42,6 +42,12 @@ class Row:
         return self.predicted / self.published - 1
 
 
+def streams(algorithm: Algorithm) -> int:
+    """How many collectives are under way: NCCL carries out those of a communicator one after the other, and by node there are
+    two communicators."""
+    return 2 if isinstance(algorithm, Hierarchical) else 1
+
+
 # -- BAGUA: 16 machines of 8 V100, NVLink inside, TCP between ---------------------------------------------------------
 
 BERT_STEPS = 115
@@ -81,7 +87,8 @@ def on_bagua(name: str, seconds: float, algorithm: Algorithm, link: Link, proces
     cluster = Cluster(
         machines=Machines(count=16, devices=8), between=link, inside=INSIDE, processor=processor or Processor(cores=8)
     )
-    return step_time(model, algorithm, cluster=cluster, compute=compute, steps=2, buffers="local").step_seconds
+    found = step_time(model, algorithm, cluster=cluster, compute=compute, steps=2, buffers="local", lanes=streams(algorithm))
+    return found.step_seconds
 
 
 def link_of(gbit: float, efficiency: float, ceiling: float = float("inf")) -> Link:
@@ -133,7 +140,7 @@ def vgg() -> Iterator[Row]:
 
 # -- GradientFlow: 64 machines of 8 V100, fp16 on the wire ------------------------------------------------------------
 
-LATENCY, JITTER = 2e-6, 0.035
+LATENCY, JITTER = 3e-6, 0.035
 """Fitted to the two published speed-ups: a fit, and no test."""
 LAZY, SPARSE = AllReduce(bucket_bytes=64 * 2**20), ChunkSparse(bucket_bytes=64 * 2**20)
 EACH_TENSOR = AllReduce(bucket_bytes=1, gather_below=0)
@@ -150,7 +157,7 @@ def speed_up(name: str, seconds: float, algorithm: Algorithm) -> float:
         stragglers=Stragglers(jitter=JITTER, steps=400),
     )
     model = MODELS[name].model(torch.float16)
-    found = step_time(model, algorithm, cluster=cluster, compute=compute, steps=2, buffers="local")
+    found = step_time(model, algorithm, cluster=cluster, compute=compute, steps=2, buffers="local", lanes=streams(algorithm))
     return 512 * seconds / found.step_seconds
 
 
