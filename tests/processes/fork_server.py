@@ -7,6 +7,7 @@ share no seed of Python's hashes and of generators, as they would not on machine
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import select
@@ -177,8 +178,10 @@ def become(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     # Not gossamer, which notices the end of the process that imports it and not that of a fork of it.
     import numba  # noqa: F401
-    import torch.distributed  # noqa: F401
+    import torch._dynamo  # an optimizer imports it on its first use, for two seconds
+    import torch.distributed.tensor  # noqa: F401
 
+    gc.freeze()  # a fork neither searches nor copies what is here
     serve()
     from processes import worker
 

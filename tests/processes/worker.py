@@ -19,7 +19,6 @@ from torch import Tensor
 
 import gossamer
 from gossamer.comm.torch import board as failure_board
-from processes import stub
 
 GROUP_TIMEOUT = 60.0
 
@@ -80,8 +79,6 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     scenarios = importlib.import_module(f"processes.{module}")
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
-    if module in ("scenarios_data", "scenarios_deaths", "scenarios_devices", "scenarios_runners"):  # DDP needs the real one
-        stub.leave_out_the_compiler()
     if module not in ("scenarios_failures", "scenarios_counts"):  # elsewhere a machine that stands still is no fault
         failure_board.WARN_AFTER = 60.0
     # Scenarios give AdamW to what averages weights, on purpose; whatever else stands on stderr is a failure.
