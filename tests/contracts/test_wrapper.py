@@ -15,9 +15,9 @@ from gossamer.state import State
 
 from . import laws
 from .cases import algorithms, batch, make_training, same_bits, train_step, weights
-from .traces import subjects, trace
+from .traces import load, subjects, trace
 
-SUBJECTS = subjects()
+SUBJECTS, RECORDED = subjects(), load()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,5 +69,5 @@ def test_it_sends_what_is_inside_sends_and_trains_to_the_same_bits(name: str) ->
     inside = SUBJECTS[name]
     around = PassThrough(inner=inside)
     assert around.subject == inside.subject
-    assert trace(around, 4) == trace(inside, 4)
+    assert trace(around, 4) == RECORDED[name]["4"], "what is inside sends that, in a test of its own"
     assert all(map(same_bits, trained(around, 4), trained(inside, 4)))

@@ -179,7 +179,7 @@ def test_a_rank_that_is_stopped_for_longer_than_the_timeout_is_told_that_it_was_
 
 
 def test_a_rank_that_is_stopped_for_less_goes_on() -> None:
-    running = standing("0", "60", "3000")
+    running = standing("0", "60", "600")
     running.send(2, signal.SIGSTOP)
     time.sleep(4)
     running.send(2, signal.SIGCONT)

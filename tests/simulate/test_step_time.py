@@ -515,7 +515,7 @@ links = st.builds(Link, bandwidth=st.floats(1e7, 1e11), latency=st.floats(0, 0.0
 
 
 @pytest.mark.parametrize("algorithm", plain(), ids=repr)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(sizes, st.integers(1, 9), links, st.floats(1.01, 10), st.integers(1, 3))
 def test_more_bandwidth_never_hurts_and_no_step_beats_the_bound(
     algorithm: Algorithm, numels: list[int], world: int, link: Link, factor: float, lanes: int
