@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
+# what Python compiles is kept, whatever the caller's shell says: else each of a test's processes compiles torch again
+export PYTHONDONTWRITEBYTECODE :=
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
