@@ -122,5 +122,6 @@ def in_processes(cases: Sequence[Case], timeout: float) -> list[str]:
         failed = [f"rank {r}: {each['error']}" for found in mine for r, each in enumerate(found) if "error" in each]
         if case.make_algorithm().cadence.lag:
             mine = mine[:1]  # who takes part in which exchange depends on the time that each rank takes
-        told.append(f"it_runs: {failed[0]}" if failed else broken_by(case, mine))
+        refused = bool(failed) and all("ConfigurationError: " in text and "/gossamer/replicate.py" in text for text in failed)
+        told.append(REFUSED if refused else f"it_runs: {failed[0]}" if failed else broken_by(case, mine))
     return told
