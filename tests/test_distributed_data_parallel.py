@@ -1,6 +1,7 @@
 """The class in DDP's form, as scripts and frameworks look at it; in memory."""
 
 import copy
+import inspect
 import io
 from typing import Any
 
@@ -154,3 +155,64 @@ def test_arguments_of_ddp_need_not_be_taken_out_of_a_call() -> None:
     model, _ = made(find_unused_parameters=True, static_graph=True, gradient_as_bucket_view=True, bucket_cap_mb=25)
     model._set_static_graph()
     model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("inside", ["forward", "backward"])
+def test_the_forward_pass_decides_whether_its_backward_pass_is_synchronised(inside: str) -> None:
+    """As in DDP: a forward pass inside no_sync() accumulates locally, wherever backward runs, and one outside exchanges."""
+
+    def body(_: int) -> None:
+        model, _ = made()
+        inputs, before = torch.ones(2, 4), model.replica.step
+        if inside == "forward":
+            with model.no_sync():
+                loss = model(inputs).sum()
+            loss.backward()
+            assert model.replica.step == before
+            loss = model(inputs).sum()
+            loss.backward()
+        else:
+            loss = model(inputs).sum()
+            with model.no_sync():
+                loss.backward()
+        assert model.replica.step == before + 1
+        model.replica.close()
+
+    loopback(body, 2)
+
+
+def test_a_backward_pass_may_be_synchronised_after_its_forward_pass_was_not() -> None:
+    def body(_: int) -> None:
+        model, _ = made()
+        with model.no_sync():
+            loss = model(torch.ones(2, 4)).sum()
+        model.synchronize_next_backward()
+        loss.backward()
+        assert model.replica.step == 1
+        model.replica.close()
+
+    loopback(body, 2)
+
+
+def test_every_argument_of_ddp_is_taken_or_refused_by_name() -> None:
+    own = set(inspect.signature(TORCH.__init__).parameters) - {"self", "module"}
+    no_effect = {"dim": 0, "init_sync": True, "check_reduction": False, "bucket_cap_mb": 25}
+    for name in sorted(own):
+        try:
+            made(**{name: no_effect.get(name)})
+        except TypeError as error:
+            raise AssertionError(f"{name} is no argument") from error
+    made(forward_sync_buffers=True, **no_effect)
+    with pytest.raises(ConfigurationError, match="mixed_precision has no counterpart"):
+        made(mixed_precision=object())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_cap_kb'"):
+        made(bucket_cap_kb=1)
+
+
+def test_a_wrapper_leaves_the_model_to_another_as_ddp_does() -> None:
+    model, optimizer = made()
+    model._remove_autograd_hooks()
+    again = gossamer.DistributedDataParallel(model.module, optimizer)
+    again(torch.ones(2, 4)).sum().backward()
+    assert again.replica.step == 1
+    again.replica.close()

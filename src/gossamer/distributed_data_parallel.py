@@ -1,6 +1,6 @@
 """DistributedDataParallel: a replicated model in the form that scripts and frameworks for PyTorch's DDP expect."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
+from gossamer.comm.connect import default_group
 from gossamer.engine.arguments import Synchronize
 from gossamer.engine.module_buffers import Buffers
 from gossamer.errors import ConfigurationError, UsageError
@@ -17,6 +18,29 @@ from gossamer.replica import Replica
 from gossamer.replicate import replicate
 
 _DDP = nn.parallel.DistributedDataParallel
+
+_BROADCAST_BYTES = 250 << 20
+"""``broadcast_bucket_size`` of DDP, which scripts pass on."""
+
+_DELAYED = "overlap_forward=True lets gradients travel in the next forward pass, and ignore= leaves parameters to each rank"
+
+_OTHERS: Mapping[str, str] = dict.fromkeys(
+    (
+        "dim",
+        "init_sync",
+        "bucket_cap_mb",
+        "bucket_cap_mb_list",
+        "batched_grad_copy",
+        "check_reduction",
+        "skip_all_reduce_unused_params",
+    ),
+    "",
+) | {
+    "mixed_precision": "compute under torch.autocast, and send 16 bits with AllReduce(wire='bf16')",
+    "delay_all_reduce_named_params": _DELAYED,
+    "param_to_hook_all_reduce": _DELAYED,
+}
+"""Arguments of DDP that are taken and of no effect; or why they are refused."""
 
 
 class DistributedDataParallel(_DDP):
@@ -37,22 +61,26 @@ class DistributedDataParallel(_DDP):
         process_group: ``group`` of :func:`gossamer.replicate`.
         device_mesh: ``mesh`` of :func:`gossamer.replicate`.
         broadcast_buffers: True is ``buffers="broadcast"``, False ``buffers="local"``; None leaves the choice to ``buffers``.
-        find_unused_parameters: of no effect, as the next three: unused parameters are always found.
+        find_unused_parameters: of no effect, as the next two: unused parameters are always found.
         gradient_as_bucket_view: gradients are always views of buckets.
         static_graph: any graph may change.
-        bucket_cap_mb: the algorithm chooses its buckets (``AllReduce(bucket_bytes=…)``).
+        forward_sync_buffers: torch's newer name of ``broadcast_buffers``.
         buffers: as for :func:`gossamer.replicate`, as the following ones.
         scaler: for a ``GradScaler`` that skips steps.
         timeout: of an exchange.
         overlap_forward: exchange gradients during the next forward pass too.
         ignore: what is left to each rank.
         synchronize: exchange gradients in backward passes, or in steps.
+        others: DDP's other arguments. Of no effect are ``bucket_cap_mb``, ``bucket_cap_mb_list`` and ``batched_grad_copy`` (the
+            algorithm chooses its buckets: ``AllReduce(bucket_bytes=…)``), ``init_sync``, ``dim``, ``check_reduction`` and
+            ``skip_all_reduce_unused_params``. Refused are ``mixed_precision`` and delayed parameters.
 
     A copy or a pickle of it trains alone, and its ``replica`` is None.
 
     Raises:
         ConfigurationError: arguments that cannot work, with the reason.
         DisagreementError: on every rank, if ranks differ in version, algorithm, model or options.
+        TypeError: an argument that DDP has not, either.
     """
 
     replica: Replica | None
@@ -72,26 +100,32 @@ class DistributedDataParallel(_DDP):
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
-        bucket_cap_mb: float | None = None,
+        forward_sync_buffers: bool | None = None,
         buffers: Buffers | None = None,
         scaler: Any = None,
         timeout: float | timedelta | None = None,
         overlap_forward: bool = False,
         ignore: Sequence[str | nn.Module] = (),
         synchronize: Synchronize | None = None,
+        **others: Any,
     ) -> None:
         nn.Module.__init__(self)  # not DDP's own, which makes the reducer
+        super(nn.Module, self).__init__()  # Joinable's
+        _check_others(others)
         self.device_ids: list[Any] | None = _one_device(device_ids, output_device, module)
         self.output_device: Any = None if self.device_ids is None else self.device_ids[0]
         self.dim: int = 0
         self.mixed_precision: Any = None
         self.logger: Any = None
-        self.process_group: Any = process_group
+        self._group: Any = process_group
+        self.device_mesh: Any = device_mesh
+        self.broadcast_bucket_size = _BROADCAST_BYTES
         self.find_unused_parameters: bool = find_unused_parameters
         self.gradient_as_bucket_view: bool = gradient_as_bucket_view
         self.static_graph: bool = static_graph
         self.use_side_stream_for_tensor_copies = True
         self.require_forward_param_sync = True
+        self._synchronises = True
         self.module = module
         self.replica = replicate(
             module,
@@ -100,7 +134,7 @@ class DistributedDataParallel(_DDP):
             group=process_group,
             mesh=device_mesh,
             scaler=scaler,
-            buffers=_buffers(broadcast_buffers, buffers),
+            buffers=_buffers(broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers, buffers),
             timeout=timeout,
             overlap_forward=overlap_forward,
             ignore=ignore,
@@ -115,24 +149,42 @@ class DistributedDataParallel(_DDP):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the module returns."""
+        if torch.is_grad_enabled():
+            # As in DDP, the forward pass decides whether its backward pass is synchronised, wherever that one runs.
+            self.module.require_backward_grad_sync = self._synchronises
         if self.device_ids is not None:
             moved, named = self.to_kwargs(inputs, kwargs, self.device_ids[0])  # type: ignore[no-untyped-call]
             inputs, kwargs = moved[0], named[0]
         return self.module(*inputs, **kwargs)
 
     @property
+    def process_group(self) -> Any:
+        """The process group of the replicas: the given one, the mesh's, or the default one; None where there is none."""
+        if self._group is not None:
+            return self._group
+        return default_group() if self.device_mesh is None else self.device_mesh.get_group()
+
+    @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward pass exchanges: the attribute of the module that :class:`gossamer.Replica` looks at."""
-        return bool(getattr(self.module, "require_backward_grad_sync", True))
+        """Whether the backward pass of the next forward pass is synchronised."""
+        return self._synchronises
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self.module.require_backward_grad_sync = value
+        self._synchronises = value
+
+    def synchronize_next_backward(self) -> None:
+        """Synchronise the next backward pass, though its forward pass ran inside :meth:`no_sync`.
+
+        Accelerate's ``trigger_sync_in_backward`` does it with DDP's reducer.
+        """
+        self.module.require_backward_grad_sync = True
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[None]:
         """Train inside when ranks may have different numbers of batches: see :meth:`gossamer.Replica.join`."""
+        self._join_config = self._join_config._replace(enable=enable)
         if self.replica is None or not enable:
             return nullcontext()
         return self.replica.join(
@@ -159,6 +211,11 @@ class DistributedDataParallel(_DDP):
             "module by module in the next forward pass"
         )
 
+    def _remove_autograd_hooks(self) -> None:
+        """Leave the model to another wrapper: as :meth:`gossamer.Replica.close` without an average."""
+        if self.replica is not None:
+            self.replica.close()
+
     def _set_static_graph(self) -> None:
         self.static_graph = True
 
@@ -171,10 +228,19 @@ class DistributedDataParallel(_DDP):
         return super().__getattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "replica": None, "process_group": None}
+        return {**self.__dict__, "replica": None, "_group": None, "device_mesh": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
+
+
+def _check_others(others: Mapping[str, Any]) -> None:
+    """Raise for arguments of DDP that have no counterpart, and for what is no argument of DDP."""
+    for name, value in others.items():
+        if name not in _OTHERS:
+            raise TypeError(f"DistributedDataParallel.__init__() got an unexpected keyword argument {name!r}")
+        if _OTHERS[name] and value is not None:
+            raise ConfigurationError(f"{name} has no counterpart: {_OTHERS[name]}")
 
 
 def _one_device(
@@ -199,7 +265,9 @@ def _buffers(broadcast: bool | None, buffers: Buffers | None) -> Buffers | None:
         return buffers
     asked: Buffers = "broadcast" if broadcast else "local"
     if buffers not in (None, asked):
-        raise ConfigurationError(f"broadcast_buffers={broadcast} and buffers={buffers!r} ask for different things")
+        raise ConfigurationError(
+            f"broadcast_buffers={broadcast} (or forward_sync_buffers) and buffers={buffers!r} ask for different things"
+        )
     return asked
 
 

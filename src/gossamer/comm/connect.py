@@ -54,3 +54,12 @@ def connect(group: Any = None, mesh: Any = None, timeout: float | timedelta | No
                 f"If each of them is to train alone, unset {name}"
             )
     return solo_runner()
+
+
+def default_group() -> Any:
+    """The process group that :func:`connect` takes where none is given; None in loopback, and where there is none."""
+    from gossamer.comm.torch import groups
+
+    if loopback.current_runner() is not None or not groups.initialised():
+        return None
+    return groups.world_group()

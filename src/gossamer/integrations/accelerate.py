@@ -96,6 +96,14 @@ class Accelerator(_Base):  # type: ignore[misc]
                     "accelerator.prepare(model, optimizer)"
                 )
 
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Inside, the backward pass of a forward pass that ran under ``no_sync()`` is synchronised."""
+        if isinstance(model, DistributedDataParallel):
+            model.synchronize_next_backward()
+        yield
+
     @contextmanager
     def average(self) -> Iterator[None]:
         """Inside, the models hold the average of all replicas: for an evaluation. Collective."""

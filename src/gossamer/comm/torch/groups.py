@@ -34,6 +34,11 @@ def initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def world_group() -> Any:
+    """The default process group."""
+    return dist.group.WORLD
+
+
 def part_of(ranks: Sequence[int], processes: int) -> int | None:
     """The number of a group among all that share out ``processes`` as a dimension of a mesh does; None if it has all of
     them. The same for the same part of a model, however many ranks each has. Of a group that is no such row: its first rank."""
