@@ -36,6 +36,7 @@ STUDIES = {
     "overhead": ("overhead.md",),
     "threads": ("threads.md",),
     "faults": ("faults.md",),
+    "hsdp": ("hsdp.md",),
     "outer": ("outer.md",),
     "choice": ("choice.md",),
     "fresh": ("fresh.md",),

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SUITES = suites(ROOT / "benchmarks" / "suites.toml")
 STUDIES = (
-    "convergence", "exchanges", "fresh", "kernels", "outer", "overhead", "shuffle", "shuffle_time", "switched", "threads",
+    "convergence", "exchanges", "fresh", "hsdp", "kernels", "outer", "overhead", "shuffle", "shuffle_time", "switched",
+    "threads",
 )  # fmt: skip
 
 
