@@ -158,7 +158,7 @@ class DistributedDataParallel(_DDP):
         return self.module(*inputs, **kwargs)
 
     @property
-    def process_group(self) -> Any:
+    def process_group(self) -> Any:  # type: ignore[override]  # looked up, not held: its owner may destroy it
         """The process group of the replicas: the given one, the mesh's, or the default one; None where there is none."""
         if self._group is not None:
             return self._group
