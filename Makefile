@@ -5,9 +5,11 @@ RUN    := $(VENV)/bin/python
 # what Python compiles is kept, whatever the caller's shell says: else each of a test's processes compiles torch again
 export PYTHONDONTWRITEBYTECODE :=
 READY  := $(VENV)/.ready
+TORCH  ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 
 .DEFAULT_GOAL := help
-.PHONY: help setup peers demo test fuzz test-slow test-integrations test-triton test-gpu check types format docs readme bench study clean
+.PHONY: help setup peers demo test fuzz test-slow test-integrations test-versions judge test-triton test-gpu check types format docs readme bench study clean
 
 help: ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +41,13 @@ test-slow: $(READY) ## run the tests that take minutes
 test-integrations: $(READY) ## test gossamer.integrations with the real libraries (installs them: 400 MB)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev,integrations]'
 	$(RUN) -m pytest tests/integrations tests/optim/test_optimizers_of_today.py -rs
+
+test-versions: ## run tests with each torch from 2.9 on and each Python from 3.11 on (installs them: several GB; TORCH="2.9.1" PYTHONS=python3.12)
+	$(PYTHON) tests/versions.py --torch $(TORCH) --python $(PYTHONS)
+
+judge: $(READY) ## run torch's own tests of DDP and Accelerate's scripts on gossamer's classes (ARGS=NAME for one)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt expecttest accelerate
+	PYTHONPATH=tests $(RUN) -m judge $(ARGS)
 
 test-triton: $(READY) ## check the GPU's kernels in Triton's interpreter (installs triton: 290 MB)
 	$(RUN) -m pip install --quiet --disable-pip-version-check triton
