@@ -56,3 +56,18 @@ def test_trainer_evaluates_and_saves_the_average(tmp_path: Path) -> None:
         assert apart(each["own"], each["weights"]) > 1e-6
         assert apart(each["saved"], each["weights"]) < 1e-12
         assert each["losses"][-1] == pytest.approx(each["loss of the average"], abs=1e-6)
+
+
+def test_a_class_made_of_accelerator_stays_itself() -> None:
+    needed("accelerate")
+    from accelerate.state import AcceleratorState
+
+    from gossamer.integrations.accelerate import Accelerator
+
+    class Own(Accelerator):
+        pass
+
+    try:
+        assert type(Own(cpu=True)) is Own
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

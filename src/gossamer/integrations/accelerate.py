@@ -143,7 +143,8 @@ class Accelerator(_Base):  # type: ignore[misc]
 
 def use(accelerator: Any, algorithm: Algorithm | None = None, **replicate: Any) -> Accelerator:
     """Make an ``Accelerator`` that exists already one of gossamer's, before it prepares anything; returns it."""
-    accelerator.__class__ = Accelerator
+    if not isinstance(accelerator, Accelerator):  # a class made of this one stays what it is
+        accelerator.__class__ = Accelerator
     accelerator.algorithm, accelerator._replicate_options = algorithm, replicate
     accelerator._replicated = []
     found: Accelerator = accelerator
