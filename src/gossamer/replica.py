@@ -15,11 +15,12 @@ from gossamer.engine.assembly import Parts, disassemble
 from gossamer.engine.averages import Averages
 from gossamer.engine.optimizers import OptimizerSync
 from gossamer.engine.tracing import Traced
+from gossamer.engine.weighing import Weighed
 from gossamer.engine.weights import WeightSync
 from gossamer.errors import UsageError
 
 
-class Replica(Traced):
+class Replica(Traced, Weighed):
     """What :func:`gossamer.replicate` returns. The model itself is unchanged and is used as before.
 
     ``step`` counts the synchronised backward passes; ``algorithm`` is what was chosen.
@@ -179,14 +180,14 @@ class Replica(Traced):
         ``bytes_sent``, ``messages_sent``: payload handed to the transport. ``exposed_seconds``: the loop stood still for
         communication. ``wire_seconds``, ``local_seconds``: lanes waited for the network; computed. ``elapsed_seconds``.
 
-        Besides these: ``step``, as the attribute; ``compression_ratio``, the bytes that an exact all-reduce of the gradients
-        in every optimizer step would have sent, divided by ``bytes_sent``; and, as of now, ``residual_norm``, the L2 norm of
-        what is unsent, relative to that of the last exchange. (With ``overlap_forward``: of a step that was complete.)"""
+        Besides: ``step``; ``compression_ratio``, the bytes that an exact all-reduce of the gradients in every step of an
+        optimizer would have sent, divided by ``bytes_sent``; as of now, ``residual_norm``, the L2 norm of what is unsent, over
+        that of the last exchange; with ``DiLoCo(outlier=…)``, ``left_out``: this rank's outer deltas left out, by bucket."""
         shares = [sync.exchange.states.residual_share() for sync in self._weights]
         shares += [link.residual_share() for link in self._parts.links]
         if self._gradients is not None:
             shares.append(self._gradients.residual_share())
-        return self._parts.statistics.read(self.step, shares)
+        return self._parts.statistics.read(self.step, shares) | self._weights.left_out()
 
     def switch(self, algorithm: Algorithm) -> None:
         """Go on with another algorithm from the next step on. Collective, between two steps.

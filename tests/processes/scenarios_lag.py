@@ -9,7 +9,17 @@ from torch import nn
 from torch.optim import SGD
 
 import gossamer
-from gossamer import DecentralizedSGD, Gossip, GossipGraD, LowPrecisionDecentralized, PushSum, QuantizedGossip
+from gossamer import (
+    AllReduce,
+    DecentralizedSGD,
+    DiLoCo,
+    Gossip,
+    GossipGraD,
+    LocalSGD,
+    LowPrecisionDecentralized,
+    PushSum,
+    QuantizedGossip,
+)
 from gossamer.algorithms.base import Algorithm
 from gossamer.codecs import Quantize
 from gossamer.comm.digraph import RandomPush
@@ -69,6 +79,55 @@ def a_slow_rank_delays_nobody_immediately(here: Here) -> dict[str, float]:
         assert free["seconds"] < 0.5 * alike["seconds"], (free["seconds"], alike["seconds"])
     assert abs(free["moved"] - 20 * UPDATE) < 0.01 * 20 * UPDATE
     return {"lag": free["seconds"], "no lag": alike["seconds"]}
+
+
+def late_deltas_of_a_slow_rank_delay_nobody(here: Here) -> dict[str, float]:
+    """At a small part of the others' speed; all deltas are in the mean, the late ones in a later round."""
+    times = {}
+    for name, averaging in {"all": AllReduce(), "peers": Gossip(wire="fp32")}.items():
+        algorithm = DiLoCo(every=4, lag=1000, dense=0, rate=1.0, momentum=0.0, nesterov=False, averaging=averaging)
+        free = train(here, algorithm, 20, pause_of(here))
+        if here.rank < here.world - 1:
+            assert free["seconds"] < 0.5 * 19 * SLOW, (name, free["seconds"])
+        assert abs(free["moved"] - 20 * UPDATE) < 0.01 * 20 * UPDATE, (name, free["moved"])
+        times[name] = free["seconds"]
+    return times
+
+
+def samples_count_by_rank(here: Here) -> float:
+    """Gradients, and weights after some steps alone, of ranks with other batches."""
+    for algorithm in (AllReduce(), LocalSGD(every=2, delay=0)):
+        model = model_of(here.rank)
+        optimizer = SGD(model.parameters(), lr=1.0)
+        replica = here.replicate(model, optimizer, algorithm)
+        before = mean_of(model)
+        for _ in range(2):
+            replica.weigh(1 + here.rank)
+            optimizer.zero_grad()
+            (UPDATE * here.rank * sum(p.sum() for p in model.parameters())).backward()
+            optimizer.step()
+        replica.close()
+        shares = [1 + rank for rank in range(here.world)]
+        expected = 2 * UPDATE * sum(rank * share for rank, share in enumerate(shares)) / sum(shares)
+        assert abs(before - mean_of(model) - expected) < 1e-6, (algorithm, before - mean_of(model), expected)
+    return expected
+
+
+def a_rank_out_of_line_is_left_out(here: Here) -> float:
+    model = model_of(here.rank)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    replica = here.replicate(model, optimizer, DiLoCo(every=2, delay=0, rate=1.0, momentum=0.0, nesterov=False, outlier=5.0))
+    before = mean_of(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        spoilt = 1000 if here.rank == 1 and step == 2 else 1
+        (UPDATE * spoilt * sum(p.sum() for p in model.parameters())).backward()
+        optimizer.step()
+    left_out = replica.metrics()["left_out"]
+    replica.close()
+    assert left_out == (here.rank == 1)
+    assert abs(before - mean_of(model) - 4 * UPDATE) < 1e-6
+    return left_out
 
 
 def nobody_lags_further_than_allowed(here: Here) -> float:

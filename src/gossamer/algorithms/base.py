@@ -183,7 +183,7 @@ class Nothing(Algorithm, register=False):
 
     @property
     def traits(self) -> Traits:
-        return Traits(keeps_unsent=False)
+        return Traits(keeps_unsent=False, by_samples=True)
 
     @property
     def cadence(self) -> Cadence:

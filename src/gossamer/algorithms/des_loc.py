@@ -38,7 +38,7 @@ class DESLOC(LocalSGD):
 
     @property
     def traits(self) -> Traits:
-        return Traits(subject="weights", history=True, dense=self.dense_steps)
+        return Traits(subject="weights", history=True, by_samples=True, dense=self.dense_steps)
 
     @property
     def cadence(self) -> Cadence:
@@ -49,7 +49,7 @@ class DESLOC(LocalSGD):
         return self._every(1 if not of else self.second if key in SQUARES else self.first)
 
     def _every(self, times: int) -> "WithHistory":
-        same = {"delay": self.delay, "merge": self.merge, "bucket_bytes": self.bucket_bytes}
+        same = {"delay": self.delay, "merge": self.merge, "lag": self.lag, "bucket_bytes": self.bucket_bytes}
         return WithHistory(every=self.every * times, **same)  # type: ignore[arg-type]
 
 
@@ -59,4 +59,4 @@ class WithHistory(LocalSGD, register=False):
 
     @property
     def traits(self) -> Traits:
-        return Traits(subject="weights", history=True)
+        return Traits(subject="weights", history=True, by_samples=True)

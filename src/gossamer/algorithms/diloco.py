@@ -9,6 +9,7 @@ from torch import Tensor
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.blocks import outer
+from gossamer.algorithms.blocks.shares import in_line, refuse_two
 from gossamer.algorithms.cadence import Cadence
 from gossamer.algorithms.local_sgd import LocalSGD
 from gossamer.algorithms.traits import Traits
@@ -26,18 +27,18 @@ class DiLoCo(LocalSGD):
     ``v ← momentum·v + Δ``, ``x ← x - rate·(Δ + momentum·v)``, or ``x ← x - rate·v`` without ``nesterov``.
 
     ``rate`` 1 and ``momentum`` 0 are :class:`LocalSGD`; ``rate=1.0, momentum=0.5, nesterov=False`` is SlowMo. Where the first
-    x, the weights before the first step, is not known (:func:`after`), the first exchange is an average. ``delay``, ``merge``
-    and ``dense``: as in :class:`LocalSGD`.
-
+    x is not known (:func:`after`), the first exchange is an average. ``delay``, ``merge``, ``lag``, ``dense``: as there.
     ``averaging``: an algorithm over gradients without a step of its own. ``ScatterReduce(codec=Quantize(bits=4))`` sends an
     eighth of the bytes. Or one over weights: ``Gossip()`` is gossip with an outer optimizer, without any collective. Workers
     have their own x and v; x and Δ become averages with the peers' before each outer step, and the mean x makes the mean step.
+    ``outlier``: a worker whose ‖Δ‖ in a bucket is not finite, or has a modified z-score above that (5.0, say), is left out of
+    the mean, and a warning names it.
 
-    Per exchange the messages and bytes of ``averaging``, with gossip twice those. Memory: x and v before and after an exchange,
-    in full precision, and the state of ``averaging``. Not the choice for few steps alone, which momentum carries too far.
+    Per exchange the messages and bytes of ``averaging``, with gossip twice those (``outlier``: and one number to each worker).
+    Memory: x and v before and after it, in full precision, and the state of ``averaging``. Not the choice for few steps alone.
 
-    Source: Douillard et al. 2023 (arXiv 2311.08105); Wang et al. 2019 (arXiv 1910.00643), SlowMo; Kolehmainen et al. 2025
-    (arXiv 2506.10911), NoLoCo, whose gossip has the difference of the x within v.
+    Source: Douillard et al. 2023 (arXiv 2311.08105); Wang et al. 2019 (1910.00643), SlowMo; Kolehmainen et al. 2025,
+    NoLoCo (2506.10911), whose gossip has the difference of the x within v.
     """
 
     every: int = 32
@@ -45,25 +46,28 @@ class DiLoCo(LocalSGD):
     momentum: float = 0.9
     nesterov: bool = True
     averaging: Algorithm = field(default_factory=AllReduce)
+    outlier: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         outer.check_optimizer(self.rate, self.momentum)
-        outer.check_averaging(self.averaging)
+        outer.check_averaging(self.averaging, self.outlier)
 
     def _fields(self) -> dict[str, Algorithm]:
         return {}  # it averages by another, and is not made of it: that one moves gradients
 
     @property
     def traits(self) -> Traits:
-        return Traits(subject="weights", moves_mean=True, dense=self.dense_steps)
+        return replace(super().traits, moves_mean=True, by_samples=not outer.gossips(self.averaging))
 
     @property
     def cadence(self) -> Cadence:
-        return Cadence((replace(self.averaging.cadence.beats[0], every=self.every, delay=self.delay, merge=self.merge),))
+        beat = replace(self.averaging.cadence.beats[0], every=self.every, delay=self.delay, merge=self.merge)
+        return Cadence((beat,), self.lag)
 
     def check(self, world: int, nodes: Sequence[Group] | None = None) -> None:
         self.averaging.check(world, nodes)
+        refuse_two(self.outlier, world)
 
     def attach(self, parameters: Sequence[Tensor], momentum: float) -> Algorithm:
         return replace(self, averaging=self.averaging.attach(parameters, momentum))
@@ -73,8 +77,8 @@ class DiLoCo(LocalSGD):
         if not is_buffer(part_of(name)[0]):
             return replace(self, averaging=averaging)
         if outer.gossips(self.averaging):
-            return replace(averaging, every=self.every)  # type: ignore[call-arg]
-        return LocalSGD(every=self.every, delay=self.delay, merge=self.merge, bucket_bytes=self.bucket_bytes)
+            return replace(averaging, every=self.every, lag=self.lag)  # type: ignore[call-arg]
+        return LocalSGD(**{name: getattr(self, name) for name in outer.TIMES})
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:
@@ -85,15 +89,11 @@ class DiLoCo(LocalSGD):
             return (yield from outer.begin_at_mean(bucket, weights, state, ctx))
         start = weights.clone() if known is None else known  # peers do not know what this worker knows: as many messages
         learned = torch.sub(start, weights, out=state.fresh(outer.VELOCITY, start))
+        learned = yield from in_line(learned, bucket, state, ctx, self.outlier)
         start = yield from outer.shared(self.averaging, bucket, start, state, ctx)
         gradient = yield from outer.averaged(self.averaging, bucket, learned, state.scoped(outer.AVERAGING), ctx)
-        broken = ~(torch.linalg.vector_norm(gradient) + torch.linalg.vector_norm(start)).isfinite()
-        after = outer.step(start, gradient, bucket, state, self.rate, self.momentum, self.nesterov)
-        if known is None and (broken.device.type == "meta" or not broken):
-            outer.begin_at(after, bucket, state)
-        torch.sub(after, weights, out=weights)
-        state.keep_where(broken)
-        return weights.to(bucket.flat.dtype)
+        sgd = (self.rate, self.momentum, self.nesterov)
+        return outer.step_from(start, gradient, weights, bucket, state, sgd, known is None)
 
     def begin(self, bucket: Bucket, state: State, ctx: Context) -> None:
         if ctx.world > 1:

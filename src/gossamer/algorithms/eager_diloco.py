@@ -10,6 +10,7 @@ from gossamer.algorithms.blocks import outer
 from gossamer.algorithms.blocks.outer import AVERAGING, averaged, begin_at_mean, gossips, start_of
 from gossamer.algorithms.cadence import Cadence
 from gossamer.algorithms.diloco import DiLoCo
+from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
@@ -35,18 +36,23 @@ class EagerDiLoCo(DiLoCo):
     Source: Kale et al. 2025 (arXiv 2502.12996).
 
     Raises:
-        ConfigurationError: ``every`` is below 2; ``delay`` or ``merge`` is given; or ``averaging`` is over weights.
+        ConfigurationError: ``every`` is below 2; ``delay``, ``merge``, ``lag`` or ``outlier`` is given; or ``averaging``
+            is over weights.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.every < 2 or self.delay != 1 or self.merge is not None:
+        if self.every < 2 or self.delay != 1 or self.merge is not None or self.lag or self.outlier is not None:
             raise ConfigurationError(
                 "EagerDiLoCo has its deltas under way for a period of at least 2 steps, and adds outer steps without delay: "
-                f"set every to 2 or more, and neither delay nor merge; got {self!r}"
+                f"set every to 2 or more, and neither delay nor merge, lag or outlier; got {self!r}"
             )
         if gossips(self.averaging):
             raise ConfigurationError(f"EagerDiLoCo averages over all workers; got averaging={self.averaging!r}, over weights")
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, by_samples=False)  # at an outer step nobody knows the others' samples
 
     @property
     def cadence(self) -> Cadence:
@@ -64,11 +70,7 @@ class EagerDiLoCo(DiLoCo):
             return (yield from begin_at_mean(bucket, weights, state, ctx))
         state[OWN] = own = start - weights
         gradient = state[OTHERS].add(own, alpha=1 / ctx.world)
-        broken = ~torch.linalg.vector_norm(gradient).isfinite()
-        after = outer.step(start, gradient, bucket, state, self.rate, self.momentum, self.nesterov)
-        delta = torch.sub(after, weights, out=weights)
-        state.keep_where(broken)
-        return delta.to(bucket.flat.dtype)
+        return outer.step_from(start, gradient, weights, bucket, state, (self.rate, self.momentum, self.nesterov))
 
     def _send(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         """Average the deltas of the last outer step, if there was one; nothing is added to the weights."""

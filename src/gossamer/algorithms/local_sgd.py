@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.blocks.mean import way_to_mean
-from gossamer.algorithms.blocks.meeting import Spaced
+from gossamer.algorithms.blocks.meeting import Spaced, check_steps
 from gossamer.algorithms.cadence import Cadence, every
 from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
@@ -27,14 +27,18 @@ class LocalSGD(Spaced):
     difference that the exchange makes to the weights that were sent is added; with ``merge`` the weights become
     ``merge·w + (1 − merge)·mean`` instead. The optimizer's state stays each worker's own.
 
+    ``lag``: workers of different speed. Nobody waits for a late worker until so many further steps: the others train on, and go
+    on from the exchange when it is there; the next one begins then. What a late worker has learned is so in the next mean.
+    With ``lag=every`` one at half speed delays no other. Count by samples then (:meth:`gossamer.Replica.weigh`).
+
     Per exchange the messages of an all-reduce, and its bytes in full precision, whatever the weights are kept in: per step
     1/``every`` of those of an exact all-reduce of gradients. They come in one step: ``in_parts(8, LocalSGD(every=1))`` averages
     as often as ``every=8`` does, an eighth of the weights in each step. What is summed are weights, p of them: between two
     averages their mean is to move by more than p·2⁻²⁴ of a weight, or rounding swallows it.
 
     ``dense``: in so many first steps gradients are averaged exactly (post-local SGD): then, where weights still move fast,
-    workers would run apart. By default ten times ``every`` from 8 steps on, and with fewer none. It counts as replica.step
-    does, and is ``after(dense, LocalSGD(dense=0))``.
+    workers would run apart. By default ten times ``every`` from 8 steps on, and with fewer, or ``lag``, none. It counts as
+    replica.step does, and is ``after(dense, LocalSGD(dense=0))``.
 
     Not the choice where data differ much between workers, or where a message through the
     whole ring of workers is what must be avoided: there take :class:`Gossip`. For hundreds of steps alone take :class:`DiLoCo`.
@@ -46,6 +50,7 @@ class LocalSGD(Spaced):
     delay: int = 1
     merge: float | None = None
     dense: int | None = None
+    lag: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,6 +59,7 @@ class LocalSGD(Spaced):
                 "delay must be one of 1 (the mean is added before the next update, and travels until then), more steps, and 0 "
                 f"(in the same step, which waits for it); got {self.delay!r}"
             )
+        check_steps("lag", self.lag, least=0)
         if self.dense is not None and not is_whole(self.dense, 0):
             raise ConfigurationError(f"dense must be a number of steps, or 0 for none; got {self.dense!r}")
         if self.merge is not None and not (is_number(self.merge) and 0 <= self.merge < 1):
@@ -64,18 +70,18 @@ class LocalSGD(Spaced):
 
     @property
     def traits(self) -> Traits:
-        return Traits(subject="weights", dense=self.dense_steps)
+        return Traits(subject="weights", by_samples=True, dense=self.dense_steps)
 
     @property
     def dense_steps(self) -> int:
         """In how many first steps gradients are averaged."""
         if self.dense is not None:
             return self.dense
-        return 10 * self.every if self.every >= LONG else 0
+        return 10 * self.every if self.every >= LONG and not self.lag else 0
 
     @property
     def cadence(self) -> Cadence:
-        return every(self.every, delay=self.delay, merge=self.merge)
+        return every(self.every, lag=self.lag, delay=self.delay, merge=self.merge)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:

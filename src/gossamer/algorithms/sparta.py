@@ -10,6 +10,7 @@ from gossamer.algorithms import cadence as cadences
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.blocks.refusals import refuse_lag
 from gossamer.algorithms.cadence import Cadence, every
+from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
 from gossamer.codecs.kernels.layout import keys
 from gossamer.codecs.sparse import RandomK, check_density
@@ -58,6 +59,10 @@ class Sparta(Algorithm, register=False):
                 f"sparta(): weights are exchanged in every step, and {self.algorithm!r} has them under way for longer, or in "
                 "parts: take delay=1 or 0, and no parts"
             )
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, by_samples=False)  # some weights count by a step, others by a period
 
     @property
     def cadence(self) -> Cadence:

@@ -44,6 +44,8 @@ class Traits:
     """Replicas have weights of their own in the mean that exchanges keep (push-sum): see ``Algorithm.hand_over``."""
     moves_mean: bool = field(default=False, metadata={"join": any})
     """Exchanges of weights move the mean of the workers, as an outer optimizer does. All others keep it."""
+    by_samples: bool = field(default=False, metadata={"join": all})
+    """Weights, or how far they have come, may count in their mean by ``Context.samples``. Gradients always may."""
     dense: int = field(default=0, metadata={"join": max})
     """In how many first steps of a run an exact mean of the gradients takes its place: replicate() puts that before it."""
     nodes: frozenset[int | None] = field(default=frozenset(), metadata={"join": _union})

@@ -99,7 +99,8 @@ class Context:
 
     ``members`` are stable ids, not a fixed world: they may change between steps, never within a flow.
     ``rank`` is this worker's index among them; ``nodes`` says which indices share a machine (each its own if unknown).
-    ``overtakes``: some buckets are needed while longer ones are under way (``overlap_forward``).
+    ``overtakes``: some buckets are needed while longer ones are under way (``overlap_forward``). ``samples``: on how many this
+    worker has trained since the last exchange of these weights; None: workers count alike (:meth:`gossamer.Replica.weigh`).
     """
 
     step: int
@@ -107,6 +108,7 @@ class Context:
     members: tuple[int, ...]
     nodes: tuple[Group, ...] | None = None
     overtakes: bool = False
+    samples: float | None = None
 
     @property
     def world(self) -> int:

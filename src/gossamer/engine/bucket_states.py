@@ -131,6 +131,11 @@ class BucketStates:
             return 0.0, 0.0
         return _squared(residuals), _squared(list(sent) or [bucket.flat for bucket in self._buckets])
 
+    def extras_named(self, name: str) -> list[Tensor]:
+        """The extras of this key that buckets have as they are cut, by whatever part of an algorithm."""
+        extras = [each for state in self.of_buckets for each in state.extras.current().items()]
+        return [value for (key, owner), value in extras if owner == WHOLE and key.endswith(name)]
+
     def extras_by_name(self) -> Kept:
         """Everything else that is kept: by key, or by bucket and key; then by parameter."""
         kept: Kept = {}

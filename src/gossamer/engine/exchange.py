@@ -94,9 +94,9 @@ class Exchange:
         """Some buckets are needed while longer ones are under way (``overlap_forward``): on all ranks, for good."""
         self._overtakes = True
 
-    def context(self, step: int) -> Context:
+    def context(self, step: int, samples: float | None = None) -> Context:
         """What flows of this step may know."""
-        return Context(step, self.runner.rank, self.runner.members, self.runner.nodes, self._overtakes)
+        return Context(step, self.runner.rank, self.runner.members, self.runner.nodes, self._overtakes, samples)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -123,20 +123,22 @@ class Exchange:
         index = self.order[len(self._tickets)]
         self._submit(index, self.handlers[index].exchange if self._due(index, step) else NOTHING.exchange, step, when)
 
-    def launch_due(self, index: int, step: int, when: str, number: int | None = None) -> None:
+    def launch_due(self, index: int, step: int, when: str, number: int | None, samples: float | None) -> None:
         """Start the flow of one of :meth:`due_at`; the others have none. ``number``: of the optimizer, if all ranks say first
-        that it is that one's turn."""
+        that it is that one's turn. ``samples``: as in the context of its flow."""
         exchange = self.handlers[index].exchange
-        self._submit(index, exchange if number is None else partial(in_turn, number, exchange), step, when)
+        self._submit(index, exchange if number is None else partial(in_turn, number, exchange), step, when, samples)
 
     def first_on_lanes(self, indices: Iterable[int]) -> set[int]:
         """The first bucket on each lane."""
         return set({self._lanes[index]: index for index in reversed(list(indices))}.values())
 
-    def _submit(self, index: int, exchange: Callable[..., Flow[Any]], step: int, when: str) -> None:
+    def _submit(
+        self, index: int, exchange: Callable[..., Flow[Any]], step: int, when: str, samples: float | None = None
+    ) -> None:
         bucket, self._step = self.buckets[index], step
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
-        make_flow = partial(self._checked, exchange, bucket, self.states.of_buckets[index], self.context(step))
+        make_flow = partial(self._checked, exchange, bucket, self.states.of_buckets[index], self.context(step, samples))
         self._tickets[index] = self.runner.submit(make_flow, label, self._lanes[index], prompt=self._prompt)
 
     def _checked(self, exchange: Callable[..., Flow[Any]], bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:

@@ -15,6 +15,7 @@ from gossamer.comm.runner import CONTROL, Runner, Ticket, alarming
 from gossamer.engine.discarded import Discarded
 from gossamer.engine.gradient_buckets import GradientBuckets
 from gossamer.engine.loop import Loop, Subscriber
+from gossamer.engine.samples import GradientShare
 from gossamer.engine.slots import NOT_YET, OpenStep, Slot, require_unchanged
 from gossamer.engine.statistics import Statistics
 from gossamer.errors import UsageError
@@ -44,7 +45,7 @@ class GradientSync(GradientBuckets, Subscriber):
         """See :meth:`residual_share`."""
         self.completed: dict[int, float] | None = None
         """When each bucket was complete, in seconds, if anyone wants to know."""
-        self._loop, self._statistics = loop, statistics
+        self._loop, self._statistics, self._share_of_pass = loop, statistics, GradientShare(runner, statistics)
         self._cadence, self._takes_momentum = algorithm.cadence, algorithm.traits.takes_momentum
         self._steady = self._cadence.every_step
         self._under_way = False
@@ -92,6 +93,8 @@ class GradientSync(GradientBuckets, Subscriber):
         self._open, self._late = None, {}
         for slot in self._slots.values():
             slot.ready = False
+        if not self._idle and self._statistics.samples is not None:
+            self._share_of_pass.ask(self.step, self._loop.uneven)
         self._under_way, self._versions = True, [parameter._version for parameter in self.parameters.values()]
 
     @property
@@ -148,6 +151,8 @@ class GradientSync(GradientBuckets, Subscriber):
         """Launch, in the agreed order, every bucket that is complete and has no incomplete one before it."""
         order = self.exchange.order
         while (place := self.exchange.launched) < len(order) and self._missing[order[place]] == 0:
+            if self._statistics.samples is not None:
+                self._share_of_pass.scale(self.exchange.buckets[order[place]].flat)
             self.exchange.launch(self.step, f"at step {self.step}")
 
     def end_backward(self) -> None:

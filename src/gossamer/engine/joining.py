@@ -14,6 +14,10 @@ def refuse(parts: Parts, of_all: bool) -> None:
     refuse_inside(parts, "join()")
     if parts.algorithm.cadence.lag:
         raise UsageError("join() is not needed where exchanges may lag: a rank may have as many batches as it likes")
+    if parts.statistics.samples is not None and not of_all:
+        raise UsageError(
+            "join(divide_by_initial_world_size=False): with weigh() gradients are means over samples anyway; leave it"
+        )
     if parts.scale.on:
         raise UsageError("join() cannot be used with scaler=: a rank without batches would not know by what others scale")
     if parts.gradients is not None and parts.weights:

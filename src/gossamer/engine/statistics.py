@@ -20,6 +20,10 @@ class Statistics(Subscriber):
     exposed_seconds: float = 0.0
     noise: NoiseScale | None = None
     """Of the gradients, if it is measured."""
+    samples: float | None = None
+    """How many this rank has counted (``Replica.weigh``); None: ranks count alike."""
+    weighings: int = 0
+    """How often it has counted any."""
     gradient_bytes: int = 0
     """Size of the gradients of every optimizer step so far, before any encoding."""
     _begun: float = field(init=False)

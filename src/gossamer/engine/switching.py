@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner, alarming
+from gossamer.engine import weighing
 from gossamer.engine.acceptance import accept, travelling
 from gossamer.engine.agreement import agree
 from gossamer.engine.arguments import check_is_algorithm, check_synchronize
@@ -101,6 +102,8 @@ def _check_algorithm(parts: Parts, algorithm: Algorithm) -> Buffers:
         name = type(parts.optimizers[0]).__name__
         raise ConfigurationError(f"{name} communicates by itself: there is no algorithm in whose place another one could be")
     overlap = parts.overlap is not None
+    if parts.statistics.samples is not None:
+        weighing.check(parts, algorithm)
     check_synchronize(parts.synchronize_asked, algorithm, parts.scaler, overlap, parts.model)
     return accept(algorithm, parts.model, parts.optimizers, parts.runner, parts.buffers_asked, parts.scaler, overlap)
 

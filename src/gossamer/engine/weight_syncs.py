@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.blocks.shares import LEFT_OUT
 from gossamer.comm.runner import Runner
 from gossamer.engine.exact import change, exact
 from gossamer.engine.history import history, skips
@@ -129,6 +130,11 @@ class WeightSyncs:
         """Make of ``tensors`` what their mean over the ranks is made of: see :func:`weigh`."""
         for sync in self._all:
             weigh(sync, self._algorithm, tensors, arrived)
+
+    def left_out(self) -> dict[str, float]:
+        """How many outer deltas of this rank were left out of their averages, if any may be."""
+        found = [number for sync in self._all for number in sync.exchange.states.extras_named(LEFT_OUT)]
+        return {"left_out": float(sum(map(float, found)))} if found else {}
 
     def answer(self) -> bool:
         """Take part in one more exchange if it could begin without waiting; whether it did."""

@@ -23,16 +23,11 @@ from gossamer.engine.ahead import Ahead
 from gossamer.engine.apply import Pending, pack
 from gossamer.engine.bucket_states import Kept
 from gossamer.engine.exchange import Exchange
-from gossamer.engine.history import (
-    agree_on_history,
-    halve_at_most,
-    keep_squares_valid,
-    skipped_anywhere,
-    weight_of,
-)
+from gossamer.engine.history import agree_on_history, halve_at_most, keep_squares_valid, skipped_anywhere, weight_of
 from gossamer.engine.loop import Subscriber
 from gossamer.engine.members import Members, Owner
 from gossamer.engine.pending import PENDING, loaded, saved
+from gossamer.engine.samples import SAMPLES, Samples
 from gossamer.engine.statistics import Statistics
 from gossamer.errors import UsageError
 
@@ -68,7 +63,7 @@ class WeightSync(Subscriber):
         """The number of the step (from 1) that is taken, where it is not this optimizer's own: of the pass."""
         self.members: Members = Members(runner.rank, tensors, self._cadence.parts, self._owner.current)
         self.exchange: Exchange = Exchange(runner, algorithm, finite=False)
-        self._ahead = Ahead()
+        self._ahead, self._samples = Ahead(), Samples(statistics)
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
         self._lay_out()
         agree_on_plan(runner, self.exchange.plan)
@@ -185,6 +180,8 @@ class WeightSync(Subscriber):
         with self._owner.changing() if self._lag else nullcontext():  # what lags may be there by now
             self._apply_due(upcoming)
             self.steps = upcoming
+            if self._statistics.samples is not None and (upcoming in self._changes or not self._cadence.runs(upcoming)):
+                self._samples.begin()  # those of a dense start are in its gradients
             if not (self._lag and self.exchange.launched) and self._cadence.due(self.steps):
                 self._begin(self._cadence.step_of(self.exchanges) if self._lag else self.steps)
 
@@ -221,7 +218,9 @@ class WeightSync(Subscriber):
                 merge = cadence.merge(step) if self._runner.world > 1 else None
                 sent = None if merge is None else bucket.flat.to(bucket.layout.dtype, copy=True)
                 self.pending[index] = Pending(self.steps + cadence.delay(step) + self._lag, merge, sent)
-                self.exchange.launch_due(index, step, f"after step {step}", self._number if index in first else None)
+                number = self._number if index in first else None
+                samples = None if self._statistics.samples is None else self._samples.take(index)
+                self.exchange.launch_due(index, step, f"after step {step}", number, samples)
 
     @torch.no_grad()
     def arrive(self, indices: Collection[int] | None = None) -> None:
@@ -280,7 +279,8 @@ class WeightSync(Subscriber):
     def state_by_name(self) -> Kept:
         """The algorithm's state and the delta not yet added, ``{key: {parameter name: tensor}}``."""
         self.arrive()
-        kept = self.exchange.states.by_name() | saved(self.pending, self.exchange.buckets, self.steps + 1)
+        buckets = self.exchange.buckets
+        kept = self.exchange.states.by_name() | saved(self.pending, buckets, self.steps + 1) | self._samples.saved(buckets)
         if self._lag:
             kept[EXCHANGES] = {next(iter(self.members.tensors)): torch.tensor(self.exchanges)}
         return kept
@@ -292,6 +292,7 @@ class WeightSync(Subscriber):
         self.exchanges = max((int(number) for number in kept.get(EXCHANGES, {}).values()), default=0)
         if self._history is not None and (self._history() or self.history_saved == []):  # else it comes with the first step
             self._follow_history()
-        own = {key: tensors for key, tensors in kept.items() if not key.startswith((PENDING, EXCHANGES))}
+        own = {key: tensors for key, tensors in kept.items() if not key.startswith((PENDING, EXCHANGES, SAMPLES))}
         self.exchange.states.load_by_name(own, extras)
         self.pending = loaded(kept, self.exchange.buckets, self.steps + 1)
+        self._samples.load(kept, self.exchange.buckets)

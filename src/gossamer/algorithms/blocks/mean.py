@@ -1,8 +1,9 @@
-"""Mean: the mean over all workers of what a bucket of weights holds, without the rounding of workers that agree."""
+"""Mean: the mean over all workers, or samples, of what a bucket of weights holds, without rounding of workers that agree."""
 
 import torch
 from torch import Tensor
 
+from gossamer.algorithms.blocks.shares import by_samples
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Context, Flow, all_reduce, maximum
 from gossamer.memory import portions, wide
@@ -23,7 +24,7 @@ def mean_of(bucket: Bucket, weights: Tensor, ctx: Context) -> Flow[Tensor]:
     none: a difference that only some of them left out would be lost from the mean.
     """
     share = torch.div(weights, ctx.world, out=bucket.fresh() if weights is bucket.flat else None)
-    mean = yield from all_reduce(share)
+    mean = yield from all_reduce((yield from by_samples(share, ctx)))
     differs = yield from maximum(beyond_rounding(mean, weights, ctx.world), ctx.world)
     return torch.where(differs > 0, mean, weights, out=mean)
 

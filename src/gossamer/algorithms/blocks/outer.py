@@ -6,6 +6,7 @@ from torch import Tensor
 from gossamer.algorithms.base import Algorithm, Context, finishes, parts_of
 from gossamer.algorithms.blocks.difference import computed
 from gossamer.algorithms.blocks.mean import mean_of
+from gossamer.algorithms.blocks.shares import check_outlier
 from gossamer.buckets import Bucket
 from gossamer.checks import is_number
 from gossamer.comm.ops import Flow
@@ -13,6 +14,9 @@ from gossamer.errors import ConfigurationError
 from gossamer.state import State
 
 START, VELOCITY, AVERAGING, PEERS = "start", "velocity", "averaging ", "peers "
+
+TIMES = ("every", "delay", "merge", "lag", "bucket_bytes")
+"""The fields by which buffers are averaged at the same times as weights."""
 
 GROWING = 5
 
@@ -69,6 +73,26 @@ def averaged(averaging: Algorithm, bucket: Bucket, values: Tensor, state: State,
     return values + computed(difference, values.dtype)
 
 
+def step_from(
+    start: Tensor,
+    gradient: Tensor,
+    weights: Tensor,
+    bucket: Bucket,
+    state: State,
+    optimizer: tuple[float, float, bool],
+    unknown: bool = False,
+) -> Tensor:
+    """What an outer step adds to ``weights``, which are given away; nothing is kept of one that is not finite. ``optimizer``:
+    rate, momentum and whether it is Nesterov's. ``unknown``: the worker did not know where it began, and does from here on."""
+    broken = ~(torch.linalg.vector_norm(gradient) + torch.linalg.vector_norm(start)).isfinite()
+    after = step(start, gradient, bucket, state, *optimizer)
+    if unknown and (broken.device.type == "meta" or not broken):
+        begin_at(after, bucket, state)
+    torch.sub(after, weights, out=weights)
+    state.keep_where(broken)
+    return weights.to(bucket.flat.dtype)
+
+
 def step(start: Tensor, gradient: Tensor, bucket: Bucket, state: State, rate: float, momentum: float, nesterov: bool) -> Tensor:
     """v ← momentum·v + g; x ← x - rate·(g + momentum·v), or x - rate·v: the new x, which is kept as v is.
 
@@ -115,8 +139,9 @@ def check_optimizer(rate: float, momentum: float) -> None:
         raise ConfigurationError(f"momentum, of the outer optimizer, must be from 0 to below 1; got {momentum!r}")
 
 
-def check_averaging(averaging: object) -> None:
-    """Raise ConfigurationError unless it averages one tensor by itself, whenever it is asked to."""
+def check_averaging(averaging: object, outlier: object = None) -> None:
+    """Raise ConfigurationError unless it averages one tensor by itself, whenever it is asked to, and (``outlier``) without the
+    workers that are out of line."""
     if not isinstance(averaging, Algorithm):
         raise ConfigurationError(f"averaging must be an instance of a gossamer algorithm; got {averaging!r}")
     traits, cadence = averaging.traits, averaging.cadence
@@ -133,3 +158,6 @@ def check_averaging(averaging: object) -> None:
             f"averaging is asked for in every outer step, and its result is used in that: {averaging!r} has an every=, lag=, "
             "late= or ahead= of its own; leave it out"
         )
+    check_outlier(outlier)
+    if outlier is not None and gossips(averaging):
+        raise ConfigurationError("outlier is for an averaging over all workers: peers do not know what is in line among all")
