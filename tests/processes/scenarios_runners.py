@@ -7,8 +7,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import AllReduce, Gossip, Hierarchical, ScatterReduce, after
+from gossamer import (
+    DESLOC,
+    AllReduce,
+    DiLoCo,
+    EagerDiLoCo,
+    Gossip,
+    Hierarchical,
+    LowPrecisionDecentralized,
+    ScatterReduce,
+    SparseLoCo,
+    after,
+    sparta,
+    streaming_diloco,
+)
 from gossamer.algorithms import Algorithm, registry
+from gossamer.codecs import TopPerChunk
 from gossamer.comm.connect import connect
 from gossamer.comm.ops import AllGather, AllToAll, Broadcast, Flow, Permute, all_gather, start, wait, within
 from gossamer.comm.ops import AllReduce as Reduce
@@ -34,6 +48,25 @@ def algorithms() -> dict[str, Algorithm]:
     ]
     made.append(after(2, Gossip(), before=ScatterReduce(gather_below=0)))
     made.append(Gossip(topology=ShiftOne(), bucket_bytes=64))  # somebody has a bye where ranks are odd in number
+    return {repr(algorithm).replace("bucket_bytes=64, ", ""): algorithm for algorithm in made}
+
+
+def outer_loops() -> dict[str, Algorithm]:
+    """Those that train alone for some steps, with an exchange within the steps of :func:`train_real`."""
+    short: dict[str, Any] = {"every": 3, "dense": 0, "bucket_bytes": 64}
+    sparse = LowPrecisionDecentralized(codec=TopPerChunk(density=0.25))
+    made = [
+        DiLoCo(**short),
+        DiLoCo(**short, outlier=5.0, delay=2, merge=0.5),
+        DiLoCo(**short, averaging=Gossip()),
+        DiLoCo(**short, averaging=sparse),
+        EagerDiLoCo(**short),
+        SparseLoCo(**short),
+        DESLOC(**short, first=1, second=2),
+        streaming_diloco(every=4, fragments=2, delay=3, dense=0, bucket_bytes=64),
+        sparta(DiLoCo(**short), share=0.1),
+        after(2, DiLoCo(**short)),
+    ]
     return {repr(algorithm).replace("bucket_bytes=64, ", ""): algorithm for algorithm in made}
 
 
@@ -151,4 +184,6 @@ def every_world(here: Here) -> dict[tuple[str, str, int], list[Any]]:
             seen["exact", name, world], seen["sent", name, world] = exact, sent
             if is_exact(algorithm):
                 seen["real", name, world] = train_real(algorithm, here.rank, world, **options)
+        for name, algorithm in outer_loops().items() if world > 2 else ():
+            seen["real", name, world] = train_real(algorithm, here.rank, world, group=group, timeout=30.0)
     return seen

@@ -8,7 +8,7 @@ import torch
 from gossamer import loopback
 from gossamer.comm.connect import connect
 from processes.harness import Process, launch, require
-from processes.scenarios_runners import WORLDS, algorithms, is_exact, long_messages, train_exact, train_real
+from processes.scenarios_runners import WORLDS, algorithms, is_exact, long_messages, outer_loops, train_exact, train_real
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,15 @@ def test_exact_sums_are_bit_equal(seen: list[Any], name: str, world: int) -> Non
 @pytest.mark.parametrize("name", sorted(name for name, algorithm in algorithms().items() if is_exact(algorithm)))
 def test_exact_algorithms_agree_on_real_data(seen: list[Any], name: str, world: int) -> None:
     inside = loopback(lambda rank: train_real(algorithms()[name], rank, world), world)
+    for rank in range(world):
+        for outside, here in zip(seen[rank]["real", name, world], inside[rank], strict=True):
+            torch.testing.assert_close(outside, here, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("name", sorted(outer_loops()))
+def test_outer_loops_agree_on_real_data(seen: list[Any], name: str, world: int) -> None:
+    inside = loopback(lambda rank: train_real(outer_loops()[name], rank, world), world)
     for rank in range(world):
         for outside, here in zip(seen[rank]["real", name, world], inside[rank], strict=True):
             torch.testing.assert_close(outside, here, rtol=0, atol=1e-10)
