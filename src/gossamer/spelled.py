@@ -7,6 +7,7 @@ from typing import Any
 
 from gossamer import codecs
 from gossamer.algorithms import Algorithm, Hierarchical, after, by_size, in_parts, registry, sparta, streaming_diloco
+from gossamer.algorithms.blocks.gathered import Gathered
 from gossamer.comm import digraph, topology
 from gossamer.comm.topology import Pattern
 from gossamer.errors import ConfigurationError
@@ -21,7 +22,7 @@ def algorithm_names() -> dict[str, Any]:
     made_of |= {name: made for name, made in patterns if isinstance(made, type) and issubclass(made, Pattern)}
     made_of = {name: made for name, made in made_of.items() if not isabstract(made)}
     combinations = {"Hierarchical": Hierarchical, "after": after, "by_size": by_size, "in_parts": in_parts}
-    others = {"rotated": topology.rotated, "sparta": sparta, "streaming_diloco": streaming_diloco}
+    others = {"Gathered": Gathered, "rotated": topology.rotated, "sparta": sparta, "streaming_diloco": streaming_diloco}
     return made_of | combinations | others | dict(registry())
 
 
