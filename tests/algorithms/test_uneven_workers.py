@@ -269,7 +269,7 @@ def plain(start: nn.Parameter) -> torch.optim.Optimizer:
         (DiLoCo(every=3, delay=0, bucket_bytes=32, averaging=ScatterReduce(codec=Cast(), gather_below=0)), nesterov),
         (streaming_diloco(every=3, fragments=1, delay=0, merge=0.0), nesterov),
     ],
-    ids=repr,
+    ids=lambda value: getattr(value, "__name__", repr(value)),
 )
 def test_outer_loops_count_by_the_samples_of_a_period(algorithm: Algorithm, outer: Callable[..., Any], world: int) -> None:
     tolerance = 1e-6 if "ScatterReduce" in repr(algorithm) else 1e-9
