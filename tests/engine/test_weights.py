@@ -260,7 +260,7 @@ def test_what_is_frozen_from_the_start_is_not_averaged() -> None:
         replica = gossamer.replicate(model, torch.optim.SGD([model["trained"], model["later"]], lr=0.1), Gossip())
         model["later"].requires_grad_(False)
         with torch.no_grad():
-            for value, parameter in ((100.0 + rank, model["base"]), (rank, model["trained"]), (2 * rank, model["later"])):
+            for value, parameter in ((100.0, model["base"]), (rank, model["trained"]), (2 * rank, model["later"])):
                 parameter.fill_(float(value))
         distance = replica.consensus_distance()
         with replica.consensus():
@@ -270,7 +270,7 @@ def test_what_is_frozen_from_the_start_is_not_averaged() -> None:
         return [distance, *inside]
 
     for rank, found in enumerate(loopback(body, 3)):
-        assert found == pytest.approx([(2 / 3) ** 0.5, 100.0 + rank, 1.0, 2.0])
+        assert found == pytest.approx([(2 / 3) ** 0.5, 100.0, 1.0, 2.0]), rank
 
 
 def test_gradient_algorithms_have_no_consensus_distance() -> None:
