@@ -78,7 +78,7 @@ def test_the_handle() -> None:
     public = {name for name in dir(gossamer.Replica) if not name.startswith("_")}
     assert public == {
         "answer", "catch_up", "close", "consensus", "consensus_distance", "join", "load_state_dict", "metrics", "no_sync",
-        "state_dict", "step", "stragglers", "switch", "synchronize", "trace", "wait_for_exchanges",
+        "state_dict", "step", "stragglers", "switch", "synchronize", "trace", "wait_for_exchanges", "weigh",
     }  # fmt: skip
 
 
