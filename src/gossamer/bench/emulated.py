@@ -86,19 +86,29 @@ def convnet() -> list[Layer]:
 
 def gpt2() -> list[Layer]:
     """GPT-2 on 1024 tokens (Radford et al. 2019, the smallest): 124.4 million parameters. The head shares the embedding's."""
-    width, tokens, words = 768, 1024, 50257
+    return _gpt(width=768, tokens=1024, words=50257, blocks=12, tied=True)
+
+
+def gpt() -> list[Layer]:
+    """The GPT of the examples, on 64 bytes: 0.86 million parameters."""
+    return _gpt(width=128, tokens=64, words=256, blocks=4, tied=False)
+
+
+def _gpt(width: int, tokens: int, words: int, blocks: int, tied: bool) -> list[Layer]:
+    """``tied``: the head shares the embedding's parameters."""
     vectors = ((width,), (width,))
     layers = [Layer("embedding", ((words, width), (tokens, width)), 0)]
-    for number in range(1, 13):
+    for number in range(1, blocks + 1):
         mixing = tokens * 4 * width * width + 2 * tokens * tokens * width
         shapes = (*vectors, (3 * width, width), (3 * width,), (width, width), (width,))
         layers.append(Layer(f"attention{number}", shapes, mixing))
         shapes = (*vectors, (4 * width, width), (4 * width,), (width, 4 * width), (width,))
         layers.append(Layer(f"perceptron{number}", shapes, tokens * 8 * width * width))
-    return [*layers, Layer("head", vectors, tokens * words * width)]
+    head = vectors if tied else (*vectors, (words, width))
+    return [*layers, Layer("head", head, tokens * words * width)]
 
 
-MODELS = {"AlexNet": alexnet, "ResNet50": resnet50, "Convnet": convnet, "GPT2": gpt2}
+MODELS = {"AlexNet": alexnet, "ResNet50": resnet50, "Convnet": convnet, "GPT": gpt, "GPT2": gpt2}
 
 
 class _Compute(torch.autograd.Function):

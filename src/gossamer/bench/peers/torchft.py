@@ -102,8 +102,8 @@ def _local_sgd(model: nn.Module, optimizer: Optimizer) -> Joined:
     return quorum.joined(model, optimizer)
 
 
-def _diloco(delay: int, mixed: float) -> Callable[[nn.Module, Optimizer], Joined]:
-    """What was gained in ``LOCAL_STEPS`` steps is averaged, in one bucket, for an outer optimizer (DiLoCo's: Nesterov, 0.7).
+def diloco(delay: int, mixed: float, every: int = LOCAL_STEPS) -> Callable[[nn.Module, Optimizer], Joined]:
+    """What was gained in ``every`` steps is averaged, in one bucket, for an outer optimizer (DiLoCo's: Nesterov, 0.7).
 
     ``delay``: for how many steps the average may travel while training goes on; ``mixed``: the part of the local weights
     that remains when it has come.
@@ -115,7 +115,7 @@ def _diloco(delay: int, mixed: float) -> Callable[[nn.Module, Optimizer], Joined
         quorum, outer = _meet(), SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         quorum.stack.enter_context(
             DiLoCo(
-                quorum.manager, [model], optimizer, outer, sync_every=LOCAL_STEPS, use_bucketization=True,
+                quorum.manager, [model], optimizer, outer, sync_every=every, use_bucketization=True,
                 fragment_sync_delay=delay, fragment_update_alpha=mixed,
             )
         )  # fmt: skip
@@ -131,10 +131,10 @@ def _peer(what: str, join: Callable[[nn.Module, Optimizer], Joined], when: When,
 PEERS = {
     "torchft-ddp": _peer("torchft's DDP, which survives lost ranks", _ddp, "joined", period=1),
     "torchft-localsgd": _peer(f"torchft's LocalSGD, an average every {LOCAL_STEPS} steps", _local_sgd, "after"),
-    "torchft-diloco": _peer(f"torchft's DiLoCo, an average every {LOCAL_STEPS} steps", _diloco(0, 0.0), "after"),
+    "torchft-diloco": _peer(f"torchft's DiLoCo, an average every {LOCAL_STEPS} steps", diloco(0, 0.0), "after"),
     "torchft-streaming-diloco": _peer(
         f"the same, streaming: an average travels for {LOCAL_STEPS // 2} steps",
-        _diloco(LOCAL_STEPS // 2, 0.5),
+        diloco(LOCAL_STEPS // 2, 0.5),
         "overlapped",
     ),
 }
