@@ -101,8 +101,8 @@ def note(rows: Sequence[Record]) -> str:
     row = rows[0]
     return (
         f"{HOSTS} hosts, 20 Mbit/s, 25 ms added to each message one way, GPT of 867,072 parameters with {row['compute']:g} s"
-        f" of emulated compute per step, {row['periods']} periods of {PERIOD} steps a round, {row['rounds']} rounds in turns with "
-        f"computing alone; of each round the slowest host, without the one at half speed. {measured_on(rows)}"
+        f" of emulated compute per step, {row['periods']} periods of {PERIOD} steps a round, {row['rounds']} rounds in "
+        f"turns with computing alone; of each round the slowest host, without the one at half speed. {measured_on(rows)}"
     )
 
 

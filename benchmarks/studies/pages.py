@@ -38,6 +38,7 @@ STUDIES = {
     "faults": ("faults.md",),
     "hsdp": ("hsdp.md",),
     "outer": ("outer.md",),
+    "outer_speed": ("outer_speed.md",),
     "choice": ("choice.md",),
     "fresh": ("fresh.md",),
     "switched": ("switched.md",),
