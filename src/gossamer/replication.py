@@ -54,11 +54,11 @@ def replicate_over(
         algorithm = with_dense_start(algorithm if algorithm is not None else _default(optimizers))
         at_step = check_synchronize(synchronize, algorithm, scaler, overlap_forward, model)
         mode = accept(algorithm, model, optimizers, runner, buffers, scaler, overlap_forward)
-        rehearse_all(algorithm, travelling(algorithm, model, mode), optimizers, runner)
-        parameters = named_parameters(model)
+        parameters, moved = named_parameters(model), travelling(algorithm, model, mode)
+        if runner.world > 1:
+            rehearse_all(algorithm, moved, optimizers, runner)
         check_sharding(parameters, runner.members if runner.world > 1 else (), runner.rank)
-        moved = [*parameters.values(), *travelling(algorithm, model, mode).values()]
-        runner.agree_on_opening(devices={tensor.device for tensor in moved})
+        runner.agree_on_opening(devices={tensor.device for tensor in (*parameters.values(), *moved.values())})
         if runner.nodes is not None:
             algorithm.check(runner.world, runner.nodes)
         facts = _facts(model, optimizers, algorithm, mode, scaler, overlap_forward, at_step)

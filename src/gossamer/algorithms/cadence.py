@@ -116,9 +116,9 @@ class Cadence:
         return math.lcm(*(beat.cycle(world, nodes) for beat in self.beats))
 
     def step_of(self, exchange: int) -> int:
-        """The step of the exchange of this number (0, 1, …), where there is one beat, and none takes longer than it should."""
+        """The step of the exchange of this number (0, 1, …) of the first beat, where none takes longer than it should."""
         beat = self.beats[0]
-        return beat.first + beat.offset + exchange * beat.every
+        return beat.first + (beat.offset - beat.first) % beat.every + exchange * beat.every
 
     def during(self, first: int, until: float) -> "Cadence":
         """The same, from ``first`` to before ``until`` only."""

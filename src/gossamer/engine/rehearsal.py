@@ -7,7 +7,6 @@ ranks would wait for it. So each rank carries out the exchanges of a small bucke
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -89,7 +88,8 @@ def _exchange_alone(algorithm: Algorithm, layout: Layout, runner: Runner) -> Non
     """Two exchanges: in the first one nothing is remembered yet."""
     bucket, port = Bucket(0, layout), EchoPort(runner.rank, runner.world)
     own, of_steps = State(bucket.flat), State(torch.zeros(1))
-    for step in islice(_steps(algorithm), 2):
+    cadence = algorithm.cadence
+    for step in map(cadence.step_of, range(2) if cadence.beats else ()):
         ctx = Context(step, runner.rank, runner.members, runner.nodes)
         bucket.renew()
         bucket.flat.copy_(torch.linspace(-1, 1, bucket.flat.numel()))
@@ -102,10 +102,3 @@ def _exchange_alone(algorithm: Algorithm, layout: Layout, runner: Runner) -> Non
         if flow is not None:
             drive(flow, port)
         own.commit()
-
-
-def _steps(algorithm: Algorithm) -> Iterator[int]:
-    """The steps at which its first beat exchanges."""
-    for beat in algorithm.cadence.beats[:1]:
-        begin = beat.first + (beat.offset - beat.first) % beat.every
-        yield from range(begin, begin + 2 * beat.every, beat.every)

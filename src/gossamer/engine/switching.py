@@ -58,7 +58,8 @@ def switch(
         agree(parts.runner, {"the algorithm to switch to": repr(algorithm)})
         unsent, number = _unsent(parts), _agreed(parts.runner, step())
     buffers = _check_algorithm(parts, algorithm)
-    rehearse_all(algorithm, travelling(algorithm, parts.model, buffers), (), parts.runner)
+    if parts.runner.world > 1:
+        rehearse_all(algorithm, travelling(algorithm, parts.model, buffers), (), parts.runner)
     attached = _attached(parts, algorithm)
     with alarming(parts.runner):
         if parts.weights:
