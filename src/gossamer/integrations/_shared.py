@@ -10,13 +10,51 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from gossamer import checkpoint
+from gossamer.algorithms.base import Algorithm
 from gossamer.distributed_data_parallel import DistributedDataParallel
 
 OWN = "gossamer-ranks"
 """The folder, or the ending of its name, in which ranks keep their own parts."""
+
+
+class ReplicatingStrategy:
+    """Mixin before a ``DDPStrategy`` of Lightning or Fabric: what it replicates models with.
+
+    ``algorithm``, ``buffers``, ``overlap_forward``, ``ignore``: as for :func:`gossamer.replicate`; ``options``: the strategy's.
+    """
+
+    _ddp_kwargs: dict[str, Any]
+
+    def __init__(
+        self,
+        algorithm: Algorithm | None = None,
+        *,
+        buffers: Any = None,
+        overlap_forward: bool = False,
+        ignore: Sequence[str | nn.Module] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._algorithm = algorithm
+        self._replicate_options = {"buffers": buffers, "overlap_forward": overlap_forward, "ignore": ignore}
+
+    def _wrap(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], device_ids: list[int] | None, precision: Any
+    ) -> DistributedDataParallel:
+        """The module in DDP's form. ``precision``: the plugin, which may have a ``GradScaler``."""
+        return DistributedDataParallel(
+            module,
+            optimizers,
+            self._algorithm,
+            device_ids=device_ids,
+            scaler=getattr(precision, "scaler", None),
+            **self._ddp_kwargs,
+            **self._replicate_options,
+        )
 
 
 class Replicated:

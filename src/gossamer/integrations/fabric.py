@@ -8,7 +8,6 @@
     model, optimizer = fabric.setup(model, optimizer)
 """
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.distributed_data_parallel import DistributedDataParallel
 from gossamer.errors import ConfigurationError
-from gossamer.integrations._shared import Replicated, beside, first_of
+from gossamer.integrations._shared import Replicated, ReplicatingStrategy, beside, first_of
 
 __all__ = ["GossamerStrategy"]
 
 _Base: Any = first_of(("lightning.fabric.strategies.ddp", "lightning_fabric.strategies.ddp"), "GossamerStrategy").DDPStrategy
 
 
-class GossamerStrategy(_Base):  # type: ignore[misc]
+class GossamerStrategy(ReplicatingStrategy, _Base):  # type: ignore[misc]
     """Fabric's ``DDPStrategy`` with a gossamer algorithm in place of DDP's exchange.
 
     ``fabric.setup(model, optimizer)`` replicates; the handle is ``strategy.replicas[0]``, for ``consensus()`` around an
@@ -39,18 +37,8 @@ class GossamerStrategy(_Base):  # type: ignore[misc]
         options: of Fabric's ``DDPStrategy``.
     """
 
-    def __init__(
-        self,
-        algorithm: Algorithm | None = None,
-        *,
-        buffers: Any = None,
-        overlap_forward: bool = False,
-        ignore: Sequence[str | nn.Module] = (),
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self._algorithm = algorithm
-        self._replicate_options = {"buffers": buffers, "overlap_forward": overlap_forward, "ignore": ignore}
+    def __init__(self, algorithm: Algorithm | None = None, **options: Any) -> None:
+        super().__init__(algorithm, **options)
         self._replicated: list[Replicated] = []
 
     @property
@@ -69,15 +57,7 @@ class GossamerStrategy(_Base):  # type: ignore[misc]
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *others: Any, **more: Any) -> Any:
         """Replicate them."""
-        wrapped = DistributedDataParallel(
-            module,
-            optimizers,
-            self._algorithm,
-            device_ids=self._determine_ddp_device_ids(),
-            scaler=getattr(self.precision, "scaler", None),
-            **self._ddp_kwargs,
-            **self._replicate_options,
-        )
+        wrapped = self._wrap(module, optimizers, self._determine_ddp_device_ids(), self.precision)
         self._replicated.append(Replicated(wrapped, optimizers))
         return (wrapped, optimizers, *others, *more.values())
 

@@ -7,14 +7,11 @@
     trainer = L.Trainer(strategy=GossamerStrategy(algorithm=gossamer.Gossip()), devices=8)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
-
 from gossamer.algorithms.base import Algorithm
-from gossamer.distributed_data_parallel import DistributedDataParallel
-from gossamer.integrations._shared import Replicated, beside, first_of, raw, remove
+from gossamer.integrations._shared import Replicated, ReplicatingStrategy, beside, first_of, raw, remove
 from gossamer.replica import Replica
 
 __all__ = ["GossamerStrategy"]
@@ -22,7 +19,7 @@ __all__ = ["GossamerStrategy"]
 _Base: Any = first_of(("lightning.pytorch.strategies.ddp", "pytorch_lightning.strategies.ddp"), "GossamerStrategy").DDPStrategy
 
 
-class GossamerStrategy(_Base):  # type: ignore[misc]
+class GossamerStrategy(ReplicatingStrategy, _Base):  # type: ignore[misc]
     """Lightning's ``DDPStrategy`` with a gossamer algorithm in place of DDP's exchange.
 
     Accumulation, clipping, precision and manual optimization are Lightning's. Validation runs on the average of all replicas,
@@ -36,18 +33,8 @@ class GossamerStrategy(_Base):  # type: ignore[misc]
         options: of Lightning's ``DDPStrategy`` (``process_group_backend``, ``timeout``, ``start_method`` …).
     """
 
-    def __init__(
-        self,
-        algorithm: Algorithm | None = None,
-        *,
-        buffers: Any = None,
-        overlap_forward: bool = False,
-        ignore: Sequence[str | nn.Module] = (),
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self._algorithm = algorithm
-        self._replicate_options = {"buffers": buffers, "overlap_forward": overlap_forward, "ignore": ignore}
+    def __init__(self, algorithm: Algorithm | None = None, **options: Any) -> None:
+        super().__init__(algorithm, **options)
         self._replicated: Replicated | None = None
         self._failed = False
         self._resumed_from: str | None = None
@@ -66,17 +53,9 @@ class GossamerStrategy(_Base):  # type: ignore[misc]
         if trainer.state.fn != "fit":
             return
         optimizers = raw(self.optimizers)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        self.model: Any = DistributedDataParallel(
-            self.lightning_module,
-            optimizers,
-            self._algorithm,
-            device_ids=self.determine_ddp_device_ids(),
-            scaler=scaler,
-            **self._ddp_kwargs,
-            **self._replicate_options,
-        )
-        self._failed, self._replicated = False, Replicated(self.model, optimizers)
+        wrapped = self._wrap(self.lightning_module, optimizers, self.determine_ddp_device_ids(), self.precision_plugin)
+        self.model: Any = wrapped
+        self._failed, self._replicated = False, Replicated(wrapped, optimizers)
 
     def pre_backward(self, closure_loss: Any) -> None:
         """There is no reducer to prepare."""
