@@ -6,11 +6,9 @@ rank), then over gossamer's runner, once behind another exchange and once after 
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
-from benchmarks.studies.harness import AS_RANK, Study, as_rank, console, parser_of
+from benchmarks.studies.harness import AS_RANK, Study, console, parser_of
 from benchmarks.studies.primitives import PATTERNS, measured
 from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_json
@@ -57,6 +55,11 @@ def measure(options: argparse.Namespace, store: Store) -> Iterator[Record]:
         yield from ({"network": rate} | row | conditions([], load_before, {}) for row in found)
 
 
+def on_ranks(options: argparse.Namespace) -> Iterator[Record]:
+    """Measure among the ranks of this launch."""
+    return measured(options.patterns, list(map(float, options.mbytes)), options.repeats)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure; as a rank of the lab, print what was measured."""
     parser = parser_of(__doc__)
@@ -65,12 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--networks", nargs="+", choices=networks, default=networks, metavar="HOSTSxRATE")
     parser.add_argument("--patterns", nargs="+", choices=tuple(PATTERNS), default=list(PATTERNS))
     parser.add_argument("--repeats", type=int, default=5)
-    if AS_RANK in sys.argv:
-        parser.add_argument(AS_RANK, action="store_true")
-        options = parser.parse_args()
-        as_rank(partial(measured, options.patterns, list(map(float, options.mbytes)), options.repeats))
-        return
-    STUDY.main(parser, measure, arguments)
+    STUDY.main(parser, measure, arguments, on_ranks)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ are loose), and never more than 2 % slower than plain all-reduce (what DDP does)
 
 import argparse
 import itertools
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from torch.optim import SGD, AdamW, Optimizer
 
 import gossamer
-from benchmarks.studies.harness import AS_RANK, Study, as_rank, console, measured_on, parser_of
+from benchmarks.studies.harness import AS_RANK, Study, console, measured_on, parser_of
 from gossamer.bench.conditions import conditions, load
 from gossamer.bench.emulated import Emulated, Layer, convolution, linear
 from gossamer.bench.in_lab import lab_json
@@ -162,20 +160,14 @@ def measured(condition: Condition) -> Iterator[Record]:
 
 def measure(options: argparse.Namespace, store: Store) -> Iterator[Record]:
     """Every condition that is not there yet, in a lab of its own."""
-    there = {tuple(row[name] for name in STUDY.key) for row in store.rows}
     for place, condition in enumerate(CONDITIONS):
-        if (condition.model, condition.network, condition.fidelity, condition.per_host) in there:
+        own = asdict(condition)
+        if store.find(**own) is not None:
             continue
         console.log(str(condition))
         load_before, spec = load(), parse_network(condition.network).spec(4 // condition.per_host, waits=True)
         spec = type(spec).from_json(spec.to_json() | {"procs_per_host": condition.per_host})
-        found = lab_json(spec, ["-m", "benchmarks.studies.fresh", AS_RANK, str(place)])[-1]
-        own = {
-            "model": condition.model,
-            "network": condition.network,
-            "fidelity": condition.fidelity,
-            "per_host": condition.per_host,
-        }
+        found = lab_json(spec, ["-m", "benchmarks.studies.fresh", AS_RANK, "--condition", str(place)])[-1]
         yield own | found | conditions([], load_before, {})
 
 
@@ -228,10 +220,9 @@ STUDY = Study("fresh", ("model", "network", "fidelity", "per_host"), lambda rows
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure; as a rank of the lab, print what was measured."""
-    if AS_RANK in sys.argv:
-        as_rank(partial(measured, CONDITIONS[int(sys.argv[-1])]))
-        return
-    STUDY.main(parser_of(__doc__), measure, arguments)
+    parser = parser_of(__doc__)
+    parser.add_argument("--condition", type=int, help=argparse.SUPPRESS)
+    STUDY.main(parser, measure, arguments, lambda options: measured(CONDITIONS[options.condition]))
 
 
 if __name__ == "__main__":

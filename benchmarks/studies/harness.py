@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -63,11 +64,17 @@ class Study:
         parser: argparse.ArgumentParser,
         measure: Callable[[argparse.Namespace, Store], Iterable[Record]],
         arguments: Sequence[str] | None = None,
+        on_ranks: Callable[[argparse.Namespace], Iterable[Record]] | None = None,
     ) -> None:
         """Measure, keeping every row as soon as it is there, and write the table of all, however it ends.
 
-        ``measure`` may look into the store for what needs not be measured again. Raises SystemExit with what went wrong.
+        ``measure`` may look into the store for what needs not be measured again. ``on_ranks``: what a rank does of a launch of
+        this study with ``AS_RANK``: see :func:`as_rank`. Raises SystemExit with what went wrong.
         """
+        if on_ranks is not None and AS_RANK in sys.argv:
+            parser.add_argument(AS_RANK, action="store_true")
+            as_rank(partial(on_ranks, parser.parse_args()))
+            return
         parser.add_argument("--save-to", type=Path, default=RESULTS, help="folder for rows and table")
         parser.add_argument("--table-only", action="store_true", help="measure nothing: make the table anew")
         options = parser.parse_args(arguments)

@@ -12,10 +12,8 @@ of its link. A gradient travels between its readiness and the step, weights besi
 import argparse
 import itertools
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gossamer
-from benchmarks.studies.harness import AS_RANK, Study, as_rank, console, parser_of, spread
+from benchmarks.studies.harness import AS_RANK, Study, console, parser_of, spread
 from gossamer.algorithms import Algorithm
 from gossamer.bench.bound import When, least, measure_ready
 from gossamer.bench.cases import Turns
@@ -239,11 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=4)
-    if AS_RANK in sys.argv:
-        parser.add_argument(AS_RANK, action="store_true")
-        as_rank(partial(on_ranks, parser.parse_args()))
-        return
-    STUDY.main(parser, in_lab, arguments)
+    STUDY.main(parser, in_lab, arguments, on_ranks)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ it is made of: the loop that stands still for a batch, cores that pack and unpac
 import argparse
 import itertools
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.studies.harness import AS_RANK, Study, as_rank, console, parser_of, spread
+from benchmarks.studies.harness import AS_RANK, Study, console, parser_of, spread
 from benchmarks.studies.shuffle import Shard, endless, staying
 from gossamer.bench.cases import Turns
 from gossamer.bench.catalogue import find_workload
@@ -206,11 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--network", default="200mbit", help="the rate of every host's link")
-    if AS_RANK in sys.argv:
-        parser.add_argument(AS_RANK, action="store_true")
-        as_rank(partial(on_ranks, parser.parse_args()))
-        return
-    STUDY.main(parser, in_lab, arguments)
+    STUDY.main(parser, in_lab, arguments, on_ranks)
 
 
 if __name__ == "__main__":

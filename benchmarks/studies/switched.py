@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import gossamer
-from benchmarks.studies.harness import AS_RANK, Study, as_rank, console, measured_on, parser_of
+from benchmarks.studies.harness import AS_RANK, Study, console, measured_on, parser_of
 from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_json
 from gossamer.bench.rows import Column, Record, Store
@@ -139,10 +139,7 @@ STUDY = Study("switched", ("before", "after"), lambda rows: COLUMNS, spans, foll
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure; as a rank of the lab, print what was measured."""
-    if AS_RANK in sys.argv:
-        as_rank(trained)
-        return
-    STUDY.main(parser_of(__doc__), measure, arguments)
+    STUDY.main(parser_of(__doc__), measure, arguments, lambda options: trained())
 
 
 if __name__ == "__main__":

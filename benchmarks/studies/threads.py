@@ -5,17 +5,15 @@ A profile of what stands beside the model's own computation, on emulated hosts. 
 
 import argparse
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.studies.harness import AS_RANK, Study, as_rank, console, parser_of
+from benchmarks.studies.harness import AS_RANK, Study, console, parser_of
 from gossamer.bench.catalogue import find_workload
 from gossamer.bench.conditions import conditions, load
 from gossamer.bench.in_lab import lab_json
@@ -124,6 +122,11 @@ def in_lab(options: argparse.Namespace, store: Store) -> Iterator[Record]:
         yield from (row | {"network": options.network} | conditions(options.methods, before, 0) for row in found)
 
 
+def on_ranks(options: argparse.Namespace) -> Iterator[Record]:
+    """Measure among the ranks of this launch."""
+    return measure(options.workloads[0], options.methods, options.steps)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure in the lab; as a rank of the lab, print what was measured."""
     parser = parser_of(__doc__)
@@ -132,12 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--network", default="200mbit", help="as in gossamer bench")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--steps", type=int, default=128)
-    if AS_RANK in sys.argv:
-        parser.add_argument(AS_RANK, action="store_true")
-        options = parser.parse_args()
-        as_rank(partial(measure, options.workloads[0], options.methods, options.steps))
-        return
-    STUDY.main(parser, in_lab, arguments)
+    STUDY.main(parser, in_lab, arguments, on_ranks)
 
 
 if __name__ == "__main__":
