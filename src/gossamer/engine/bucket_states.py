@@ -1,6 +1,6 @@
 """Bucket states: what an algorithm keeps of the buckets of one plan, and of their steps."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,30 +22,21 @@ _BUCKET = "bucket "
 _STEP = "step "
 
 
-class BucketStates:
+class BucketStates(list[State]):
     """A state for each bucket, in the plan's order, and one for the steps of each group of buckets of one handler."""
 
     def __init__(self, runner: Runner) -> None:
+        super().__init__()
         self._runner = runner
         self.later: list[tuple[Ticket[None], list[tuple[State, State]]]] = []
         """Flows that still write, and the states that take what they write, each with the one that they write to."""
         self._buckets: list[Bucket] = []
         self.unsettled: Unsettled = set()
         """What a commit would change."""
-        self.of_buckets: list[State] = []
         self.of_steps: dict[str, State] = {}
         """By group."""
         self.inherits: bool = False
         """Whether anything may be kept that the algorithm before this one has not sent."""
-
-    def __getitem__(self, index: int) -> State:
-        return self.of_buckets[index]
-
-    def __iter__(self) -> Iterator[State]:
-        return iter(self.of_buckets)
-
-    def __len__(self) -> int:
-        return len(self.of_buckets)
 
     def adopt(self, buckets: list[Bucket]) -> None:
         """Make a state for each of ``buckets``; what is kept of the buckets before is carried over by parameter name."""
@@ -88,13 +79,13 @@ class BucketStates:
     @property
     def remembers(self) -> bool:
         """Whether anything is kept per element."""
-        return any(state.items() for state in self.of_buckets)
+        return any(state.items() for state in self)
 
     def rescale(self, factor: Tensor) -> None:
         """Gradients are ``factor`` (one number) times as large from now on: residuals and momenta become so too."""
         if factor.device.type == "cpu" and factor == 1:
             return
-        for state in self.of_buckets:
+        for state in self:
             for name in (RESIDUAL, MOMENTUM):
                 for kept in named(name, state.flats.kept) + named(name, state.flats.draft):
                     largest = torch.finfo(kept.dtype).max
@@ -102,13 +93,13 @@ class BucketStates:
 
     def all(self) -> list[State]:
         """Those of the buckets, then those of the steps."""
-        return [*self.of_buckets, *self.of_steps.values()]
+        return [*self, *self.of_steps.values()]
 
     def _unsettled_of(self, indices: Iterable[int] | None) -> list[Ledger[Any]]:
         """What a commit would change of these buckets, and of their steps; None: of all."""
         if indices is None:
             return list(self.unsettled)
-        chosen = [state for i in indices for state in (self.of_buckets[i], self.of_steps[self._buckets[i].layout.group])]
+        chosen = [state for i in indices for state in (self[i], self.of_steps[self._buckets[i].layout.group])]
         return [ledger for state in chosen for ledger in (state.flats, state.extras) if ledger in self.unsettled]
 
     def drafts(self) -> list[Tensor]:
@@ -118,7 +109,7 @@ class BucketStates:
     def by_name(self) -> Kept:
         """The elementwise state that is kept: tensors in the shape of their parameters."""
         kept: Kept = {}
-        for bucket, state in zip(self._buckets, self.of_buckets, strict=True):
+        for bucket, state in zip(self._buckets, self, strict=True):
             for key, flat in state.flats.kept.items():
                 kept.setdefault(key, {}).update(zip(bucket.layout.names, bucket.split(flat), strict=True))
         return kept
@@ -126,20 +117,20 @@ class BucketStates:
     def residual_share(self, sent: Sequence[Tensor] = ()) -> tuple[float, float]:
         """Squared L2 norms: of all residuals, and of ``sent``, or what the buckets hold (at a step's end, the gradients).
         Without any: 0."""
-        residuals = [flat for state in self.of_buckets for flat in named(RESIDUAL, state.flats.current())]
+        residuals = [flat for state in self for flat in named(RESIDUAL, state.flats.current())]
         if not residuals:
             return 0.0, 0.0
         return _squared(residuals), _squared(list(sent) or [bucket.flat for bucket in self._buckets])
 
     def extras_named(self, name: str) -> list[Tensor]:
         """The extras of this key that buckets have as they are cut, by whatever part of an algorithm."""
-        extras = [each for state in self.of_buckets for each in state.extras.current().items()]
+        extras = [each for state in self for each in state.extras.current().items()]
         return [value for (key, owner), value in extras if owner == WHOLE and key.endswith(name)]
 
     def extras_by_name(self) -> Kept:
         """Everything else that is kept: by key, or by bucket and key; then by parameter."""
         kept: Kept = {}
-        for index, state in enumerate(self.of_buckets):
+        for index, state in enumerate(self):
             for (key, owner), value in state.extras.kept.items():
                 kept.setdefault(f"{_BUCKET}{index}: {key}" if owner == WHOLE else key, {})[owner] = value
         for group, state in self.of_steps.items():
@@ -151,8 +142,8 @@ class BucketStates:
         self.complete()
         self.inherits = INHERITED in kept
         self.unsettled.clear()
-        self.of_buckets = [State(bucket.flat, self.unsettled) for bucket in self._buckets]
-        for bucket, state in zip(self._buckets, self.of_buckets, strict=True):
+        self[:] = [State(bucket.flat, self.unsettled) for bucket in self._buckets]
+        for bucket, state in zip(self._buckets, self, strict=True):
             state.load({key: bucket.gather(tensors) for key, tensors in kept.items()})
             names = set(bucket.layout.names)
             state.extras.load({(k, n): t.clone() for k, owned in extras.items() for n, t in owned.items() if n in names})

@@ -138,7 +138,7 @@ class Exchange:
     ) -> None:
         bucket, self._step = self.buckets[index], step
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
-        make_flow = partial(self._checked, exchange, bucket, self.states.of_buckets[index], self.context(step, samples))
+        make_flow = partial(self._checked, exchange, bucket, self.states[index], self.context(step, samples))
         self._tickets[index] = self.runner.submit(make_flow, label, self._lanes[index], prompt=self._prompt)
 
     def _checked(self, exchange: Callable[..., Flow[Any]], bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
