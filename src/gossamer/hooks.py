@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossamer.memory import on_host
+
 _DDP = nn.parallel.DistributedDataParallel
 
 
@@ -62,7 +64,7 @@ def is_nested(parameter: Tensor) -> bool:
 
     Passes over tensors of a device run in a thread of the engine, in which the outermost call is not on the stack.
     """
-    return _depth() > (parameter.device.type in ("cpu", "meta"))
+    return _depth() > on_host(parameter)
 
 
 _WRAPPER: CodeType = Optimizer.profile_hook_step(lambda optimizer: None).__code__

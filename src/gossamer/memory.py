@@ -1,4 +1,4 @@
-"""Memory: tensors that are used again in every step, and how much of one to work on at a time."""
+"""Memory: where a tensor lies, tensors that are used again in every step, and how much of one to work on at a time."""
 
 import threading
 from collections.abc import Iterator
@@ -7,6 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether a tensor lies in the host's memory. One on ``meta`` lies nowhere, and is handled as if it did."""
+    return tensor.device.type in ("cpu", "meta")
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values to look at, or (on ``meta``) only a shape and a type."""
+    return not tensor.is_meta
 
 
 def portion(tensor: Tensor) -> int:

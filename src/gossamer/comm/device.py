@@ -7,16 +7,6 @@ import torch
 from torch import Tensor
 
 
-def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor lies in the host's memory. One on ``meta`` lies nowhere, and is handled as if it did."""
-    return tensor.device.type in ("cpu", "meta")
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has values to look at, or (on ``meta``) only a shape and a type."""
-    return not tensor.is_meta
-
-
 class Device:
     """One accelerator. What is written on one of its streams may be read on another only after an event, or a wait."""
 

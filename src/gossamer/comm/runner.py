@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from gossamer.comm.device import on_host
 from gossamer.comm.ops import Flow, Group, Op, Port, drive, maximum, shown
 from gossamer.errors import CommunicationError, GossamerError
+from gossamer.memory import on_host
 
 T = TypeVar("T")
 

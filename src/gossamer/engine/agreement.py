@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from gossamer.buckets import Plan
-from gossamer.comm.device import has_values
 from gossamer.comm.ops import Flow, all_gather, broadcast, maximum
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.engine.plain import read, written
 from gossamer.errors import DisagreementError
-from gossamer.memory import stored
+from gossamer.memory import has_values, stored
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gossamer.comm.device import has_values
+from gossamer.memory import has_values
 
 
 def any_non_finite(tensors: list[Tensor]) -> Tensor:

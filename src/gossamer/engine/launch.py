@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from gossamer.buckets import Layout
-from gossamer.comm.device import on_host
 from gossamer.comm.ops import all_reduce, broadcast
 from gossamer.comm.runner import Runner, lane_for
+from gossamer.memory import on_host
 
 PROBE_BYTES = 4 * 2**20
 """At most so much is sent to measure the line."""
