@@ -1,6 +1,5 @@
 """Outer loops: overlap of several steps, fragments, merging and what a resumed run goes on with."""
 
-import copy
 import re
 from collections.abc import Callable
 from functools import partial
@@ -38,6 +37,7 @@ from gossamer.errors import ConfigurationError
 
 from ..contracts.cases import exchange, noise, weights
 from ..contracts.traces import trace
+from . import resuming
 
 WORLD, STEPS, SIZE, PERIOD = 3, 31, 12, 8
 
@@ -58,31 +58,8 @@ def inner(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(algorithm: Algorithm, world: int = WORLD, resume_at: int | None = None, steps: int = STEPS) -> Tensor:
-    """The weights after each step, rank by rank: ``(world, steps, size)``; saved and loaded again before one step."""
-
-    def body(rank: int) -> Tensor:
-        model = Pull()
-        optimizer = inner(model)
-        replica = gossamer.replicate(model, optimizer, algorithm)
-        seen = []
-        for step in range(steps):
-            if step == resume_at:
-                states = [copy.deepcopy(part.state_dict()) for part in (model, optimizer, replica)]
-                replica.close()
-                model = Pull()
-                optimizer = inner(model)
-                optimizer.load_state_dict(states[1])
-                replica = gossamer.replicate(model, optimizer, algorithm)
-                model.load_state_dict(states[0])
-                replica.load_state_dict(states[2])
-            optimizer.zero_grad()
-            model(rank).backward()
-            optimizer.step()
-            seen.append(model.weight.detach().clone())
-        replica.close()
-        return torch.stack([*seen, weights(model)])
-
-    return torch.stack(loopback(body, world))
+    """The weights after each step, rank by rank: ``(world, steps + 1, size)``; saved and loaded again before one step."""
+    return resuming.trained(algorithm, world, steps, Pull, inner, lambda model, _, rank, step: model(rank), resume_at)
 
 
 def reference(fragments: list[list[int]], spacing: int, delay: int, merge: float | None, outer: Any) -> Tensor:

@@ -1,6 +1,5 @@
 """Uneven workers: batches of different sizes, workers of different speed, and workers that are out of line."""
 
-import copy
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +33,7 @@ from gossamer.optim import OneBitAdam
 from gossamer.simulate import Compute, Link, step_time
 
 from ..contracts.cases import noise, weights
+from . import resuming
 
 STEPS, WIDTH = 7, 5
 
@@ -70,31 +70,12 @@ def trained(
 ) -> Tensor:
     """The weights after each step, rank by rank."""
 
-    def body(rank: int) -> Tensor:
-        model = model_of()
-        optimizer = make(model)
-        replica = gossamer.replicate(model, optimizer, algorithm)
-        seen = []
-        for step in range(STEPS):
-            if step == resume_at:
-                states = [copy.deepcopy(part.state_dict()) for part in (model, optimizer, replica)]
-                replica.close()
-                model = model_of()
-                optimizer = make(model)
-                optimizer.load_state_dict(states[1])
-                replica = gossamer.replicate(model, optimizer, algorithm)
-                model.load_state_dict(states[0])
-                replica.load_state_dict(states[2])
-            if weighed:
-                replica.weigh(size(rank, step))
-            optimizer.zero_grad()
-            loss(model, batch(rank, step)).backward()
-            optimizer.step()
-            seen.append(weights(model))
-        replica.close()
-        return torch.stack([*seen, weights(model)])
+    def loss_of(model: nn.Module, replica: gossamer.Replica, rank: int, step: int) -> Tensor:
+        if weighed:
+            replica.weigh(size(rank, step))
+        return loss(model, batch(rank, step))
 
-    return torch.stack(loopback(body, world))
+    return resuming.trained(algorithm, world, STEPS, model_of, make, loss_of, resume_at)
 
 
 def of_one_large_batch(world: int, make: Callable[..., Any] = sgd) -> Tensor:
