@@ -28,8 +28,8 @@ peers: $(READY) ## install what gossamer bench can put beside gossamer
 demo: $(READY) ## train a GPT on 4 emulated hosts at 200 Mbit/s: DDP, then gossamer (about 3 minutes)
 	$(RUN) -m benchmarks.demo
 
-test: $(READY) ## run the tests: in memory on all processors, then the ones that start processes or measure time
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not slow and not alone' --numprocesses auto --quiet
+test: $(READY) ## run the tests: on all processors, file by file, then the ones that measure time
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not slow and not alone' --numprocesses auto --dist loadfile --no-loadscope-reorder --quiet
 	$(RUN) -m pytest -m 'not slow and alone'
 
 fuzz: $(READY) ## draw models, loops and algorithms from seeds and check what must hold of all (10 minutes; ARGS="--seed 7 --cases 1")

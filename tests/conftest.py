@@ -21,18 +21,23 @@ def pytest_configure(config: pytest.Config) -> None:
     ):  # a shell's background job; tests send Ctrl-C, and processes inherit this
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "slow: takes more than a few seconds of its own; run by `make test-slow`")
-    config.addinivalue_line("markers", "alone: starts processes or measures time; not at the same time as other tests")
+    config.addinivalue_line("markers", "processes: starts processes; its file begins before those in memory")
+    config.addinivalue_line("markers", "alone: measures time; not at the same time as other tests")
 
 
-ALONE = ("examples", "gpu", "integrations", "lab", "processes")
-"""Folders of such tests; others say so themselves, or ask for emulated hosts. The rest may run side by side."""
+PROCESSES = ("examples", "integrations", "lab", "processes")
+"""Folders of tests that start processes; others say so themselves, or ask for emulated hosts."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        if folder in ALONE or "namespaces" in getattr(item, "fixturenames", ()):
+        if folder in PROCESSES or "namespaces" in getattr(item, "fixturenames", ()):
+            item.add_marker("processes")
+        if folder == "gpu":
             item.add_marker("alone")
+    starting = {item.path for item in items if item.get_closest_marker("processes")}
+    items.sort(key=lambda item: item.path not in starting)  # they wait much: what is short comes last and fills the gaps
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ def launch(tmp_path, *words, workload="Convnet(0.02)"):
     return subprocess.run([*command, *words], env=wide, capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.slow
 def test_torchrun_measures_on_the_network_that_is_there(tmp_path):
     done = launch(tmp_path, "--method", "AllReduce()")
@@ -58,7 +58,7 @@ def random_batch(generator):
 """
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.slow
 def test_torchrun_measures_the_model_of_a_file_with_two_functions(tmp_path):
     mine = tmp_path / "mine.py"
@@ -92,7 +92,7 @@ def test_rows_tell_the_interface_that_was_chosen(monkeypatch, backend, network):
     assert cases_here(["Convnet(1)"]) == [Case("Convnet(1)", network, 8)]
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_ranks_with_another_copy_of_the_file_are_an_error_on_all_and_wait_for_nobody(tmp_path):
     with socket.create_server(("", 0)) as probe:
         port = str(probe.getsockname()[1])
@@ -119,7 +119,7 @@ def test_the_rank_that_was_told_otherwise_is_named(monkeypatch):
         agree({"workloads": ["a"], "options": 3})
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_a_method_that_fails_under_torchrun_is_named_and_the_others_are_shown(tmp_path):
     done = launch(
         tmp_path, "--per-run", "1", "--method", "AllReduce()", "--method", "with_optimizer(Gossip(), GossipAdamW(speed=1))"

@@ -8,7 +8,7 @@ from gossamer.lab import LabError, LabSpec
 
 HERE = LabSpec(hosts=2, shaping="none", timeout=60)
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ class TestOptions:
         assert demo.stand_in(runs, options) == []
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 class TestWhole:
     def test_tiny(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.chdir(tmp_path)

@@ -60,6 +60,7 @@ class TestAlone:
         assert [record["step"] for record in records if "accuracy" in record] == [3, 6, 8]
         assert records[-2]["items"] == 8 * 64
 
+    @pytest.mark.alone
     def test_the_clock_stands_still_during_evaluations(self, run_alone: Run) -> None:
         _, *records = run_alone("01_gpt.py", "--steps", "3", "--eval-every", "1")
         seconds = [record["seconds"] for record in records]

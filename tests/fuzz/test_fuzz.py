@@ -38,7 +38,7 @@ def test_a_case_that_once_broke_a_law(case: Case) -> None:
     assert check(case) == ""
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_cases_in_real_processes() -> None:
     cases = [case for case in map(draw, range(100)) if case.world == 2][:6]
     told = dict(zip(cases, in_processes(cases, timeout=280), strict=True))

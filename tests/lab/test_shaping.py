@@ -11,6 +11,8 @@ from gossamer.lab.line_rate import main
 
 from .conftest import WITHOUT_TORCH, Run
 
+pytestmark = pytest.mark.alone
+
 Lab = Callable[..., Run]
 
 

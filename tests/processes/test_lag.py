@@ -9,6 +9,8 @@ import gossamer
 from gossamer import AllReduce, Gossip, Hierarchical, after, by_size
 from processes.harness import Process, launch, require
 
+pytestmark = pytest.mark.alone
+
 MODULE = "scenarios_lag"
 
 
