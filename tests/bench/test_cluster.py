@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -16,6 +15,7 @@ from gossamer.bench.catalogue import digest
 from gossamer.bench.cluster import absent_here, agree, cases_here, joined
 from gossamer.cli import app
 from gossamer.errors import ConfigurationError
+from gossamer.lab.launcher import reserve_port
 
 
 @pytest.fixture
@@ -94,8 +94,8 @@ def test_rows_tell_the_interface_that_was_chosen(monkeypatch, backend, network):
 
 @pytest.mark.processes
 def test_ranks_with_another_copy_of_the_file_are_an_error_on_all_and_wait_for_nobody(tmp_path):
-    with socket.create_server(("", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    held = reserve_port("127.0.0.1")
+    port = str(held.getsockname()[1])
     ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     command, running = [sys.executable, "-m", "gossamer.bench", "mine.py", "--save-to", str(tmp_path / "out")], []
     for rank in range(2):
@@ -107,7 +107,8 @@ def test_ranks_with_another_copy_of_the_file_are_an_error_on_all_and_wait_for_no
         )
         environment = os.environ | ranks | {"RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
         running.append(subprocess.Popen(command, env=environment, cwd=script.parent, stderr=subprocess.PIPE, text=True))
-    told = [process.communicate(timeout=100)[1] for process in running]
+    with held:
+        told = [process.communicate(timeout=100)[1] for process in running]
     assert [process.returncode for process in running] == [2, 2]
     assert all("versions of their files: rank 1 has" in each for each in told)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes.harness import free_port
+from gossamer.lab.launcher import reserve_port
 
 HERE = Path(__file__).parent
 
@@ -35,7 +35,8 @@ def run(
     extra: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """What the script found on each rank: it writes JSON to the file that ``FOUND`` names. All must end well."""
-    port = free_port()
+    held = reserve_port("127.0.0.1")
+    port = held.getsockname()[1]
     found = [folder / f"found-{rank}.json" for rank in range(world)]
     for place in found:
         place.unlink(missing_ok=True)
@@ -51,7 +52,8 @@ def run(
         )
         for rank in range(world)
     ]
-    return _ended(processes, found, timeout)
+    with held:
+        return _ended(processes, found, timeout)
 
 
 def _ended(processes: Sequence["subprocess.Popen[str]"], found: Sequence[Path], timeout: float) -> list[Any]:

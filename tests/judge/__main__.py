@@ -14,9 +14,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from gossamer.lab.launcher import reserve_port
 from integrations.ranks import torchrun
 from judge.reasons import REASONS, TOO_LONG
-from processes.harness import free_port
 
 HERE = Path(__file__).parent
 SCRIPTS = ("test_sync", "test_script")
@@ -44,7 +44,8 @@ def run(side: str, tests: list[str]) -> dict[str, Row]:
 
 def script(name: str, side: str) -> str:
     """The end of one of Accelerate's scripts in two processes, and its last line if it failed."""
-    port = free_port()
+    held = reserve_port("127.0.0.1")
+    port = held.getsockname()[1]
     quiet = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "JUDGE": side}
     ranks = [
         subprocess.Popen(
@@ -63,6 +64,7 @@ def script(name: str, side: str) -> str:
     finally:
         for rank in ranks:
             rank.kill()
+        held.close()
     failed = [text for rank, text in zip(ranks, said, strict=True) if rank.returncode]
     return failed[0].strip().splitlines()[-1] if failed else "passed"
 

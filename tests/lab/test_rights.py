@@ -5,7 +5,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,7 @@ def test_a_user_that_cannot_be_mapped_is_left_where_it_was(nobody_reads: Callabl
 
 
 @pytest.fixture
-def nobody_reads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+def nobody_reads() -> Iterator[Callable[[], Path]]:
     """A folder that the user nobody can enter; skips where there can be no such user, or no user namespace."""
     if os.geteuid() != 0:
         pytest.skip("only root can become the user nobody; every other test here then runs without root")
@@ -153,10 +154,10 @@ def nobody_reads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]
     if subprocess.run([sys.executable, "-c", probe], check=False).returncode:
         pytest.skip("this kernel gives user namespaces to nobody but root")
 
-    def folder() -> Path:
-        path = tmp_path_factory.mktemp("nobody")
-        for each in (path, path.parent, path.parent.parent):
-            each.chmod(0o755)
-        return path
+    with tempfile.TemporaryDirectory() as made:  # pytest's own folders are their owner's
 
-    return folder
+        def folder() -> Path:
+            Path(made).chmod(0o755)
+            return Path(made)
+
+        yield folder

@@ -5,7 +5,6 @@ scenario or many in sequence, and every rank reports what each returned or raise
 """
 
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gossamer.lab.launcher import reserve_port
 from processes.fork_server import Forked, ForkServer, fork_servers
 
 
@@ -57,7 +57,8 @@ class Launch:
         servers = fork_servers(world)
         self.world, self._end, self._begin = world, time.monotonic() + timeout, time.time()
         self._folder = tempfile.TemporaryDirectory(prefix="gossamer-test-")
-        self.port = free_port()
+        self._held = reserve_port("127.0.0.1")
+        self.port: int = self._held.getsockname()[1]
         command = [module, ",".join(scenarios), self._folder.name]
         self._processes = [self._spawn(servers[rank], rank, command, arguments or {}) for rank in range(world)]
 
@@ -108,6 +109,7 @@ class Launch:
             self._processes[rank].wait()
         result = [self._collect(rank, ended.get(rank, float("inf"))) for rank in range(self.world)]
         self._folder.cleanup()
+        self._held.close()
         return result
 
     def _collect(self, rank: int, ended: float) -> Process:
@@ -147,14 +149,6 @@ def _as_one(processes: Sequence[Process]) -> Process:
 def _without_lookups(text: str) -> str:
     """What a process said, without what torch's store says of a name server that does not answer."""
     return "".join(line for line in text.splitlines(keepends=True) if "hostname of the client socket cannot be" not in line)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def require(processes: Sequence[Process], scenario: str) -> list[Any]:

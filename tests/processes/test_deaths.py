@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from processes.harness import Launch, Process, free_port, launch
+from gossamer.lab.launcher import reserve_port
+from processes.harness import Launch, Process, launch
 
 SECONDS = 30.0
 """Two or three when the machine is not busy."""
@@ -143,9 +144,10 @@ def test_torchrun_starts_again_what_has_failed_and_nothing_is_left_of_the_last_a
         "--nproc-per-node=2",
         "--master-addr=127.0.0.1",
     ]
-    command += [f"--master-port={free_port()}", "--rdzv-backend=static", str(script)]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    with reserve_port("127.0.0.1") as held:
+        command += [f"--master-port={held.getsockname()[1]}", "--rdzv-backend=static", str(script)]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("trained in attempt 1") == 2, ended.stdout
 

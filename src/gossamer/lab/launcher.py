@@ -106,7 +106,8 @@ class _Session:
 
     def __init__(self, job: dict[str, Any], shaping: str) -> None:
         self._signal: int | None = None
-        port = _PORT if shaping == "namespaces" else free_port("127.0.0.1")
+        self._held = reserve_port("127.0.0.1")
+        port = _PORT if shaping == "namespaces" else self._held.getsockname()[1]
         job = job | {"shaping": shaping, "port": port, "run_id": uuid.uuid4().hex[:12], "launcher": os.getpid()}
         self._job = json.dumps(job).encode() + b"\n"  # before there is a process that somebody would have to end
         package = Path(__file__).resolve().parent.parent
@@ -160,6 +161,7 @@ class _Session:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._held.close()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -233,8 +235,13 @@ def _python(words: Sequence[str]) -> list[str]:
     return [sys.executable, *words]
 
 
-def free_port(address: str) -> int:
-    """A port that nobody uses now at ``address``; ``""`` means every address of this host."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+def reserve_port(address: str) -> socket.socket:
+    """A socket that keeps a port at ``address`` from all others until it is closed.
+
+    The kernel gives the port to nobody who asks for any port or connects. A server that names it, with SO_REUSEADDR as
+    torch's store does, can listen there, because this socket does not.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))
+    return held
