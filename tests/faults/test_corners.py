@@ -55,8 +55,13 @@ def test_a_topology_may_serve_one_world_only(algorithm: Algorithm) -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    ["ScatterReduce(codec=Quantize(bits=4))", "ScatterReduce(codec=Sign())", "QuantizedGossip()", "ChunkSparse()"],
-)  # fmt: skip
+    [
+        "ScatterReduce(codec=Quantize(bits=4))",
+        pytest.param("ScatterReduce(codec=Sign())", marks=pytest.mark.slow),
+        pytest.param("QuantizedGossip()", marks=pytest.mark.slow),
+        "ChunkSparse()",
+    ],
+)
 def test_kernels_are_loaded_before_the_first_exchange(algorithm: str) -> None:
     """What compiles kernels, and their modules, are there when ``replicate()`` returns."""
     script = f"""
