@@ -5,6 +5,8 @@ RUN    := $(VENV)/bin/python
 # what Python compiles is kept, whatever the caller's shell says: else each of a test's processes compiles torch again
 export PYTHONDONTWRITEBYTECODE :=
 READY  := $(VENV)/.ready
+# one more than there are processors: tests that start processes wait much
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 1)')
 TORCH  ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 
@@ -29,7 +31,7 @@ demo: $(READY) ## train a GPT on 4 emulated hosts at 200 Mbit/s: DDP, then gossa
 	$(RUN) -m benchmarks.demo
 
 test: $(READY) ## run the tests: on all processors, file by file, then the ones that measure time
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not slow and not alone' --numprocesses auto --dist loadfile --no-loadscope-reorder --quiet
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not slow and not alone' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --quiet
 	$(RUN) -m pytest -m 'not slow and alone'
 
 fuzz: $(READY) ## draw models, loops and algorithms from seeds and check what must hold of all (10 minutes; ARGS="--seed 7 --cases 1")
