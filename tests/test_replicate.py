@@ -712,6 +712,7 @@ def test_what_cannot_be_replicated_is_left_as_it_was(monkeypatch: pytest.MonkeyP
     ],
     ids=["whole", "a part without parameters"],
 )
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:FutureWarning")  # of torch 2.14 on
 def test_scripted_modules_are_refused_by_name(script: Callable[[nn.Module], nn.Module], where: str) -> None:
     model = script(nn.Linear(3, 2))
     with pytest.raises(ConfigurationError, match=f"module {where} is scripted .*as it was before torch.jit.script"):

@@ -117,6 +117,7 @@ def test_a_parameter_that_another_module_takes_is_used_at_the_latest_when_its_gr
     assert not_noticed(Borrowing) == [False, False, True, True]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:FutureWarning")  # of torch 2.14 on
 def test_what_is_scripted_takes_no_hooks_and_is_used_at_the_latest_when_its_gradient_is_there():
     def partly_scripted():
         return torch.nn.Sequential(torch.jit.script(torch.nn.Linear(4, 4)), torch.nn.Linear(4, 2))
