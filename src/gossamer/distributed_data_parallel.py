@@ -70,7 +70,7 @@ class DistributedDataParallel(_DDP):
         timeout: of an exchange.
         overlap_forward: exchange gradients during the next forward pass too.
         ignore: what is left to each rank.
-        synchronize: exchange gradients in backward passes, or in steps.
+        synchronize: exchange gradients in backward passes, in every n-th one, or in steps.
         others: DDP's other arguments. Of no effect are ``bucket_cap_mb``, ``bucket_cap_mb_list`` and ``batched_grad_copy`` (the
             algorithm chooses its buckets: ``AllReduce(bucket_bytes=…)``), ``init_sync``, ``dim``, ``check_reduction`` and
             ``skip_all_reduce_unused_params``. Refused are ``mixed_precision`` and delayed parameters.

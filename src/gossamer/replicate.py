@@ -76,7 +76,9 @@ def replicate(
         synchronize: when gradients are exchanged: ``"backward"`` (the default), during each pass outside of ``no_sync()``, or
             ``"step"``, all that have accumulated once, when an optimizer's step begins, or in :meth:`Replica.synchronize`
             before it (where gradients are clipped, say). For pipelines (``torch.distributed.pipelining``), whose micro-batches
-            are backward passes, and for accumulation without ``no_sync()``. Weights are exchanged once per step anyway.
+            are backward passes, and for accumulation without ``no_sync()``. A number n is both: the exchange runs during every
+            n-th pass, the last of n micro-batches, and what a step with fewer passes has left is exchanged when it begins.
+            Weights are exchanged once per step anyway.
         fidelity: instead of an algorithm: have it chosen among methods that take the same mean (``"exact"``), need at most 1.03
             times as many steps (``"close"``), or 1.25 times (``"loose"``), as far as is known. The first five steps are plain
             all-reduce, and their computation is timed; then links are measured for at most ten seconds, the step of every

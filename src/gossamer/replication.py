@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from math import inf
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def replicate_over(
             reshard(model)
         optimizers = check_arguments(model, optimizer_or_optimizers, algorithm, scaler)
         algorithm = with_dense_start(algorithm if algorithm is not None else _default(optimizers))
-        at_step = check_synchronize(synchronize, algorithm, scaler, overlap_forward, model)
+        accumulate = check_synchronize(synchronize, algorithm, scaler, overlap_forward, model)
         mode = accept(algorithm, model, optimizers, runner, buffers, scaler, overlap_forward)
         parameters, moved = named_parameters(model), travelling(algorithm, model, mode)
         if runner.world > 1:
@@ -61,10 +62,10 @@ def replicate_over(
         runner.agree_on_opening(devices={tensor.device for tensor in (*parameters.values(), *moved.values())})
         if runner.nodes is not None:
             algorithm.check(runner.world, runner.nodes)
-        facts = _facts(model, optimizers, algorithm, mode, scaler, overlap_forward, at_step)
+        facts = _facts(model, optimizers, algorithm, mode, scaler, overlap_forward, accumulate)
         agree(runner, facts | {"choice": "an algorithm that is given" if begin is None else "fidelity= or plan="})
         _start_equal(runner, model, optimizers)
-        parts = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward, at_step)
+        parts = _attached(model, optimizers, algorithm, runner, mode, scaler, overlap_forward, accumulate)
         parts.ignored, parts.buffers_asked, parts.synchronize_asked = ignored, buffers, synchronize
         if statistics and runner.world > 1:
             measure_noise(parts)
@@ -87,11 +88,11 @@ def _attached(
     buffers: Buffers,
     scaler: Any,
     overlap_forward: bool,
-    at_step: bool,
+    accumulate: float,
 ) -> Parts:
     """What the replica consists of. If it cannot be made, model and optimizers are as they were: another may be tried."""
     try:
-        return assemble(model, optimizers, attach(algorithm, optimizers), runner, buffers, scaler, overlap_forward, at_step)
+        return assemble(model, optimizers, attach(algorithm, optimizers), runner, buffers, scaler, overlap_forward, accumulate)
     except BaseException:
         detach(algorithm, optimizers)
         release(named_parameters(model).values())
@@ -109,7 +110,7 @@ def _facts(
     buffers: Buffers,
     scaler: Any,
     overlap_forward: bool,
-    at_step: bool,
+    accumulate: float,
 ) -> dict[str, str]:
     parameters = named_parameters(model)
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -119,7 +120,7 @@ def _facts(
         "kernels": ", ".join(f"{kind}: {compiler_for(kind)}" for kind in devices),
         "algorithm": repr(algorithm),
         "options": f"buffers={buffers!r}, scaler={'yes' if scaler is not None else 'no'}, overlap_forward={overlap_forward}, "
-        f"synchronize={'step' if at_step else 'backward'!r}",
+        f"synchronize={'step' if accumulate == inf else int(accumulate) + 1}",
         "model parameters": "\n".join(
             f"{name}: {p.dtype} {list(p.shape)} {'trainable' if p.requires_grad else 'frozen'}{described(p)}"
             for name, p in parameters.items()

@@ -1,10 +1,13 @@
-"""With ``synchronize="step"`` gradients that passes have accumulated are exchanged once, when a step begins."""
+"""With ``synchronize="step"`` gradients that passes have accumulated are exchanged once, when a step begins; with a number, in
+the last of so many passes."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gossamer
 from gossamer import AllReduce, Gossip, ScatterReduce, loopback
@@ -57,6 +60,81 @@ def test_equals_one_worker_and_exchanges_once_per_step(clip: float) -> None:
         torch.testing.assert_close(weights, alone(clip), rtol=0, atol=1e-12)
         assert exchanges == STEPS
         assert sent == 1, "one bucket, gathered by all"
+
+
+def test_a_number_of_passes_is_what_no_sync_around_all_but_the_last_is() -> None:
+    """The same bits, also of what is compressed; and the exchange runs in the last pass."""
+
+    def body(rank: int, number: int | None) -> tuple[Tensor, list[int]]:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        replica = gossamer.replicate(model, optimizer, ScatterReduce(gather_below=0), synchronize=number)
+        after = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for place in range(PASSES):
+                with replica.no_sync() if number is None and place < PASSES - 1 else nullcontext():
+                    model(batch(step, PASSES * rank + place)).square().mean().backward()
+                after.append(replica.step)
+            optimizer.step()
+        return nn.utils.parameters_to_vector(model.parameters()).detach(), after
+
+    by_hand, counted = (loopback(lambda rank, n=n: body(rank, n), WORLD) for n in (None, PASSES))
+    for (one, exchanges), (other, others) in zip(by_hand, counted, strict=True):
+        assert torch.equal(one, other)
+        assert exchanges == others == [each for step in range(STEPS) for each in (step, step, step, step + 1)]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_passes_inside_a_pass_are_not_counted() -> None:
+    """Reentrant checkpointing: each micro-batch is one pass, however many run inside it."""
+
+    def body(rank: int) -> list[int]:
+        model = Checkpointed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, synchronize=3)
+        after = []
+        for number in range(6):
+            model(batch(number, rank).requires_grad_()).sum().backward()
+            after.append(replica.step)
+            if number == 2:
+                optimizer.step()
+        return after
+
+    assert loopback(body, 2) == [[0, 0, 1, 1, 1, 2]] * 2
+
+
+class Checkpointed(nn.Module):
+    """Two checkpointed parts, and one between them that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.parts[0], x, use_reentrant=True)
+        return checkpoint(self.parts[2], self.parts[1](x), use_reentrant=True)
+
+
+@pytest.mark.parametrize("passes", [(4, 4), (1, 1), (4, 3), (4, 0)])
+def test_what_a_step_with_fewer_passes_has_left_is_exchanged_when_it_begins(passes: tuple[int, int]) -> None:
+    """Also where only some ranks have fewer, or none."""
+
+    def body(rank: int) -> tuple[Tensor, int]:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        replica = gossamer.replicate(model, optimizer, synchronize=4)
+        before = model.weight.detach().clone()
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(passes[rank]):
+                model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        return before - model.weight.detach(), replica.step
+
+    for moved, exchanges in loopback(body, 2):
+        assert moved.item() == pytest.approx(3 * sum(passes) / 2)
+        assert exchanges == 3
 
 
 def test_what_is_not_sent_yet_is_kept_once_per_step() -> None:
@@ -173,7 +251,10 @@ def test_a_closure_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"synchronize": "never"}, "one of backward, step"),
+        ({"synchronize": "never"}, "'backward', 'step' or a number of passes"),
+        ({"synchronize": 0}, "number of passes; got 0"),
+        ({"synchronize": True}, "number of passes; got True"),
+        ({"synchronize": 4, "overlap_forward": True}, "synchronize=4 cannot be used: overlap_forward"),
         ({"synchronize": "step", "scaler": torch.amp.GradScaler("cpu")}, "GradScaler"),
         ({"synchronize": "step", "overlap_forward": True}, "overlap_forward"),
     ],

@@ -69,23 +69,24 @@ def both(here: Here) -> None:
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
-def pipeline(here: Here, schedule: str) -> None:
+def pipeline(here: Here, schedule: str, synchronize: Any = "step") -> None:
     """Two stages, four micro-batches; beside one process that trains on all batches."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "pipe"))
     number, who = mesh.get_local_rank("pipe"), mesh.get_local_rank("replicate")
     model = stage_of(transformer(), number)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    replica = here.replicate(model, optimizer, mesh=mesh["replicate"], synchronize="step")
+    replica = here.replicate(model, optimizer, mesh=mesh["replicate"], synchronize=synchronize)
     place = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh["pipe"].get_group())
     run = SCHEDULES[schedule](place, 4, loss_fn=loss_of)
     for step in range(STEPS):
         optimizer.zero_grad()
         words = batch(step, who, 4)
+        before = replica.metrics()["messages_sent"]
         if number == 0:
             run.step(words)
         else:
             run.step(target=words, losses=[])
-        before = replica.metrics()["messages_sent"]
+        assert replica.step == step + (synchronize != "step")
         optimizer.step()
         if step > 1:
             assert replica.metrics()["messages_sent"] - before == 1, "one bucket, gathered from the other rank"
@@ -100,6 +101,10 @@ def gpipe(here: Here) -> None:
 
 def one_forward_one_backward(here: Here) -> None:
     pipeline(here, "1f1b")
+
+
+def exchanged_in_the_pass_of_the_last_micro_batch(here: Here) -> None:
+    pipeline(here, "1f1b", synchronize=4)
 
 
 def page(word: str) -> str:

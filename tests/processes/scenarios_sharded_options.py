@@ -176,7 +176,7 @@ def tensor_parallel_weights(here: Here) -> None:
     assert all(torch.equal(each, inside[0]) for each in inside)
 
 
-def stages(here: Here, kind: Any, sharded: bool = False) -> None:
+def stages(here: Here, kind: Any, sharded: bool = False, synchronize: Any = "step") -> None:
     """A pipeline of two ranks with two stages each, perhaps modules of FSDP2 (with one part)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "pipe"))
     number, who = mesh.get_local_rank("pipe"), mesh.get_local_rank("replicate")
@@ -188,7 +188,7 @@ def stages(here: Here, kind: Any, sharded: bool = False) -> None:
         for module in own:
             fully_shard(module, mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=("all", "alone"))["alone"])
     optimizer = adamw(own)
-    replica = here.replicate(own, optimizer, mesh=mesh["replicate"], synchronize="step")
+    replica = here.replicate(own, optimizer, mesh=mesh["replicate"], synchronize=synchronize)
     group = mesh["pipe"].get_group()
     places = [PipelineStage(cut[each], each, 4, torch.device("cpu"), group=group) for each in numbers]
     schedule = kind(places, 4, loss_fn=loss_of)
@@ -208,9 +208,19 @@ def interleaved(here: Here) -> None:
     stages(here, ScheduleInterleaved1F1B)
 
 
+def interleaved_and_exchanged_in_the_last_pass(here: Here) -> None:
+    """Each stage has a backward pass for each of four micro-batches."""
+    stages(here, ScheduleInterleaved1F1B, synchronize=8)
+
+
 def zero_bubble(here: Here) -> None:
     """Its gradients of weights are written without hooks."""
     stages(here, ScheduleInterleavedZeroBubble)
+
+
+def zero_bubble_with_a_number_of_passes(here: Here) -> None:
+    """What comes without hooks is no pass, and is exchanged when the step begins."""
+    stages(here, ScheduleInterleavedZeroBubble, synchronize=8)
 
 
 def stages_of_fsdp(here: Here) -> None:

@@ -1,7 +1,8 @@
 """Arguments of ``replicate()``: which cannot work, by themselves or with each other."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from math import inf
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -96,32 +97,36 @@ def check_lag(algorithm: Algorithm, optimizers: Sequence[Optimizer], buffers: Bu
             raise ConfigurationError(f"{algorithm!r} lets ranks be at different steps, but {reason}; set lag=0, or change that")
 
 
-Synchronize = Literal["backward", "step"]
+Synchronize = Literal["backward", "step"] | int
 
 
 def check_synchronize(
     synchronize: Synchronize | None, algorithm: Algorithm, scaler: Any, overlap_forward: bool, model: nn.Module
-) -> bool:
-    """Whether gradients are exchanged when a step begins. Raises ConfigurationError where that, or the other, cannot work."""
-    if synchronize not in (None, *get_args(Synchronize)):
-        raise ConfigurationError(f"synchronize must be one of {', '.join(get_args(Synchronize))}; got {synchronize!r}")
+) -> float:
+    """How many passes accumulate before one is synchronised; inf: gradients are exchanged when a step begins.
+
+    Raises ConfigurationError where that cannot work."""
+    passes = synchronize if isinstance(synchronize, int) and not isinstance(synchronize, bool) else None
+    if synchronize not in (None, "backward", "step") and (passes is None or passes < 1):
+        raise ConfigurationError(f"synchronize must be 'backward', 'step' or a number of passes; got {synchronize!r}")
     if algorithm.part("gradients") is None:
-        return False  # weights are exchanged once per step anyway
+        return 0  # weights are exchanged once per step anyway
     if synchronize != "step":
         if offloads(model):
             raise ConfigurationError(
                 "FSDP2 keeps gradients on the host (CPUOffloadPolicy), where they may arrive after the end of the backward "
                 "pass: give replicate() synchronize='step', or take an algorithm that exchanges weights"
             )
-        return False
+        if passes in (None, 1):
+            return 0
     reasons = {
         "a GradScaler looks at gradients before the step begins": scaler is not None,
         "overlap_forward lets the step begin before gradients have come": overlap_forward,
     }
     for reason, holds in reasons.items():
         if holds:
-            raise ConfigurationError(f"synchronize='step' cannot be used: {reason}")
-    return True
+            raise ConfigurationError(f"synchronize={synchronize!r} cannot be used: {reason}")
+    return inf if passes is None else passes - 1
 
 
 def check_overlap(algorithm: Algorithm, optimizers: Sequence[Optimizer], scaler: Any, model: nn.Module) -> None:

@@ -75,7 +75,7 @@ def assemble(
     buffers: Buffers,
     scaler: Any = None,
     overlap_forward: bool = False,
-    at_step: bool = False,
+    accumulate: float = 0,
     before: Parts | None = None,
     unsent: Mapping[str, Tensor] | None = None,
 ) -> Parts:
@@ -87,7 +87,7 @@ def assemble(
     owned = [_owned(travelling, optimizer) for optimizer in optimizers]
     sizes = [sum(local(p).numel() * p.element_size() for p in each.values()) for each in owned]
     statistics, loop = (
-        (Statistics(runner, sizes), Loop(runner, optimizers, model, at_step))
+        (Statistics(runner, sizes), Loop(runner, optimizers, model, accumulate))
         if before is None
         else (before.statistics, before.loop)
     )
@@ -201,7 +201,7 @@ def _connect(parts: Parts) -> None:
     """Say who is called, in which order, and install the hooks."""
     loop, runner = parts.loop, parts.runner
     subscribers: list[Subscriber] = [parts.watch, *([parts.unsent] if parts.unsent.tensors else [])]
-    if loop.at_step:
+    if loop.accumulate:
         subscribers.append(AtStep(runner.rank, loop))
     gradients = parts.overlap or parts.gradients
     if gradients is not None:

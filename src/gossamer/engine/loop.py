@@ -31,14 +31,14 @@ class Loop:
     """Counts backward passes and optimizer steps, and calls the subscribers.
 
     ``passes`` counts the backward passes that reached a parameter, ``synchronised_passes`` those outside of ``no_sync()``.
-    ``at_step``: no pass is synchronised; what passes have accumulated is exchanged when a step begins.
+    ``accumulate``: how many passes accumulate before one is synchronised; inf where gradients are exchanged in steps.
     """
 
     def __init__(
-        self, runner: Runner, optimizers: Sequence[Optimizer], model: nn.Module | None = None, at_step: bool = False
+        self, runner: Runner, optimizers: Sequence[Optimizer], model: nn.Module | None = None, accumulate: float = 0
     ) -> None:
         self._model = model
-        self.at_step: bool = at_step
+        self.accumulate: float = accumulate
         self._sharded = model is not None and bool(sharded_modules(model))
         self.synchronise = True
         """Whether passes are synchronised: not inside of ``no_sync()``."""
@@ -100,7 +100,8 @@ class Loop:
     @property
     def synchronises(self) -> bool:
         """Whether the next pass is synchronised. Scripts for DDP say that by an attribute of the model."""
-        return self.synchronise and not self.at_step and bool(getattr(self._model, "require_backward_grad_sync", True))
+        enough = self.passes_apart - self._apart >= self.accumulate
+        return enough and self.synchronise and bool(getattr(self._model, "require_backward_grad_sync", True))
 
     @property
     def watches_passes(self) -> bool:
@@ -115,8 +116,8 @@ class Loop:
             parameter.register_post_accumulate_grad_hook(self._gradient_hook(collect.get(name)))
             for name, parameter in parameters.items()
         ]
-        hooks = [parameter._post_accumulate_grad_hooks for parameter in parameters.values()]
-        self._own_hooks = [(each, handle.id) for each, handle in zip(hooks, handles, strict=True)]
+        pairs = zip(parameters.values(), handles, strict=True)
+        self._own_hooks = [(parameter._post_accumulate_grad_hooks, handle.id) for parameter, handle in pairs]
         return handles
 
     def _come_last(self) -> bool:
@@ -194,10 +195,11 @@ class Loop:
         task = current_task()
         if self.task is not None and (task in self._inside or self._runs_inside(parameter, task)):
             return True
-        if not self.synchronises:
-            if task != self._unsynchronised_task:
-                self._unsynchronised_task = task
-                self.passes += 1
+        same = task == self._unsynchronised_task
+        outermost = self._root if not same and self._root is not None and is_nested(parameter) else task
+        if not self.synchronises or (self.accumulate and outermost == self._unsynchronised_task):
+            self.passes += outermost != self._unsynchronised_task
+            self._unsynchronised_task = outermost
             return False
         with alarming(self._runner):
             self._begin(parameter, task)
@@ -242,8 +244,7 @@ class Loop:
             call()
 
     def _begin_pass(self) -> list[Callable[[], None]]:
-        apart = self.passes - self.synchronised_passes
-        self.accumulated, self._apart = apart != self._apart, apart
+        self.accumulated, self._apart = self.ended_apart, self.passes_apart
         return self._begin_backward
 
     def _ended(self, task: int, deferred: bool = False) -> None:

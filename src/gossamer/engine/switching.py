@@ -66,8 +66,8 @@ def switch(
             _bring_together(parts, algorithm, become_average)
         remove_hooks(parts)
         overlap = parts.overlap is not None
-        at_step = check_synchronize(parts.synchronize_asked, algorithm, parts.scaler, overlap, parts.model)
-        parts.loop.at_step = at_step
+        accumulate = check_synchronize(parts.synchronize_asked, algorithm, parts.scaler, overlap, parts.model)
+        parts.loop.accumulate = accumulate
         new = assemble(
             parts.model,
             parts.optimizers,
@@ -76,7 +76,7 @@ def switch(
             buffers,
             parts.scaler,
             overlap,
-            at_step,
+            accumulate,
             before=parts,
             unsent=unsent,
         )
