@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -14,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import gossamer
 from gossamer.optim import LAMB, LARS, GossipAdamW, MasterWeights
-from processes.sharded import Sharded, alone, batch, flat, loss_of, stage_of, transformer
+from processes.sharded import Sharded, alone, batch, clip_gradients, flat, loss_of, stage_of, transformer
 from processes.worker import Here
 
 STEPS = 20
@@ -32,7 +31,7 @@ def trained(
         parts.loss(step).backward()
         replica.synchronize()
         if kind != "tensor without sequence":
-            nn.utils.clip_grad_norm_(parts.model.parameters(), 0.5, foreach=False)
+            clip_gradients(parts.model, 0.5)
         optimizer.step()
     return parts, replica
 
