@@ -5,12 +5,14 @@ python examples/03_ray.py --workers 2                    # needs pip install 'ra
 
 import argparse
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 import torch.nn.functional as F
-from ray.train import RunConfig, ScalingConfig
+from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_data_loader, prepare_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,7 +45,13 @@ def train(options: dict[str, Any]) -> None:
             optimizer.step()
         with replica.consensus(), torch.no_grad():  # the average of all replicas, on every worker
             loss = F.mse_loss(model(inputs), targets).item()
-        ray.train.report({"loss": loss, "exchanges": replica.step, "distance": replica.consensus_distance()})
+        found = {"loss": loss, "exchanges": replica.step, "distance": replica.consensus_distance()}
+        # Ray keeps the metrics of reports with a checkpoint, which rank 0 saves: the average again.
+        with replica.consensus(), tempfile.TemporaryDirectory() as folder:
+            first = ray.train.get_context().get_world_rank() == 0
+            if first:
+                torch.save(model.state_dict(), Path(folder) / "model.pt")
+            ray.train.report(found, checkpoint=Checkpoint.from_directory(folder) if first else None)
     replica.close(average=True)
 
 
