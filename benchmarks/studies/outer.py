@@ -1,11 +1,14 @@
 """Outer: loss over bytes of methods that train alone for many steps, beside an exact all-reduce, paired by seed.
 
-The runs are in ``outer.toml``. All workers are in one process (loopback), on one thread; the model is the GPT of
-``examples/01_gpt.py``, narrower. Every run is written down when it ends, and is not done again.
+The runs are in ``outer.toml``, in groups of one size each. All workers are in one process (loopback), on one thread; the model
+is the GPT of ``examples/01_gpt.py`` in another width. Every run is written down when it ends, and is not done again; with
+``--keep`` one that was cut goes on from its last checkpoint.
 """
 
 import argparse
 import importlib.util
+import json
+import shutil
 import statistics
 import sys
 import time
@@ -17,12 +20,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 import gossamer
 from benchmarks.studies.convergence import interval
 from benchmarks.studies.harness import Study, console, measured_on, parser_of
 from benchmarks.studies.pictures import loss_over_bytes
-from gossamer.bench.methods import join, parse_method
+from gossamer.bench.methods import algorithm_of, in_place_of, optimizer_of, parse_method
 from gossamer.bench.rows import Column, Record, Store, code, number, text
 from gossamer.comm.loopback import loopback
 
@@ -34,56 +39,129 @@ FIRST = "all-reduce"
 """What all others are compared with."""
 
 
-def example(layers: int, width: int, batch: int) -> ModuleType:
-    """The example's module, with a model of this size."""
+def example(row: Record) -> ModuleType:
+    """The example's module, with a model and batches of this size."""
     sys.path.insert(0, str(EXAMPLE.parent))
     spec = importlib.util.spec_from_file_location("gpt_of_the_study", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.LAYERS, module.WIDTH, module.BATCH = layers, width, batch
+    module.LAYERS, module.WIDTH, module.BATCH = row["layers"], row["width"], row["batch"]
+    module.WINDOWS = row.get("windows", module.WINDOWS)
     return module  # type: ignore[no-any-return]
 
 
-def train(row: Record) -> Record:
+def optimizers_of(row: Record, gpt: ModuleType, model: nn.Module) -> list[Optimizer]:
+    """The example's AdamW, or the one that the method names; with ``inner = "Muon"`` that for the matrices of the blocks, at the
+    same rate and decay."""
+    plain, named = gpt.build_optimizer(model), optimizer_of(parse_method(row["method"]))
+    if row.get("inner") != "Muon":
+        return [plain if named is None else in_place_of(plain, named, model)]
+    matrices = [parameter for name, parameter in model.named_parameters() if "blocks" in name and parameter.ndim == 2]
+    known = {id(parameter) for parameter in matrices}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    muon = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(rest, lr=1e-3, fused=True)]
+
+
+class Checkpoints:
+    """What a run that was cut goes on with: the states of all ranks at its last checkpoint, in a folder of its own."""
+
+    def __init__(self, folder: Path | None, row: Record) -> None:
+        self._folder, self._row = folder, json.dumps([row[name] for name in KEY])
+        self._workers = row["workers"]
+
+    def last(self) -> tuple[int, Path] | None:
+        """The step of the last whole checkpoint of this run, and where it is."""
+        steps = [] if self._folder is None else [int(path.name) for path in self._folder.glob("[0-9]*") if self._whole(path)]
+        return (max(steps), self._folder / str(max(steps))) if self._folder and steps else None
+
+    def _whole(self, path: Path) -> bool:
+        told = path / "run"
+        return told.exists() and told.read_text() == self._row and len(list(path.glob("*.pt"))) == self._workers
+
+    def save(self, step: int, rank: int, state: Any) -> None:
+        """Keep this rank's state, and forget those of earlier steps when the last rank has written its own."""
+        assert self._folder is not None
+        path = self._folder / str(step)
+        path.mkdir(parents=True, exist_ok=True)
+        torch.save(state, path / f"{rank}.new")
+        (path / f"{rank}.new").replace(path / f"{rank}.pt")
+        (path / "run").write_text(self._row)
+        if self._whole(path):
+            for other in self._folder.glob("[0-9]*"):
+                if other != path:
+                    shutil.rmtree(other)
+
+
+EVERY = 500
+"""Steps between two checkpoints."""
+
+
+def train(row: Record, keep: Path | None = None) -> Record:
     """The validation loss of the averaged model, in nats per byte, and the bytes that a worker has sent."""
-    gpt = example(row["layers"], row["width"], row["batch"])
+    gpt = example(row)
+    saved = Checkpoints(keep, row)
+    last = saved.last()
 
     def body(rank: int) -> Record:
         torch.manual_seed(row["seed"])
         model = gpt.build_model()
-        joined = join(parse_method(row["method"]), model, gpt.build_optimizer(model))
-        for inputs, targets in islice(gpt.training_batches(rank, row["workers"], row["seed"]), row["steps"]):
-            joined.step(inputs, targets, gpt.loss)
-        assert joined.replica is not None
-        metrics = joined.replica.metrics()
-        with joined.replica.consensus():
+        optimizers = optimizers_of(row, gpt, model)
+        begin, before = 0, 0.0
+        if last is not None:
+            begin, state = last[0], torch.load(last[1] / f"{rank}.pt", weights_only=False)
+            for optimizer, own in zip(optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(own)
+        replica = gossamer.replicate(model, optimizers, algorithm_of(parse_method(row["method"])))
+        if last is not None:
+            model.load_state_dict(state["model"])
+            replica.load_state_dict(state["replica"])
+            before = state["bytes"]
+        batches = gpt.training_batches(rank, row["workers"], row["seed"])
+        for step, (inputs, targets) in enumerate(islice(batches, begin, row["steps"]), begin):
+            if keep and step % EVERY == 0 and step > begin:
+                states = [optimizer.state_dict() for optimizer in optimizers]
+                sent = before + replica.metrics()["bytes_sent"]
+                state = {"model": model.state_dict(), "optimizers": states, "replica": replica.state_dict(), "bytes": sent}
+                saved.save(step, rank, state)
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=row.get("autocast") == "bfloat16", cache_enabled=False):
+                error = gpt.loss(model(inputs), targets)
+            error.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        metrics = replica.metrics()
+        with replica.consensus():
             found = gpt.quality(model.eval()) if rank == 0 else {}
-        joined.replica.close()
+        replica.close()
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        return {**found, "bytes": metrics["bytes_sent"], "parameters": parameters}
+        return {**found, "bytes": before + metrics["bytes_sent"], "parameters": parameters}
 
     ranks = loopback(body, row["workers"])
     return ranks[0] | {"bytes": statistics.mean(rank["bytes"] for rank in ranks)}
 
 
 def runs() -> Iterator[Record]:
-    """All runs: every method with the first seed, then with the next one."""
-    told = tomllib.loads(RUNS.read_text())
-    same = {name: told[name] for name in ("workers", "steps", "layers", "width", "batch", "dense")}
-    for seed in range(told["seeds"]):
-        for name, method in told["methods"].items():
-            yield {"name": name, "method": method, "seed": seed, **same}
+    """All runs: of each group, every method with the first seed, then with the next one."""
+    for group in tomllib.loads(RUNS.read_text())["groups"]:
+        same = {name: value for name, value in group.items() if name not in ("methods", "seeds", "muon")}
+        for seed in range(group["seeds"]):
+            for name, method in group["methods"].items():
+                inner = {"inner": "Muon"} if name in group.get("muon", ()) else {}
+                yield {"name": name, "method": method, "seed": seed, **same, **inner}
 
 
 def measure(options: argparse.Namespace, store: Store) -> Iterator[Record]:
-    """Train what is not there yet."""
+    """Train what is not there yet, of the group that is asked for."""
     torch.set_num_threads(1)
+    torch.backends.cuda.enable_flash_sdp(False)  # on a processor slower than plain products for windows so short
     for run in runs():
-        if store.find(**{name: run[name] for name in KEY}) is None:
+        known = store.find(**{name: run[name] for name in KEY})
+        if known is None and options.group in (None, run["group"]) and options.only in run["name"]:
             begin, used = time.perf_counter(), time.process_time()
-            found = train(run)
+            found = train(run, options.keep)
             took = {"seconds": time.perf_counter() - begin, "processor_seconds": time.process_time() - used}
             console.log(f"{run['name']}, seed {run['seed']}: {found} ({took['processor_seconds']:.0f} s of a processor)")
             yield run | found | took | {"gossamer": gossamer.__version__, "torch": torch.__version__}
@@ -148,6 +226,9 @@ STUDY = Study("outer", KEY, lambda rows: COLUMNS, compared, note=note)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train what is not there yet, write the table, and draw it where a picture is asked for."""
     parser = parser_of(__doc__)
+    parser.add_argument("--group", help="train the runs of this group alone")
+    parser.add_argument("--only", default="", help="train only runs whose names have this in them")
+    parser.add_argument("--keep", type=Path, help="folder for checkpoints, from which a run that was cut goes on")
     parser.add_argument("--picture", type=Path, help="where the loss over bytes is drawn")
     STUDY.main(parser, measure, arguments)
     options = parser.parse_args(arguments)
