@@ -53,8 +53,8 @@ def example(row: Record) -> ModuleType:
 
 
 def optimizers_of(row: Record, gpt: ModuleType, model: nn.Module) -> list[Optimizer]:
-    """The example's AdamW, or the one that the method names; with ``inner = "Muon"`` that for the matrices of the blocks, at the
-    same rate and decay."""
+    """The example's AdamW, or the one that the method names; with ``inner = "Muon"`` that for the matrices of the blocks, at its
+    rate and decay."""
     plain, named = gpt.build_optimizer(model), optimizer_of(parse_method(row["method"]))
     if row.get("inner") != "Muon":
         return [plain if named is None else in_place_of(plain, named, model)]
@@ -167,31 +167,48 @@ def measure(options: argparse.Namespace, store: Store) -> Iterator[Record]:
             yield run | found | took | {"gossamer": gossamer.__version__, "torch": torch.__version__}
 
 
+def groups(rows: Sequence[Record]) -> dict[str, list[Record]]:
+    """The rows of each size."""
+    found: dict[str, list[Record]] = {}
+    for row in rows:
+        found.setdefault(row.get("group", "small"), []).append(row)
+    return found
+
+
 def compared(rows: Sequence[Record]) -> list[Record]:
-    """Of every method, over its seeds: the mean loss, its paired difference to an all-reduce, and its share of that's bytes."""
+    """Of every method and size, over its seeds: the mean loss, its paired difference to an all-reduce, and its share of that's
+    bytes."""
+    return [one for group, own in groups(rows).items() for one in _compared(group, own)]
+
+
+def _compared(group: str, rows: Sequence[Record]) -> Iterator[Record]:
     exact = {row["seed"]: row for row in rows if row["name"] == FIRST}
-    found = []
     for name, method in dict.fromkeys((row["name"], row["method"]) for row in rows):
         own = [row for row in rows if row["method"] == method and row["name"] == name]
         pairs = [(row, exact[row["seed"]]) for row in own if row["seed"] in exact]
-        found.append({
-            "name": name, "method": method, "seeds": len(own), "loss": statistics.mean(row["loss"] for row in own),
+        yield {
+            "group": group, "name": name, "method": method, "seeds": len(own),
+            "loss": statistics.mean(row["loss"] for row in own),
             "difference": interval([row["loss"] - other["loss"] for row, other in pairs]) if pairs else "",
             "fewer": statistics.mean(other["bytes"] / row["bytes"] for row, other in pairs) if pairs else None,
             "later": statistics.mean(_without_start(other, method) / _without_start(row, method, other) for row, other in pairs)
             if pairs else None,
             "seconds": statistics.mean(row["processor_seconds"] for row in own),
-        })  # fmt: skip
-    return found
+        }  # fmt: skip
+
+
+def _dense(row: Record, method: str) -> int:
+    """The dense steps that a run with this method begins with."""
+    return int(row["dense"]) if method.startswith(f"after({row['dense']}, ") else 0
 
 
 def _without_start(row: Record, method: str, exact: Record | None = None) -> float:
     """The bytes of a run without those of the dense start that its method begins with, which are those of an all-reduce."""
-    dense = row["dense"] if method.startswith(f"after({row['dense']}, ") else 0
-    return float(row["bytes"] - (exact or row)["bytes"] * dense / row["steps"])
+    return float(row["bytes"] - (exact or row)["bytes"] * _dense(row, method) / row["steps"])
 
 
 COLUMNS = (
+    Column("size", text("group")),
     Column("", text("name")),
     Column("method", code("method")),
     Column("seeds", text("seeds")),
@@ -203,21 +220,31 @@ COLUMNS = (
 )
 
 
+def size(row: Record) -> str:
+    """The size of a run, in words."""
+    return f"{row['workers']} workers, {row['steps']:,} steps, {row['parameters']:,} parameters"
+
+
 def note(rows: Sequence[Record]) -> str:
-    """The size of the runs, and the machine."""
-    row = rows[0]
-    size = f"{row['workers']} workers, {row['steps']} steps, {row['parameters']} parameters, windows of 64 bytes, batches of "
-    return f"{size}{row['batch']} per worker. {measured_on(rows)}"
+    """The sizes of the runs, and the machine."""
+    sizes = [
+        f"{group}: {size(row)}, windows of 64 bytes, batches of {row['batch']} per worker, {row['dense']} dense steps, "
+        f"{'float32' if 'autocast' not in row else row['autocast'] + ' (autocast)'}."
+        for group, (row, *_) in groups(rows).items()
+    ]
+    return " ".join([*sizes, measured_on(rows)])
 
 
 def draw(rows: Sequence[Record], path: Path) -> None:
-    """The loss of every method over the bytes that a worker has sent, with the spread of its seeds."""
-    shown: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        shown.setdefault(row["name"], []).append((row["bytes"] / 1e6, row["loss"]))
-    row = rows[0]
-    title = f"Loss over bytes: {row['workers']} workers, {row['steps']} steps, {row['parameters']:,} parameters"
-    loss_over_bytes(path, shown, title=title, below="MB sent per worker, the dense start included; bars: least to largest loss")
+    """The loss of every method over what a worker sends per step once the dense start is over, with the spread of its seeds."""
+    shown: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for own in groups(rows).values():
+        exact, methods = next(row for row in own if row["name"] == FIRST), shown.setdefault(size(own[0]), {})
+        for row in own:
+            steps = row["steps"] - _dense(row, row["method"])
+            sent = _without_start(row, row["method"], exact) / steps
+            methods.setdefault(row["name"], []).append((sent / 1e3, row["loss"]))
+    loss_over_bytes(path, shown, title="Loss over bytes", below="KB sent per worker and step, after the dense start")
 
 
 STUDY = Study("outer", KEY, lambda rows: COLUMNS, compared, note=note)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from gossamer.bench.plots import dress_doubling, finish, looks_of, require_matplotlib
 
@@ -61,22 +62,30 @@ def quality_over_time(
     pyplot.close(figure)
 
 
-def loss_over_bytes(path: Path, shown: Mapping[str, Sequence[tuple[float, float]]], *, title: str, below: str) -> None:
-    """Draw each method at its mean number of bytes (logarithmic) and loss, ``shown[method]`` one pair for each seed, with a bar
-    from the least loss to the largest."""
+def loss_over_bytes(
+    path: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], *, title: str, below: str
+) -> None:
+    """Draw each method at its mean number of bytes (logarithmic) and loss, ``panels[title][method]`` one pair for each seed,
+    with a bar from the least loss to the largest where there are several."""
     pyplot = require_matplotlib()
-    figure, axis = pyplot.subplots(figsize=(10.5, 5.6), dpi=130, layout="constrained")
-    looks = looks_of(shown)
-    for method, runs in shown.items():
-        sent, losses = fmean(x for x, _ in runs), [y for _, y in runs]
-        mean = fmean(losses)
-        spread = [[mean - min(losses)], [max(losses) - mean]]
-        style = looks[method] | {"linestyle": ""}
-        axis.errorbar([sent], [mean], yerr=spread, capsize=3, markersize=7, label=f"{method} ({len(runs)})", **style)
-    axis.set_xscale("log")
-    axis.set_xlabel(below, loc="left")
-    axis.set_ylabel("validation loss, nats per byte")
-    axis.grid(color="#e4e6ea")
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8.5, title="method (seeds)")
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(12.5, 5.2), dpi=130, layout="constrained", squeeze=False)
+    looks = looks_of(dict.fromkeys(method for shown in panels.values() for method in shown))
+    handles: dict[str, Any] = {}
+    for axis, (name, shown) in zip(axes.flat, panels.items(), strict=True):
+        for method, runs in shown.items():
+            sent, losses = fmean(x for x, _ in runs), [y for _, y in runs]
+            spread = [[fmean(losses) - min(losses)], [max(losses) - fmean(losses)]]
+            style = looks[method] | {"linestyle": ""}
+            handles.setdefault(
+                method, axis.errorbar([sent], [fmean(losses)], yerr=spread, capsize=3, markersize=7, label=method, **style)
+            )
+        seeds = sorted({len(runs) for runs in shown.values()})
+        counted = " or ".join(map(str, seeds)) + (" seed" if seeds == [1] else " seeds")
+        axis.set_title(f"{name}, {counted}", loc="left", fontsize=9.5)
+        axis.set_xscale("log")
+        axis.set_xlabel(below, loc="left")
+        axis.grid(color="#e4e6ea")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes.flat[0].set_ylabel("validation loss, nats per byte")
+    figure.legend(handles.values(), handles, loc="outside right upper", frameon=False, fontsize=8.5)
     finish(figure, path, title)

@@ -161,15 +161,23 @@ def test_eager_diloco_takes_its_own_new_delta_and_the_old_ones_of_others(every: 
         streaming_diloco(dense=0, every=PERIOD, fragments=2, delay=7, merge=None, strides=2),
         LocalSGD(dense=0, every=5, delay=4),
         after(6, DiLoCo(dense=0, every=5, delay=3, merge=0.25)),
+        SparseLoCo(dense=0, every=5, delay=3),
+        DiLoCo(dense=0, every=5, delay=3, averaging=Gossip(topology=Ring())),
+        DiLoCo(dense=0, every=5, delay=3, averaging=LowPrecisionDecentralized(codec=TopPerChunk(density=0.3, chunk=8))),
+        DiLoCo(dense=0, every=5, delay=3, averaging=ScatterReduce(codec=Quantize(bits=2), decay=0.9)),
+        DiLoCo(dense=0, every=5, delay=3, outlier=0.5),
+        DiLoCo(dense=0, every=5, lag=3),
+        DESLOC(dense=0, every=3, first=4, second=5),
+        sparta(DiLoCo(dense=0, every=5), share=0.3),
     ],
     ids=repr,
 )
 def test_a_run_resumed_anywhere_is_the_run(algorithm: Algorithm) -> None:
     """In the middle of a period, of a fragment's turn and of exchanges under way: the same bits."""
     steps = 19
-    through = trained(algorithm, 2, steps=steps)
+    through = trained(algorithm, steps=steps)
     for resume_at in range(1, steps):
-        assert torch.equal(trained(algorithm, 2, resume_at, steps=steps), through), resume_at
+        assert torch.equal(trained(algorithm, WORLD, resume_at, steps=steps), through), resume_at
 
 
 @pytest.mark.parametrize("delay", [1, 3, 5])

@@ -161,7 +161,7 @@ def test_a_slow_link_holds_up_a_collective_and_the_partners_of_a_gossip() -> Non
 # -- laws -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", [*plain(), in_parts(3, Gossip()), Gossip(lag=2)], ids=repr)
+@pytest.mark.parametrize("algorithm", [*plain(), in_parts(3, Gossip()), Gossip(lag=2), DiLoCo(every=2, lag=2)], ids=repr)
 def test_equal_workers_take_what_was_recorded(algorithm: Algorithm) -> None:
     """A slow line, so that what is waited for counts."""
     cluster = on(8, Link(bandwidth=2e8, latency=1e-3), devices=2)
