@@ -53,7 +53,7 @@ def example(row: Record) -> ModuleType:
 
 
 def optimizers_of(row: Record, gpt: ModuleType, model: nn.Module) -> list[Optimizer]:
-    """The example's AdamW, or the one that the method names; with ``inner = "Muon"`` that for the matrices of the blocks, at its
+    """The example's AdamW, or what the method names; with ``inner = "Muon"`` that for the matrices of the blocks, at its
     rate and decay."""
     plain, named = gpt.build_optimizer(model), optimizer_of(parse_method(row["method"]))
     if row.get("inner") != "Muon":
