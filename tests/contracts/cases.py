@@ -100,7 +100,6 @@ def combined() -> list[Algorithm]:
         ScatterReduce(codec=Quantize(bits=4), decay=0.9, gather_below=0),
         Hierarchical(AllReduce(), ranks_per_node=2),
         Hierarchical(ChunkSparse(chunk=16, bucket_bytes=200), ranks_per_node=3),
-        DiLoCo(averaging=LowPrecisionDecentralized(codec=TopPerChunk(density=0.3, chunk=64))),
     ]
 
 
@@ -126,6 +125,7 @@ def mixed() -> list[Algorithm]:
         streaming_diloco(every=4, fragments=2, delay=3),
         sparta(DiLoCo(every=3), share=0.1),
         Hierarchical(streaming_diloco(every=4, fragments=2, delay=3), ranks_per_node=2),
+        DiLoCo(every=2, averaging=LowPrecisionDecentralized(codec=TopPerChunk(density=0.3, chunk=64))),
         DiLoCo(every=2, lag=2),
         DiLoCo(every=2, lag=2, averaging=Gossip()),
     ]

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import gossamer
-from gossamer import AllReduce, ChunkSparse, Gossip, GossipGraD, loopback
+from gossamer import AllReduce, ChunkSparse, DiLoCo, Gossip, GossipGraD, LowPrecisionDecentralized, loopback
 from gossamer.algorithms import Algorithm, in_parts
+from gossamer.codecs import TopPerChunk
 from gossamer.comm.topology import RandomMatching, ShiftOne, Topology, rotated
 from gossamer.optim import LAMB, LARS, GossipAdamW, OneBitAdam, QAdam
 from gossamer.simulate import Compute, Link, step_time
@@ -20,6 +21,8 @@ FAST = Link(bandwidth=1e9, latency=1e-3)
 COMPUTE = Compute(forward=1, backward=1)
 
 IN_PARTS = [in_parts(2, GossipGraD(bucket_bytes=100)), in_parts(2, Gossip(bucket_bytes=100))]
+SPARSE = DiLoCo(every=2, bucket_bytes=200, averaging=LowPrecisionDecentralized(codec=TopPerChunk(density=0.3, chunk=64)))
+"""Gossip in two bits with an outer momentum."""
 
 
 def loss(model: Oddities, step: int, rank: int) -> Tensor:
@@ -56,7 +59,7 @@ def counted(algorithm: Algorithm, world: int, first: int, steps: int) -> list[fl
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-@pytest.mark.parametrize("algorithm", [*plain(bucket_bytes=200), *IN_PARTS], ids=repr)
+@pytest.mark.parametrize("algorithm", [*plain(bucket_bytes=200), *IN_PARTS, SPARSE], ids=repr)
 def test_bytes_and_messages_are_those_of_a_loop(algorithm: Algorithm, world: int) -> None:
     steps = algorithm.cadence.cycle(world, world)
     first = max(algorithm.cadence.changes, default=0) + algorithm.cadence.period + 4
