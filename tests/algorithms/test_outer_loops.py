@@ -162,6 +162,7 @@ def test_eager_diloco_takes_its_own_new_delta_and_the_old_ones_of_others(every: 
         LocalSGD(dense=0, every=5, delay=4),
         after(6, DiLoCo(dense=0, every=5, delay=3, merge=0.25)),
         SparseLoCo(dense=0, every=5, delay=3),
+        SparseLoCo(dense=0, every=5, delay=3, keep_unsent=False),
         DiLoCo(dense=0, every=5, delay=3, averaging=Gossip(topology=Ring())),
         DiLoCo(dense=0, every=5, delay=3, averaging=LowPrecisionDecentralized(codec=TopPerChunk(density=0.3, chunk=8))),
         DiLoCo(dense=0, every=5, delay=3, averaging=ScatterReduce(codec=Quantize(bits=2), decay=0.9)),
@@ -267,11 +268,48 @@ def test_what_loses_nothing_makes_diloco_of_sparse_loco() -> None:
     sparse, plain = (
         trained(algorithm)
         for algorithm in (
-            SparseLoCo(dense=0, every=4, rate=1.0, averaging=Gathered(codec=Cast())),
+            SparseLoCo(dense=0, every=4, rate=1.0, momentum=0.0, averaging=Gathered(codec=Cast())),
             DiLoCo(dense=0, every=4, rate=1.0, momentum=0.0),
         )
     )
     torch.testing.assert_close(sparse, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_what_is_not_sent_stays_in_the_weights_and_the_mean_is_kept(world: int) -> None:
+    """At rate 1 and without momentum, whatever is left out: the mean of all workers goes as if all had averaged exactly."""
+    codec = TopPerChunk(density=0.2, chunk=6)
+    sparse = SparseLoCo(
+        dense=0, every=4, rate=1.0, momentum=0.0, nesterov=False, averaging=Gathered(codec=codec, residual="fp32")
+    )
+    found, plain = (trained(each, world) for each in (sparse, LocalSGD(dense=0, every=4)))
+    torch.testing.assert_close(found.mean(0), plain.mean(0), rtol=0, atol=1e-9)
+    assert (found - found.mean(0))[:, 6].abs().max() > 1e-3, "workers differ by what they have not sent"
+
+
+def test_what_is_not_sent_is_added_to_the_next_delta_instead() -> None:
+    """As in the paper: all workers begin again at the same weights, and the residual is kept beside them."""
+    codec = TopPerChunk(density=0.2, chunk=6)
+    published = SparseLoCo(
+        dense=0, every=4, delay=0, rate=1.0, momentum=0.0, nesterov=False, keep_unsent=False,
+        averaging=Gathered(codec=codec, decay=0.95, residual="fp32"),
+    )  # fmt: skip
+    found = trained(published)
+    models, residuals = [Pull() for _ in range(WORLD)], torch.zeros(WORLD, SIZE, dtype=torch.float64)
+    optimizers, start = [inner(model) for model in models], torch.zeros(SIZE, dtype=torch.float64)
+    for step in range(1, STEPS + 1):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            model(rank).backward()
+            optimizer.step()
+        if step % 4 == 0:
+            had = 0.95 * residuals + start - torch.stack([model.weight.detach() for model in models])
+            sent = torch.stack([codec.decode(codec.encode(each), SIZE, torch.float64) for each in had])
+            residuals, start = had - sent, start - sent.mean(0)
+            for model in models:
+                model.weight.data.copy_(start)
+        now = torch.stack([model.weight.detach() for model in models])
+        torch.testing.assert_close(found[:, step - 1], now, rtol=0, atol=1e-9)
 
 
 def bytes_between(algorithm: Algorithm, first: int, last: int) -> float:

@@ -96,7 +96,7 @@ def combined() -> list[Algorithm]:
         LowPrecisionDecentralized(codec=Quantize(bits=2, rounding="stochastic"), rate=0.5),
         DiLoCo(averaging=four_bits, momentum=0.5),
         DiLoCo(averaging=Gossip(), momentum=0.5),
-        SparseLoCo(averaging=Gathered(codec=TopPerChunk(density=0.3, chunk=64), decay=0.9)),
+        SparseLoCo(averaging=Gathered(codec=TopPerChunk(density=0.3, chunk=64), decay=0.9), keep_unsent=False),
         ScatterReduce(codec=Quantize(bits=4), decay=0.9, gather_below=0),
         Hierarchical(AllReduce(), ranks_per_node=2),
         Hierarchical(ChunkSparse(chunk=16, bucket_bytes=200), ranks_per_node=3),
@@ -143,11 +143,14 @@ def algorithms(subject: str | None = None, exact: bool = False, **fields: Any) -
 
 
 def with_fields(algorithm: Algorithm, **fields: Any) -> Algorithm:
-    """A copy with some fields replaced; chunks become small enough for the buckets, and times alone for a few steps."""
+    """A copy with some fields replaced; chunks become small enough for the buckets, and times alone for a few steps, in which
+    most elements are sent."""
     if isinstance(algorithm, ChunkSparse) and "bucket_bytes" in fields:
         fields["chunk"] = min(algorithm.chunk, fields["bucket_bytes"] // 8)
     if isinstance(algorithm, LocalSGD):
         fields["every"] = 2
+    if isinstance(algorithm, SparseLoCo) and algorithm.keep_unsent:
+        fields["averaging"] = Gathered(codec=TopPerChunk(density=0.5, chunk=64), clip=True, residual="fp32")
     return dataclasses.replace(algorithm, **fields)
 
 
