@@ -500,6 +500,11 @@ class Changes:
         for p in self.parameters:
             p.data.clamp_(-0.1, 0.1)
 
+    def change_places_through_data(self, step: int) -> None:
+        """The same values in other places."""
+        for p in self.parameters:
+            p.data.copy_(p.data.flatten().roll(1).view_as(p))
+
     def clamp_into_new_memory(self, step: int) -> None:
         for p in self.parameters:
             p.data = p.data.clamp(-0.1, 0.1)
