@@ -21,7 +21,7 @@ def cases(here: Here) -> dict[int, Any]:
                 warnings.simplefilter("error")
                 found[seed] = trained(draw(seed), here.rank, folder / str(seed), here.replicate, again)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"
+            text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             found[seed] = {"error": text}
         here.close()
         counts.append(len(threads()))
