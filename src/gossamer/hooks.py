@@ -33,6 +33,23 @@ class OwnHook:
         return OwnHook, ()
 
 
+def before_gradients_are_used(
+    call: Callable[[], None], optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """A hook before an optimizer's step, which calls ``call`` when the gradients are there: after the closure, if any."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        call()
+        return None
+
+    def evaluated() -> Any:
+        loss = closure()
+        call()
+        return loss
+
+    return args[:1], {**kwargs, "closure": evaluated}
+
+
 class InsideDDP(OwnHook):
     """Calls until ``call`` has returned True once, and whenever torch's DDP computes: what torch notes of that is all that a
     forward pass costs otherwise."""

@@ -263,7 +263,6 @@ class Replica(Traced, Weighed):
         self._closed = True
         try:
             if self._overlap is not None:
-                self._overlap.complete()
                 self._overlap.leave()
         finally:
             self._release(average)

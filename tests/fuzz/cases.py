@@ -214,7 +214,7 @@ def _drawn(dice: random.Random, seed: int) -> Case | None:
         case = dataclasses.replace(case, resume=dice.randint(1, case.steps - 1))
     if dice.random() < 0.15:
         case = dataclasses.replace(case, join=tuple(dice.randint(0 if dice.random() < 0.2 else 1, 5) for _ in range(world)))
-    if kind in ("exact", "gradients") and dice.random() < 0.15:
+    if kind in ("exact", "gradients") and dice.random() < 0.3:
         case = dataclasses.replace(case, overlap_forward=True)
     if "batchnorm" in case.layers:
         modes = ["local", "broadcast"] if "PushSum" in text else [None, None, "local", "broadcast", "average"]
@@ -233,7 +233,7 @@ def sensible(case: Case) -> bool:
     both = begun.part("gradients") is not None and begun.part("weights") is not None
     if case.join is not None and (case.scaler or case.overlap_forward or both or case.resume or case.evaluate):
         return False
-    simple = case.passes == 1 and not (case.clip or case.scaler or case.join) and case.optimizers == 1 and case.set_to_none
+    simple = not (case.several or case.scaler or case.join) and case.optimizers == 1 and case.set_to_none
     simple = simple and "tied_by_memory" not in case.layers  # which one update changes after the other
     if case.overlap_forward and not (simple and algorithm.part("weights") is None):
         return False

@@ -99,6 +99,13 @@ class Ticket(Generic[T]):
         return f"{self.doing} of {self.label}" + (f", waiting for {peers}" if peers else "")
 
 
+@contextmanager
+def as_between_steps() -> Iterator[None]:
+    """Whatever the forward pass runs in (autocast, inference), an optimizer's step is outside of it."""
+    with torch.inference_mode(False), torch.no_grad(), without_autocast():
+        yield
+
+
 def without_autocast() -> AbstractContextManager[Any]:
     """Flows, and updates in the forward pass, compute in their own types, also where the thread runs under autocast."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]

@@ -99,6 +99,10 @@ class GradientBuckets:
         names = self.exchange.plan.layouts[index].names
         return [self.parameters[name] for name in names if name != USAGE]
 
+    def bucket_of(self, parameter: Parameter) -> int:
+        """The number of the bucket in which a parameter's gradient lies."""
+        return next(slot.bucket for slot in self._slots.values() if slot.parameter is parameter)
+
     def _numbers_of_use(self, unused: set[str]) -> Tensor:
         return torch.tensor([name not in unused for name in self._slots], dtype=torch.uint8)
 

@@ -39,8 +39,8 @@ class GradientSync(GradientBuckets, Subscriber):
     ) -> None:
         super().__init__(runner, algorithm, parameters, alone, owners)
         self.step: int = 0
-        self.hold = False
-        """Whether buckets stay open at the end of backward, until somebody has them placed."""
+        self.hold: Callable[[Parameter], Tensor] | None = None
+        """Where buckets stay open at the end of backward, until somebody has them placed: makes what stands for a gradient."""
         self._share, self._share_asked = (0.0, 0.0), False
         """See :meth:`residual_share`."""
         self.completed: dict[int, float] | None = None
@@ -161,8 +161,8 @@ class GradientSync(GradientBuckets, Subscriber):
             if self._runner.world > 1:
                 require_unchanged(self._runner.rank, self._slots.values(), self._versions)
             with self.exchange.transaction():
-                if self.hold:
-                    self._leave_open()
+                if self.hold is not None:
+                    self._leave_open(self.hold)
                 else:
                     self._end()
         self.step, self._under_way = self.step + 1, False
@@ -197,12 +197,16 @@ class GradientSync(GradientBuckets, Subscriber):
             self._place(results, unused, asked)
         self.exchange.conclude([bucket.flat for bucket in self.exchange.buckets], self.step)
 
-    def _leave_open(self) -> None:
-        """Send what is left; no parameter has a gradient until its bucket is placed."""
+    def _leave_open(self, stand_in: Callable[[Parameter], Tensor]) -> None:
+        """Send what is left; no parameter has its gradient until its bucket is placed. What has none here may have one on
+        another rank, and is clipped with the others then: that is waited for."""
         unused = self._flush()
         self._open = OpenStep(set(range(len(self.exchange.buckets))), unused, self._ask_for_usage(unused))
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        if unused:
+            with self._statistics.exposed():
+                self._open.nowhere = self._nowhere(unused, self._open.asked)
+        for name, parameter in self.parameters.items():
+            parameter.grad = None if name in (self._open.nowhere or ()) else stand_in(parameter)
 
     @property
     def open(self) -> Set[int]:

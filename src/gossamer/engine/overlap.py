@@ -1,15 +1,16 @@
 """Forward overlap: gradients go on travelling during the next forward pass, which waits for them module by module.
 
-After backward every bucket stays open. The user's ``optimizer.step()`` finds no gradients; its hyper-parameters are noted,
-and the update of a bucket's parameters follows, with these, just before the first module that holds one of them begins
-its forward pass. That gains only if the buckets of the front modules overtake those of the back ones, whose gradients
-come first: so buckets are launched in an order computed from a measured step, the same on all ranks. Threads and
-ownership: see the note in ``gossamer.comm.torch.lanes``; an open bucket belongs to its flow until it is placed.
+After backward every bucket stays open, and ``p.grad`` is pending. The user's ``optimizer.step()`` finds None there; its
+hyper-parameters are noted, and the update of a bucket's parameters follows, with these, just before the first module that
+holds one of them begins its forward pass. Where the loop has put other gradients there, the step is a plain one. The overlap
+gains only if the buckets of the front modules overtake those of the back ones, whose gradients come first: so buckets are
+launched in an order computed from a measured step, the same on all ranks. Threads and ownership: see the note in
+``gossamer.comm.torch.lanes``; an open bucket belongs to its flow until it is placed.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from gossamer.comm.runner import Runner, alarming, without_autocast
+from gossamer.comm.runner import Runner, alarming, as_between_steps
+from gossamer.engine.forward_order import first_uses, guards
 from gossamer.engine.gradients import GradientSync
 from gossamer.engine.launch import agreed_order
 from gossamer.engine.loop import Loop, Subscriber
+from gossamer.engine.pending_gradients import PendingGradients
 from gossamer.engine.unchanged import Evidence
 from gossamer.errors import UsageError
-from gossamer.hooks import OwnHook
+from gossamer.hooks import OwnHook, before_gradients_are_used, in_nested_step
+from gossamer.optim.momentum import come_last, only_weight_decay
 
 _logger = logging.getLogger("gossamer")
 
@@ -43,6 +47,7 @@ class ForwardOverlap(Subscriber):
         self._sent = 0
         self._placed: dict[int, list[tuple[Parameter, Tensor]]] = {}
         """Gradients that are there and wait for the user's step."""
+        self._pending = PendingGradients(runner.rank, self._arrive)
         self._unnoticed: set[int] = set()
         """Parameters (ids) that were updated because backward began, and not because a module needed them."""
         self._asked: list[dict[str, Any]] | None = None
@@ -60,6 +65,10 @@ class ForwardOverlap(Subscriber):
             handles.append(module.register_load_state_dict_pre_hook(complete))
         handles.append(self._optimizer.register_state_dict_pre_hook(complete))
         handles.append(self._optimizer.register_load_state_dict_pre_hook(complete))
+        self._last_hook = self._optimizer.register_step_pre_hook(
+            OwnHook(partial(before_gradients_are_used, self._take_gradients))
+        )
+        handles.append(self._last_hook)
         return handles
 
     def _complete_outside(self, *args: Any, **kwargs: Any) -> None:
@@ -71,6 +80,21 @@ class ForwardOverlap(Subscriber):
 
     def before_step(self, index: int, closure: bool) -> None:
         self._gradients.before_step(index, closure)
+
+    def _take_gradients(self) -> None:
+        """The optimizer is about to look for gradients: it finds those of later updates nowhere, or all of them."""
+        if self._loop.partial_step or in_nested_step(self._optimizer):
+            return
+        parameters = self._gradients.parameters.values()
+        if self._waiting and not self._pending.untouched(parameters):
+            self.leave()
+        for parameter in parameters if self._waiting else ():
+            parameter.grad = None
+
+    def _arrive(self, parameter: Parameter) -> None:
+        """Somebody reads a gradient."""
+        with as_between_steps():
+            self._place(self._gradients.bucket_of(parameter))
 
     def after_step(self, index: int) -> None:
         """The user's step: note with which hyper-parameters the open buckets' updates are to be taken."""
@@ -126,9 +150,8 @@ class ForwardOverlap(Subscriber):
 
     def leave(self) -> None:
         """Put the gradients of a step that was not asked for where they would be without an overlap."""
-        for gradients in self._placed.values():
-            for parameter, grad in gradients:
-                parameter.grad = grad
+        self.complete()
+        self._pending.replace(self._placed)
         self.drop()
 
     def _take_updates(self, indices: Sequence[int]) -> None:
@@ -143,6 +166,7 @@ class ForwardOverlap(Subscriber):
         if index in self._gradients.open:
             with alarming(self._runner):
                 self._placed[index] = self._gradients.place(index)
+                self._pending.arrived(self._placed[index])
 
     def _update(self, gradients: Sequence[tuple[Parameter, Tensor]]) -> None:
         """The optimizer's step, for these parameters only."""
@@ -161,7 +185,7 @@ class ForwardOverlap(Subscriber):
             parameter.grad = grad
         self._optimizer.param_groups, self._loop.partial_step = own, True
         try:
-            with _as_between_steps():
+            with as_between_steps(), only_weight_decay(self._optimizer):
                 self._optimizer.step()
         finally:
             self._optimizer.param_groups, self._loop.partial_step = groups, False
@@ -171,7 +195,7 @@ class ForwardOverlap(Subscriber):
 
     def _require_unchanged(self, parameters: Sequence[Parameter]) -> None:
         """Raise if weights were changed after the step and before their update: the update would be made of other weights."""
-        with _as_between_steps():
+        with as_between_steps():
             changed = self._evidence.changed(parameters)
         if changed is not None:
             name = next(name for name, parameter in self._gradients.parameters.items() if parameter is changed)
@@ -196,6 +220,8 @@ class ForwardOverlap(Subscriber):
     def end_backward(self) -> None:
         """Watch one pass of the plan's buckets, put them in order, and from then on leave them open."""
         gradients = self._gradients
+        self._pending.forget()
+        come_last(self._optimizer, self._last_hook)
         gradients.end_backward()
         self._check_unnoticed()
         if gradients.hold or not gradients.learned:
@@ -225,25 +251,26 @@ class ForwardOverlap(Subscriber):
 
     def restart(self) -> None:
         """The plan is another one."""
-        self._gradients.completed, self._gradients.hold = None, False
+        self._gradients.completed, self._gradients.hold = None, None
         if self._gradients.arranged and self._calls:
             self._begin()
 
     def _begin(self) -> None:
         if self._runner.rank == 0:
             _logger.info(
-                "from now on gradients travel during the next forward pass too: between backward() and there p.grad is None, "
-                "and what clips, scales or logs gradients there (clip_grad_norm_) does nothing"
+                "from now on gradients travel during the next forward pass too; what clips, scales or logs them before the "
+                "step waits for them there"
             )
         self._gradients.adopt_learned()
-        self._gradients.hold = self._gradients.arranged = True
+        self._gradients.hold, self._gradients.arranged = self._pending.stand_in, True
         self._assign()
 
     def _counted(self) -> int:
         return sum(meter.bytes for meter in self._runner.meters())
 
     def _order(self, completed: Mapping[int, float]) -> list[int]:
-        layouts, positions = self._gradients.exchange.plan.layouts, self._positions()
+        layouts = self._gradients.exchange.plan.layouts
+        positions = first_uses(self._model, self._gradients.parameters, self._calls)
         return agreed_order(
             self._runner,
             layouts,
@@ -252,32 +279,11 @@ class ForwardOverlap(Subscriber):
             sent_share=(self._counted() - self._sent) / max(1, sum(layout.nbytes for layout in layouts)),
         )
 
-    def _guards(self) -> Iterator[tuple[str, nn.Module | None]]:
-        """For each trainable parameter's name, the modules that wait for it: its holders, or, where a forward pass
-        of theirs was not seen, the nearest around them; None where there is none."""
-        named = dict(self._model.named_modules(remove_duplicate=False))
-        names = {id(p): name for name, p in self._gradients.parameters.items()}
-        for path, module in named.items():
-            mine = [names[id(p)] for p in module._parameters.values() if p is not None and id(p) in names]
-            around = path
-            while mine and named[around] not in self._calls and around:
-                around = around.rpartition(".")[0]
-            guard = named[around]
-            yield from ((name, guard if guard in self._calls else None) for name in mine)
-
-    def _positions(self) -> dict[str, int]:
-        """The place in the forward pass at which each parameter is needed first."""
-        positions: dict[str, int] = {}
-        for name, guard in self._guards():
-            place = -1 if guard is None else self._calls[guard]
-            positions[name] = min(place, positions.get(name, place))
-        return positions
-
     def _assign(self) -> None:
         """Who waits for which buckets."""
         places = {name: i for i, layout in enumerate(self._gradients.exchange.plan.layouts) for name in layout.names}
         needs: dict[nn.Module | None, set[int]] = {}
-        for name, guard in self._guards():
+        for name, guard in guards(self._model, self._gradients.parameters, self._calls):
             needs.setdefault(guard, set()).add(places[name])
         self._homeless = tuple(sorted(needs.pop(None, ())))
         self._needs = {module: tuple(sorted(indices)) for module, indices in needs.items() if module is not None}
@@ -286,10 +292,3 @@ class ForwardOverlap(Subscriber):
 def _kept(value: Any) -> Any:
     """A hyper-parameter as it is now; schedulers write into tensors."""
     return value.clone() if isinstance(value, Tensor) else value
-
-
-@contextmanager
-def _as_between_steps() -> Iterator[None]:
-    """Whatever the forward pass runs in (autocast, inference), an optimizer's step is outside of it."""
-    with torch.inference_mode(False), torch.no_grad(), without_autocast():
-        yield

@@ -3,7 +3,9 @@
 An algorithm sees gradients, and not weights, so the momentum of what weight decay adds to them is accumulated here.
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -12,7 +14,7 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from gossamer.errors import ConfigurationError
-from gossamer.hooks import in_nested_step
+from gossamer.hooks import before_gradients_are_used, in_nested_step
 from gossamer.optim.loan import give_back, save_as_given
 
 _LENT, _DECAY = "momentum lent to gossamer", "weight decay lent to gossamer"
@@ -76,17 +78,27 @@ def _decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if in_nested_step(optimizer):
         return None
     _check_lent(optimizer)
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        _apply_decay(optimizer)
-        return None
+    return before_gradients_are_used(partial(_apply_decay, optimizer), optimizer, args, kwargs)
 
-    def with_decay() -> Any:
-        loss = closure()
-        _apply_decay(optimizer)
-        return loss
 
-    return args[:1], {"closure": with_decay}
+def come_last(optimizer: Optimizer, handle: Any) -> None:
+    """Call a hook before the optimizer's step after those of others, whenever these were registered; the weight decay follows
+    it, which asks for gradients."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    for each in (handle, *_hooks.get(optimizer, ())[:1]):
+        hooks.move_to_end(each.id)
+
+
+@contextmanager
+def only_weight_decay(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, a part of a step is taken: hooks of the user's, which belong to the whole step, are not called."""
+    pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    decay: Any = OrderedDict((handle.id, _decay) for handle in _hooks.get(optimizer, ())[:1])
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = decay, OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = pre, post
 
 
 def _check_lent(optimizer: Optimizer) -> None:
