@@ -9,13 +9,15 @@ are not run again) and writes the table ``results/faults.md``.
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import gossamer
-from benchmarks.studies.faults_rank import TIMEOUT
+from benchmarks.studies.faults_rank import SAVED, SAVING, TIMEOUT
+from gossamer import checkpoint
 from gossamer.lab import LabSpec, run_lab
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -30,6 +32,7 @@ MOMENTS = (
     "in backward",
     "before the optimizer's step",
     "after the optimizer's step",
+    *SAVING.values(),
     "before close",
     "after close",
     "after destroy_process_group",
@@ -85,12 +88,16 @@ def run(case: Case) -> dict[str, Any]:
             warnings.append(line)
 
     moment = case.moment if case.fault == "kill -9" else "lab"
-    command = [str(SCRIPT), case.algorithm, str(case.victim), moment]
-    spec = LabSpec(hosts=WORLD, rate="100mbit", shaping="namespaces", faults=case.faults or ("kill 0 @1000s",), timeout=300)
-    result = run_lab(spec, command, on_line=on_line)
+    with tempfile.TemporaryDirectory(prefix="gossamer-faults-") as folder:
+        command = [str(SCRIPT), case.algorithm, str(case.victim), moment, folder]
+        faults = case.faults or ("kill 0 @1000s",)
+        spec = LabSpec(hosts=WORLD, rate="100mbit", shaping="namespaces", faults=faults, timeout=300)
+        result = run_lab(spec, command, on_line=on_line)
+        latest = checkpoint.latest(folder) if moment in SAVING.values() else None
     begin = max((row["fault_at"] for row in said if "fault_at" in row), default=None)  # a killed rank has said that it trains
     ranks = [row | {"seconds": row["end"] - begin} for row in said if "rank" in row and begin is not None]
-    return asdict(case) | {"hung": result.timed_out, "ranks": sorted(ranks, key=lambda row: row["rank"]), "warnings": warnings}
+    told = {"hung": result.timed_out, "latest": latest, "ranks": sorted(ranks, key=lambda row: row["rank"])}
+    return asdict(case) | told | {"warnings": warnings}
 
 
 def named(row: dict[str, Any], text: str) -> bool:
@@ -112,6 +119,8 @@ def summary(row: dict[str, Any]) -> list[str]:
     late = f"{max(each['seconds'] for each in told) - (row['limit'] or 0.0):.1f}" if told else ""
     names = f"{sum(named(row, each['text']) for each in told)} of {len(told)}" if told else ""
     where = f"{row['fault']}, {row['moment']}"
+    if row["moment"] in SAVING.values():
+        victim += f"; `latest()` is step {row['latest']}"
     return [where, str(row["victim"]), row["algorithm"], errors, names, late, "hung" if row["hung"] else victim]
 
 
@@ -127,8 +136,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"{SILENT_AFTER:g} s for a host that answers nothing; the timeout for a process that is stopped, and before there is a "
         "process group. There, and in the script's `dist.barrier()` at the end, the wait is torch's own, and so is "
         "the error. Seconds are those of the slowest survivor, of one run per row; a machine that has other work makes them "
-        "longer. Those of kills before and after `close()` and after `destroy_process_group()` hold the six seconds of "
-        "training since the victim said that it trains. By `make study NAME=faults`."
+        f"longer. The save in which a rank is killed is the second; step {SAVED} was saved before. By `make study NAME=faults`."
     )
     return "# Failures of machines\n\n" + about + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 

@@ -1,6 +1,7 @@
 """One rank of the study of faults: trains, is killed at a moment if it is the victim, and says what it was told.
 
-Arguments: algorithm, victim, moment (of a kill; "lab" where the lab causes the fault when the victim writes ``training``).
+Arguments: algorithm, victim, moment (of a kill; "lab" where the lab causes the fault when the victim writes ``training``), the
+folder of checkpoints.
 """
 
 import json
@@ -8,7 +9,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,11 +19,17 @@ import torch.distributed as dist
 from torch import nn
 
 import gossamer
+from gossamer import checkpoint
 
 TIMEOUT = 12.0
 """Seconds: of exchanges and of the process group."""
 
 STEPS, AT = 30, 5
+SAVED = 3
+"""The step of a checkpoint that is complete before the one of step ``AT`` is begun."""
+
+SAVING = {name: f"in checkpoint.save, {name}" for name in ("before its file", "amid its file", "before the manifest")}
+"""Moments of a save of one rank."""
 
 
 class Here(torch.autograd.Function):
@@ -44,28 +53,50 @@ def say(**what: object) -> None:
     sys.stdout.flush()
 
 
+def save(folder: str, step: int, call: Callable[[str], None], **what: Any) -> None:
+    """A checkpoint of a step; ``call`` is called before this rank's file is written, when it is half there, and when whole."""
+    write, rename = torch.save, os.replace
+
+    def half(contents: Any, path: Any) -> None:
+        write(contents, path)
+        call(SAVING["amid its file"])  # the file lies under its other name
+
+    def renamed(part: Any, path: Any) -> None:
+        rename(part, path)
+        call(SAVING["before the manifest"])
+
+    call(SAVING["before its file"])
+    torch.save, os.replace = cast(Any, half), cast(Any, renamed)
+    try:
+        checkpoint.save(folder, step, **what)
+    finally:
+        torch.save, os.replace = write, rename
+
+
 def main() -> None:
     """Train, and report."""
-    name, victim, moment = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    name, victim, moment, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
     rank = int(os.environ["RANK"])
 
     def at(where: str) -> None:
         if rank == victim and where == moment:
             say(fault_at=time.time())
+            for part in Path(folder).rglob("*.part") if moment == SAVING["amid its file"] else ():
+                if part.name.startswith(f"rank{rank}-"):
+                    os.truncate(part, part.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
     told: dict[str, object] = {"rank": rank, "error": "", "text": ""}
     try:
-        train(getattr(gossamer, name), rank == victim, at)
+        train(getattr(gossamer, name), rank == victim, at, folder if moment in SAVING.values() else None)
     except Exception as error:
         told |= {"error": type(error).__name__, "text": str(error)}
     say(**told, end=time.time())
     sys.exit(1 if told["error"] else 0)
 
 
-def train(algorithm: type, is_victim: bool, at: object) -> None:
-    """A script as users write it; ``at`` is called with the name of each moment."""
-    call = at if callable(at) else lambda where: None
+def train(algorithm: type, is_victim: bool, call: Callable[[str], None], folder: str | None) -> None:
+    """A script as users write it; ``call`` is called with the name of each moment, ``folder`` is where it saves, if it does."""
     call("before init_process_group")
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     torch.manual_seed(0)
@@ -88,6 +119,9 @@ def train(algorithm: type, is_victim: bool, at: object) -> None:
         optimizer.step()
         if step == AT:
             call("after the optimizer's step")
+        if folder is not None and step in (SAVED, AT):
+            what = {"model": whole, "optimizer": optimizer, "replica": replica}
+            save(folder, step, call if step == AT else lambda where: None, **what)
     call("before close")
     replica.close(average=True)
     call("after close")
