@@ -285,3 +285,22 @@ def test_a_hook_before_the_step_that_clips_and_scales_is_called_once_a_step(late
 
     for one, other in zip(train(False), train(True), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_group_that_is_added_after_the_step_takes_no_part_in_it() -> None:
+    def body(rank: int) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, AllReduce(bucket_bytes=64), overlap_forward=True)
+        for step in range(STEPS):
+            if step == STEPS - 1:
+                added = nn.Parameter(torch.ones(2))
+                optimizer.add_param_group({"params": [added]})
+                replica.wait_for_exchanges()
+                assert torch.equal(added, torch.ones(2))
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+
+    with pytest.raises(gossamer.UsageError, match="the parameters of SGD changed after replicate"):
+        loopback(body, 2)

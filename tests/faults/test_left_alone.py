@@ -362,3 +362,19 @@ def test_the_first_exchange_of_diloco_is_an_outer_step_from_where_all_began() ->
 
     # From 1, by 1 and 2: the mean delta is 1.5, half of which is taken.
     assert loopback(body, 2) == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("tied", ["by object", "by memory", "by a part of the memory"])
+@pytest.mark.parametrize("algorithm", [AllReduce(), Gossip()], ids=repr)
+def test_of_tied_parameters_all_are_ignored_or_none(algorithm: Algorithm, tied: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    if tied == "by object":
+        model[1].weight = model[0].weight
+    else:
+        model[1].weight.data = model[0].weight.data if tied == "by memory" else model[0].weight.data[:2]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"leaves '1\.weight' to each rank, and not '0\.weight', which shares"):
+        gossamer.replicate(model, optimizer, algorithm, ignore=["1"])
+    gossamer.replicate(model, optimizer, algorithm, ignore=["0.weight", "1.weight"]).close()
+    if tied != "by a part of the memory":
+        gossamer.replicate(model, optimizer, algorithm, ignore=[model[2]]).close()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from gossamer.engine.ties import across
 from gossamer.errors import ConfigurationError
 from gossamer.memory import is_stored
 
@@ -59,15 +60,19 @@ def names_of(model: nn.Module, chosen: Sequence[str | nn.Module]) -> list[str]:
     if isinstance(chosen, str):
         raise ConfigurationError(f"ignore takes a sequence of names and modules; got {chosen!r}: put it into a list")
     tensors = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))
-    found: set[int] = set()
+    found: dict[str, None] = {}
     for each in chosen:
         prefixes = [each] if isinstance(each, str) else [n for n, m in model.named_modules(remove_duplicate=False) if m is each]
         here = [name for name in tensors for prefix in prefixes if _belongs(uncompiled(name), uncompiled(prefix))]
         if not here and (isinstance(each, str) or not prefixes):
             what = repr(each) if isinstance(each, str) else type(each).__name__
             raise ConfigurationError(f"ignore={what}: the model has no parameter, buffer or module of that name")
-        found |= {id(tensors[name]) for name in here}
-    return [uncompiled(name) for name, tensor in tensors.items() if id(tensor) in found]
+        found |= dict.fromkeys(here)
+    if (pair := across(found, {name: t for name, t in tensors.items() if is_stored(t)})) is not None:
+        raise ConfigurationError(
+            f"ignore= leaves {pair[0]!r} to each rank, and not {pair[1]!r}, which shares its memory: name both, or neither"
+        )
+    return list(map(uncompiled, found))
 
 
 def _belongs(name: str, prefix: str) -> bool:

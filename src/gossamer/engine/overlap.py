@@ -178,7 +178,7 @@ class ForwardOverlap(Subscriber):
         groups = self._optimizer.param_groups
         own = [
             asked | {"params": [p for p in group["params"] if id(p) in held]}
-            for asked, group in zip(self._asked, groups, strict=True)
+            for asked, group in zip(self._asked, groups, strict=False)  # one that was added since took no part in the step
         ]
         before = [parameter.grad for parameter, _ in gradients]
         for parameter, grad in gradients:

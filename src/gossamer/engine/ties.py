@@ -3,7 +3,7 @@
 ``a.data = b.data`` ties two parameters by their memory, and a buffer may be a view of another one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -46,6 +46,13 @@ def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
     """The first two names whose memory overlaps."""
     return next(_overlapping(tensors), None)
+
+
+def across(some: Collection[str], tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """The first two names of tensors with elements in common, of which the first is among ``some``, and the second is not."""
+    apart = (pair for pair in _overlapping(tensors) if (pair[0] in some) != (pair[1] in some))
+    pairs = (pair if pair[0] in some else pair[::-1] for pair in apart if _shared(tensors[pair[0]], tensors[pair[1]]))
+    return next(pairs, None)
 
 
 def called(name: str) -> str:

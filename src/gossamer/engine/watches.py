@@ -49,8 +49,9 @@ class ModelWatch(Subscriber):
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parameters: Mapping[str, Parameter]) -> None:
-        modules, self._model = list(model.modules()), model
-        self._places: list[dict[str, Any]] = [place for module in modules for place in (module._parameters, module._modules)]
+        modules, self._model = dict(model.named_modules()), model
+        self._places: list[dict[str, Any]] = [p for module in modules.values() for p in (module._parameters, module._modules)]
+        self._paths = [path for path in modules for _ in range(2)]
         self._before, self._ids = [dict(place) for place in self._places], _ids(self._places)
         self._groups = [(optimizer, _held(optimizer)) for optimizer in optimizers]
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
@@ -66,10 +67,12 @@ class ModelWatch(Subscriber):
         if _ids(self._places) != self._ids:
             reshard(self._model)  # a forward pass after backward has left FSDP2's outermost parameters whole
         if _ids(self._places) != self._ids:
-            pairs = zip(self._places, self._before, strict=True)
-            changed = [key for now, before in pairs for key in {**now, **before} if now.get(key) is not before.get(key)]
+            rows = zip(self._paths, self._places, self._before, strict=True)
+            changed = [(key, path) for path, now, old in rows for key in {**now, **old} if now.get(key) is not old.get(key)]
             if changed:  # and not only put in another order
-                raise UsageError(f"{some(changed)} was added, replaced or removed after replicate(); {_again}")
+                what, path = some([key for key, _ in changed]), changed[0][1]
+                where = f"module {path!r}" if path else "the model"
+                raise UsageError(f"{what} was added, replaced or removed in {where} after replicate(); {_again}")
         for optimizer, before_ids in self._groups:
             if _held(optimizer) != before_ids:
                 raise UsageError(f"the parameters of {type(optimizer).__name__} changed after replicate(); {_again}")
