@@ -3,6 +3,7 @@
 import copy
 import inspect
 import logging
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -824,3 +825,12 @@ def test_loading_into_other_weights_is_told() -> None:
     with pytest.warns(UserWarning, match=r"rank 1: the model has not the weights .* then load the model") as told:
         loopback(resumed_wrongly, 2)
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
+def test_a_replica_is_not_copied_and_says_what_is(copied) -> None:
+    model = nn.Linear(2, 2)
+    replica = gossamer.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="copy or save the model"):
+        copied(replica)
+    replica.close()

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -135,6 +135,9 @@ class Runner(ABC):
     """Which ranks share a machine, if that is known."""
     part: int | None = None
     """Which of several groups this one is, if not all processes are in one: those of the other parts of a model have others."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a replica's connections cannot be copied: copy or save the model, and replica.state_dict()")
 
     @property
     def members(self) -> tuple[int, ...]:
