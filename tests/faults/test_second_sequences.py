@@ -160,7 +160,23 @@ class LookaheadAmongState(LookaheadFlat):
         return self.state[parameter].setdefault("slow", kept)["weights"][0]
 
 
-ELSEWHERE += [LookaheadFlat, LookaheadAmongState]
+class LookaheadTransposed(LookaheadFlat):
+    """Slow weights with rows and columns exchanged, as some kernels want them."""
+
+    def after(self, parameter: Any) -> None:
+        slow = self.state[parameter].setdefault("slow", parameter.detach().t().contiguous().clone())
+        slow.lerp_(parameter.t(), 0.5)
+        parameter.copy_(slow.t())
+
+
+class LookaheadAsMatrix(LookaheadFlat):
+    """Slow weights as matrices of one column."""
+
+    def slow_of(self, parameter: Any) -> Any:
+        return self.state[parameter].setdefault("slow", parameter.detach().reshape(-1, 1).clone()).view(-1)
+
+
+ELSEWHERE += [LookaheadFlat, LookaheadAmongState, LookaheadTransposed, LookaheadAsMatrix]
 
 
 class OwnMomentum(Stepping):
@@ -181,9 +197,9 @@ class OwnAdam(Stepping):
         parameter.addcdiv_(parameter.grad, square.sqrt().add_(1e-8), value=-lr)
 
 
-def train(rank: int, optimizer_of: Any, algorithm: Algorithm, steps: int = 8) -> None:
+def train(rank: int, optimizer_of: Any, algorithm: Algorithm, steps: int = 8, width: int = 3) -> None:
     torch.manual_seed(0)
-    model = nn.Linear(4, 3)
+    model = nn.Linear(4, width)
     optimizer = optimizer_of(model.parameters())
     replica = gossamer.replicate(model, optimizer, algorithm)
     for step in range(steps):
@@ -209,6 +225,11 @@ def test_a_second_sequence_of_weights_that_would_not_travel_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=rf"rank .*{optimizer_of.__name__} keeps .*'{key}'.*weight"):
         loopback(lambda rank: train(rank, optimizer_of, algorithm), 2)
+
+
+def test_a_transposed_copy_of_a_square_matrix_is_refused_too() -> None:
+    with pytest.raises(UsageError, match="LookaheadTransposed keeps a second sequence of weights"):
+        loopback(lambda rank: train(rank, LookaheadTransposed, Gossip(), width=4), 2)
 
 
 @pytest.mark.parametrize("optimizer_of", [ScheduleFree, Lookahead, LookaheadInAList, *ELSEWHERE])

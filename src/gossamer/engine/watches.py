@@ -232,10 +232,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _is_like(tensor: Tensor, parameter: Parameter) -> bool:
-    """Whether it could be another value of the parameter, in its shape or flat, and is not the parameter itself."""
+    """Whether it could be another value of the parameter, in its shape, flat or as a matrix, and is not its memory."""
     own = tensor.is_floating_point() or tensor.is_complex()
-    shapes = (parameter.shape, (parameter.numel(),))
-    return own and tensor.shape in shapes and local(tensor).data_ptr() != local(parameter).data_ptr()
+    matrix = tensor.dim() == 2 and tensor.numel() == parameter.numel() > 1
+    alike = matrix or tensor.shape in (parameter.shape, (parameter.numel(),))
+    return own and alike and local(tensor).data_ptr() != local(parameter).data_ptr()
 
 
 @torch.no_grad()
@@ -243,7 +244,8 @@ def _near(weights: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> bool:
     apart = size = 0.0
     for name, whole in weights.items():
         weight = local(whole)
-        other = local(kept[name]).to(weight.device).reshape(weight.shape)
-        apart += float(torch.linalg.vector_norm(other - weight)) ** 2
+        other = local(kept[name]).to(weight.device)
+        ways = (other, other.mT) if other.dim() == 2 else (other,)
+        apart += min(float(torch.linalg.vector_norm(way.reshape(weight.shape) - weight)) for way in ways) ** 2
         size += float(torch.linalg.vector_norm(weight)) ** 2
     return size > 0 and apart <= NEAR**2 * size
