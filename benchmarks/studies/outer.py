@@ -35,6 +35,7 @@ RUNS = Path(__file__).with_suffix(".toml")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "01_gpt.py"
 
 KEY = ("name", "method", "workers", "steps", "seed", "layers", "width", "batch")
+TOOK = "processor_seconds"
 FIRST = "all-reduce"
 """What all others are compared with."""
 
@@ -101,7 +102,7 @@ EVERY = 500
 
 def train(row: Record, keep: Path | None = None) -> Record:
     """The validation loss of the averaged model, in nats per byte, and the bytes that a worker has sent."""
-    gpt = example(row)
+    gpt, begun = example(row), time.process_time()
     saved = Checkpoints(keep, row)
     last = saved.last()
 
@@ -109,7 +110,7 @@ def train(row: Record, keep: Path | None = None) -> Record:
         torch.manual_seed(row["seed"])
         model = gpt.build_model()
         optimizers = optimizers_of(row, gpt, model)
-        begin, before = 0, 0.0
+        begin, before, used = 0, 0.0, 0.0
         if last is not None:
             begin, state = last[0], torch.load(last[1] / f"{rank}.pt", weights_only=False)
             for optimizer, own in zip(optimizers, state["optimizers"], strict=True):
@@ -118,14 +119,14 @@ def train(row: Record, keep: Path | None = None) -> Record:
         if last is not None:
             model.load_state_dict(state["model"])
             replica.load_state_dict(state["replica"])
-            before = state["bytes"]
+            before, used = state["bytes"], state.get("seconds", 0.0)
         batches = gpt.training_batches(rank, row["workers"], row["seed"])
         for step, (inputs, targets) in enumerate(islice(batches, begin, row["steps"]), begin):
             if keep and step % EVERY == 0 and step > begin:
                 states = [optimizer.state_dict() for optimizer in optimizers]
                 sent = before + replica.metrics()["bytes_sent"]
                 state = {"model": model.state_dict(), "optimizers": states, "replica": replica.state_dict(), "bytes": sent}
-                saved.save(step, rank, state)
+                saved.save(step, rank, state | {"seconds": used + time.process_time() - begun})
             model.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=row.get("autocast") == "bfloat16", cache_enabled=False):
                 error = gpt.loss(model(inputs), targets)
@@ -137,7 +138,8 @@ def train(row: Record, keep: Path | None = None) -> Record:
             found = gpt.quality(model.eval()) if rank == 0 else {}
         replica.close()
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        return {**found, "bytes": before + metrics["bytes_sent"], "parameters": parameters}
+        seconds = used + time.process_time() - begun
+        return {**found, "bytes": before + metrics["bytes_sent"], "parameters": parameters, TOOK: seconds}
 
     ranks = loopback(body, row["workers"])
     return ranks[0] | {"bytes": statistics.mean(rank["bytes"] for rank in ranks)}
@@ -160,11 +162,9 @@ def measure(options: argparse.Namespace, store: Store) -> Iterator[Record]:
     for run in runs():
         known = store.find(**{name: run[name] for name in KEY})
         if known is None and options.group in (None, run["group"]) and options.only in run["name"]:
-            begin, used = time.perf_counter(), time.process_time()
             found = train(run, options.keep)
-            took = {"seconds": time.perf_counter() - begin, "processor_seconds": time.process_time() - used}
-            console.log(f"{run['name']}, seed {run['seed']}: {found} ({took['processor_seconds']:.0f} s of a processor)")
-            yield run | found | took | {"gossamer": gossamer.__version__, "torch": torch.__version__}
+            console.log(f"{run['name']}, seed {run['seed']}: {found}")
+            yield run | found | {"gossamer": gossamer.__version__, "torch": torch.__version__}
 
 
 def groups(rows: Sequence[Record]) -> dict[str, list[Record]]:
@@ -193,7 +193,7 @@ def _compared(group: str, rows: Sequence[Record]) -> Iterator[Record]:
             "fewer": statistics.mean(other["bytes"] / row["bytes"] for row, other in pairs) if pairs else None,
             "later": statistics.mean(_without_start(other, method) / _without_start(row, method, other) for row, other in pairs)
             if pairs else None,
-            "seconds": statistics.mean(row["processor_seconds"] for row in own),
+            "seconds": statistics.mean(seconds) if (seconds := [row[TOOK] for row in own if TOOK in row]) else None,
         }  # fmt: skip
 
 
