@@ -199,7 +199,7 @@ def _compared(group: str, rows: Sequence[Record]) -> Iterator[Record]:
 
 def _dense(row: Record, method: str) -> int:
     """The dense steps that a run with this method begins with."""
-    return int(row["dense"]) if method.startswith(f"after({row['dense']}, ") else 0
+    return int(row["dense"]) if f"after({row['dense']}, " in method else 0
 
 
 def _without_start(row: Record, method: str, exact: Record | None = None) -> float:
