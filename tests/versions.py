@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from shutil import which
+from shutil import rmtree, which
 
 TESTS = (
     "tests/test_replicate.py",
@@ -30,12 +30,17 @@ def pairs(torches: list[str], pythons: list[str]) -> list[tuple[str, str]]:
     return list(dict.fromkeys([*((pythons[0], each) for each in torches), *((each, torches[-1]) for each in pythons)]))
 
 
+def environment(python: str, torch: str) -> Path:
+    """Where it is made. It takes 6 GB (torch with CUDA), and is removed after its tests."""
+    return FOLDER / f"{Path(python).name}-torch{torch}"
+
+
 def install(python: str, torch: str) -> str | None:
     """Make the environment; why it could not be made, or None."""
     found = which(python)
     if found is None:
         return f"there is no {python} here"
-    folder = FOLDER / f"{Path(python).name}-torch{torch}"
+    folder = environment(python, torch)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     commands = (
         [found, "-c", "import sys; sys.exit(sys.version_info < (3, 11) and 'gossamer needs Python 3.11')"],
@@ -55,7 +60,7 @@ def outcome(python: str, torch: str, tests: list[str]) -> str:
     """What became of one pair, in words."""
     if missing := install(python, torch):
         return f"not installed: {missing}"
-    own = str(FOLDER / f"{Path(python).name}-torch{torch}" / "bin" / "python")
+    own = str(environment(python, torch) / "bin" / "python")
     command = [own, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no output"
@@ -73,7 +78,10 @@ def main() -> None:
     options = parser.parse_args()
     found = {}
     for python, torch in pairs(options.torch, options.python):
-        found[python, torch] = outcome(python, torch, options.tests)
+        try:
+            found[python, torch] = outcome(python, torch, options.tests)
+        finally:
+            rmtree(environment(python, torch), ignore_errors=True)
         print(f"{python}, torch {torch}: {found[python, torch]}", flush=True)
     problems = [pair for pair, end in found.items() if not end.startswith("passed")]
     if problems:
