@@ -195,12 +195,12 @@ class Loop:
         task = current_task()
         if self.task is not None and (task in self._inside or self._runs_inside(parameter, task)):
             return True
-        same = task == self._unsynchronised_task
-        outermost = self._root if not same and self._root is not None and is_nested(parameter) else task
-        if not self.synchronises or (self.accumulate and outermost == self._unsynchronised_task):
-            self.passes += outermost != self._unsynchronised_task
-            self._unsynchronised_task = outermost
-            return False
+        if self.accumulate or not self.synchronises:
+            known, root = self._unsynchronised_task, self._root
+            outermost = root if root is not None and task != known and is_nested(parameter) else task
+            if not self.synchronises or outermost == known:
+                self.passes, self._unsynchronised_task = self.passes + (outermost != known), outermost
+                return False
         with alarming(self._runner):
             self._begin(parameter, task)
         return True
