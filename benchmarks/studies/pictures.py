@@ -79,8 +79,8 @@ def loss_over_bytes(
             handles.setdefault(
                 method, axis.errorbar([sent], [fmean(losses)], yerr=spread, capsize=3, markersize=7, label=method, **style)
             )
-        seeds = sorted({len(runs) for runs in shown.values()})
-        counted = " or ".join(map(str, seeds)) + (" seed" if seeds == [1] else " seeds")
+        least, most = (of(len(runs) for runs in shown.values()) for of in (min, max))
+        counted = f"{least} to {most} seeds" if least < most else f"{most} seed{'s' * (most > 1)}"
         axis.set_title(f"{name}, {counted}", loc="left", fontsize=9.5)
         axis.set_xscale("log")
         axis.set_xlabel(below, loc="left")
