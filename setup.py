@@ -7,20 +7,19 @@ from pathlib import Path
 from setuptools import setup
 
 HERE = Path(__file__).parent
-RELATIVE = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?!https?:|#)(?P<path>[^)\s]+)\)")
-"""A link, or a picture, to a file of the repository."""
+FILE = r"\]\((?!https?:|#)(?P<path>[^)\s]+)\)"
+PICTURE = re.compile(r"!\[(?P<text>[^\]]*)" + FILE)
+LINK = re.compile(r"(?<!!)\[(?P<text>(?:!\[[^\]]*\]\([^)]*\)|[^\[\]])*)" + FILE)
+"""To files of the repository. A picture may be the text of a link."""
 
 
 def index_page(readme: str, repository: str | None, version: str) -> str:
     """Links to files as links into the repository, at the tag of this version; or, where it has no address, as plain text."""
-
-    def absolute(found: re.Match[str]) -> str:
-        if repository is None:
-            return "" if found["picture"] else found["text"]
-        kind = "raw" if found["picture"] else "blob"
-        return f"{found['picture']}[{found['text']}]({repository.rstrip('/')}/{kind}/v{version}/{found['path']})"
-
-    return RELATIVE.sub(absolute, readme)
+    if repository is None:
+        return LINK.sub(r"\g<text>", PICTURE.sub("", readme))
+    at = f"{repository.rstrip('/')}/{{}}/v{version}/"
+    pictured = PICTURE.sub(rf"![\g<text>]({at.format('raw')}\g<path>)", readme)
+    return LINK.sub(rf"[\g<text>]({at.format('blob')}\g<path>)", pictured)
 
 
 project = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
