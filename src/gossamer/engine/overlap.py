@@ -27,7 +27,7 @@ from gossamer.engine.pending_gradients import PendingGradients
 from gossamer.engine.unchanged import Evidence
 from gossamer.errors import UsageError
 from gossamer.hooks import OwnHook, before_gradients_are_used, in_nested_step
-from gossamer.optim.momentum import come_last, only_weight_decay
+from gossamer.optim.momentum import come_last, only_own_hooks
 
 _logger = logging.getLogger("gossamer")
 
@@ -185,7 +185,7 @@ class ForwardOverlap(Subscriber):
             parameter.grad = grad
         self._optimizer.param_groups, self._loop.partial_step = own, True
         try:
-            with as_between_steps(), only_weight_decay(self._optimizer):
+            with as_between_steps(), only_own_hooks(self._optimizer):
                 self._optimizer.step()
         finally:
             self._optimizer.param_groups, self._loop.partial_step = groups, False

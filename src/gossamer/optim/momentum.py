@@ -14,7 +14,7 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from gossamer.errors import ConfigurationError
-from gossamer.hooks import before_gradients_are_used, in_nested_step
+from gossamer.hooks import OwnHook, before_gradients_are_used, in_nested_step
 from gossamer.optim.loan import give_back, save_as_given
 
 _LENT, _DECAY = "momentum lent to gossamer", "weight decay lent to gossamer"
@@ -90,11 +90,14 @@ def come_last(optimizer: Optimizer, handle: Any) -> None:
 
 
 @contextmanager
-def only_weight_decay(optimizer: Optimizer) -> Iterator[None]:
+def only_own_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Inside, a part of a step is taken: hooks of the user's, which belong to the whole step, are not called."""
+
+    def own(hooks: Any) -> Any:
+        return OrderedDict((key, hook) for key, hook in hooks.items() if hook is _decay or isinstance(hook, OwnHook))
+
     pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    decay: Any = OrderedDict((handle.id, _decay) for handle in _hooks.get(optimizer, ())[:1])
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = decay, OrderedDict()
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = own(pre), own(post)
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from gossamer.algorithms.base import Algorithm
 from gossamer.codecs.kernels.meta import Watched
 from gossamer.engine.module_buffers import Buffers
+from gossamer.hooks import OwnHook
 from gossamer.replication import replicate_over
 from gossamer.simulate.clock import Clock
 from gossamer.simulate.clocked import ClockedRunner, Wire
@@ -76,7 +77,7 @@ def run(training: Training, cluster: Cluster, levels: Levels) -> tuple[Totals, P
     replica = replicate_over(
         runner, twin, stepping, algorithm, buffers=training.buffers, overlap_forward=training.overlap_forward
     )
-    stepping.register_step_pre_hook(lambda *_: processing.ignore(True))
+    stepping.register_step_pre_hook(OwnHook(lambda *_: processing.ignore(True)))
 
     def step() -> None:
         stepping.zero_grad()
