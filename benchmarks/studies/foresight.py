@@ -19,6 +19,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 from scipy.optimize import nnls
 from torch import nn
@@ -163,7 +164,7 @@ def summary(found: Sequence[Point]) -> list[str]:
 
 def _distances(kind: str, found: Sequence[Point]) -> list[str]:
     errors = sorted(abs(point.error) for point in found)
-    high = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
+    high = np.percentile(errors, 95)
     mean = sum(point.error for point in found) / len(found)
     return [
         kind,
