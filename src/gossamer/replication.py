@@ -43,16 +43,19 @@ def replicate_over(
     ignore: Sequence[str | nn.Module] = (),
     synchronize: Synchronize | None = None,
     statistics: bool = False,
+    dense_start: bool = True,
     begin: Callable[[Replica, Parts], None] | None = None,
 ) -> Replica:
-    """:func:`replicate` over a runner that is there; it is closed if this fails. ``begin``: called with what was made."""
+    """:func:`replicate` over a runner that is there; it is closed if this fails. ``begin``: called with what was made.
+    ``dense_start``: with the one that the algorithm asks for."""
     ignored = None
     try:
         ignored = Ignored(model, ignore)
         if isinstance(model, nn.Module):
             reshard(model)
         optimizers = check_arguments(model, optimizer_or_optimizers, algorithm, scaler)
-        algorithm = with_dense_start(algorithm if algorithm is not None else _default(optimizers))
+        algorithm = algorithm if algorithm is not None else _default(optimizers)
+        algorithm = with_dense_start(algorithm) if dense_start else algorithm
         accumulate = check_synchronize(synchronize, algorithm, scaler, overlap_forward, model)
         mode = accept(algorithm, model, optimizers, runner, buffers, scaler, overlap_forward)
         parameters, moved = named_parameters(model), travelling(algorithm, model, mode)

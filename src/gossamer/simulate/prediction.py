@@ -72,8 +72,8 @@ def step_time(
     what it did is carried out again by all of them, each with its own clock. Exchanges that may lag (``lag=``) lag where the
     wire takes longer than a step.
     Of algorithms that follow each other (``after``) the last one is priced, from the step on at which its time begins; the
-    steps before it are run, too. What one does differently at its own beginning (``ChunkSparse(warmup=)``) is priced as it is
-    there: leave it out to price what comes later.
+    steps before it are run, too, but a dense start (``LocalSGD``, ``DiLoCo``) is not. What one does differently at its own
+    beginning (``ChunkSparse(warmup=)``) is priced as it is there: leave it out to price what comes later.
 
     Args:
         model: the model; its tensors may be on the ``meta`` device, and stay as they are.

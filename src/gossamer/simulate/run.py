@@ -75,7 +75,13 @@ def run(training: Training, cluster: Cluster, levels: Levels) -> tuple[Totals, P
     leave_to_torch(stepping)
     take_time(stepping, compute.optimizer, runner.compute, lambda: processing.ignore(False))
     replica = replicate_over(
-        runner, twin, stepping, algorithm, buffers=training.buffers, overlap_forward=training.overlap_forward
+        runner,
+        twin,
+        stepping,
+        algorithm,
+        buffers=training.buffers,
+        overlap_forward=training.overlap_forward,
+        dense_start=False,
     )
     stepping.register_step_pre_hook(OwnHook(lambda *_: processing.ignore(True)))
 

@@ -1,7 +1,8 @@
 """Valueless: what becomes of operations on ``meta`` tensors that write, or read, a value.
 
 PyTorch checks and broadcasts shapes at each operation on ``meta``, in Python: 0.1 to 0.4 ms each. An operation that writes
-into a tensor there changes nothing, so that nothing is to be checked. A number that is read there is 1: it makes a check
+into a tensor there changes nothing, so that nothing is to be checked; and one whose arguments look as they did before gives a
+tensor that looks as it did. A number that is read there is 1: it makes a check
 for finite values pass, and an optimizer that reads the size of something (Adafactor) go on.
 """
 
@@ -25,6 +26,8 @@ class Valueless(TorchDispatchMode):
     def __init__(self, wrote: Callable[[Any, Any], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._wrote = wrote
+        self._results: dict[Any, _Look] = {}
+        """By operation and what its arguments look like: what its result does."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = _written(func)
@@ -36,10 +39,41 @@ class Valueless(TorchDispatchMode):
                 return None if isinstance(written, Sequence) else written
         if func in _READ and _on_meta(args[0]):
             return torch.ones((), dtype=args[0].dtype).item()
-        result = func(*args, **(kwargs or {}))
-        if self._wrote is not None and not _shows(func):
+        if _shows(func):
+            return func(*args, **(kwargs or {}))
+        result = self._made(func, args, kwargs or {})
+        if self._wrote is not None:
             self._wrote(func, result)
         return result
+
+    def _made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of an operation that makes a new tensor."""
+        try:
+            key = func, *map(_look, args), *[(name, _look(each)) for name, each in kwargs.items()]
+            known = self._results.get(key)
+        except TypeError:  # an argument that is not known by its value, or has one on another device
+            return func(*args, **kwargs)
+        if known is not None:
+            shape, strides, dtype = known
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        result = func(*args, **kwargs)
+        if type(result) is Tensor and result.is_meta:
+            self._results[key] = result.shape, result.stride(), result.dtype
+        return result
+
+
+_Look = tuple[Sequence[int], Sequence[int], torch.dtype]
+
+
+def _look(argument: Any) -> Any:
+    """What of an argument decides what the result looks like. Raises TypeError for tensors that have values."""
+    if isinstance(argument, Tensor):
+        if not argument.is_meta:
+            raise TypeError("a tensor with values")
+        return argument.shape, argument.stride(), argument.dtype
+    if isinstance(argument, list | tuple):
+        return tuple(map(_look, argument))
+    return type(argument), argument
 
 
 def _on_meta(written: Any) -> bool:
