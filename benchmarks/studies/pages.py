@@ -42,6 +42,8 @@ STUDIES = {
     "choice": ("choice.md",),
     "fresh": ("fresh.md",),
     "switched": ("switched.md",),
+    "thousands": ("thousands.md",),
+    "neighbours": ("neighbours.md",),
     "foresight": ("foresight.md",),
     "published": ("published.md",),
 }  # fmt: skip

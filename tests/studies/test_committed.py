@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SUITES = suites(ROOT / "benchmarks" / "suites.toml")
 STUDIES = (
     "convergence", "exchanges", "fresh", "hsdp", "kernels", "outer", "overhead", "shuffle", "shuffle_time", "switched",
-    "threads",
+    "thousands", "threads",
 )  # fmt: skip
 
 
