@@ -130,7 +130,7 @@ def copying(speed: float) -> Processor:
 def vgg() -> Iterator[Row]:
     """VGG-16 at 10 Gbit/s: BAGUA's own all-reduce, and of its compressed collective QAdam, give the efficiency."""
     step = partial(on_bagua, "vgg16", VGG_COMPUTE)
-    algorithms = {
+    algorithms: dict[str, Algorithm] = {
         "ddp": DDP,
         "horovod": DDP,
         "bagua_allreduce": LEADERS,
@@ -139,13 +139,13 @@ def vgg() -> Iterator[Row]:
         "bytegrad": BYTES,
     }
     calibrating = {LEADERS: "bagua_allreduce", BYTES: "qadam"}
-    efficiency = {
+    efficiency: dict[Algorithm, float] = {
         algorithm: solved(lambda share, a=algorithm: step(a, link_of(10, share)), VGG_IMAGES / VGG[name], 0.5, 1)  # type: ignore[misc]
         for algorithm, name in calibrating.items()
     }
     for name, images in VGG.items():
         algorithm = algorithms[name]
-        found = VGG_IMAGES / step(algorithm, link_of(10, efficiency.get(algorithm, efficiency[LEADERS])))
+        found = VGG_IMAGES / step(algorithm, link_of(10, efficiency[LEADERS if algorithm is DDP else algorithm]))
         yield Row("BAGUA", f"VGG-16, {name}, 10 Gbit/s, images/s", images, found, name in calibrating.values())
 
 
