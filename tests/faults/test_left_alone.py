@@ -364,17 +364,39 @@ def test_the_first_exchange_of_diloco_is_an_outer_step_from_where_all_began() ->
     assert loopback(body, 2) == [0.25, 0.25]
 
 
-@pytest.mark.parametrize("tied", ["by object", "by memory", "by a part of the memory"])
-@pytest.mark.parametrize("algorithm", [AllReduce(), Gossip()], ids=repr)
-def test_of_tied_parameters_all_are_ignored_or_none(algorithm: Algorithm, tied: str) -> None:
+def tied_model(tied: str) -> nn.Module:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     if tied == "by object":
         model[1].weight = model[0].weight
     else:
-        model[1].weight.data = model[0].weight.data if tied == "by memory" else model[0].weight.data[:2]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match=r"leaves '1\.weight' to each rank, and not '0\.weight', which shares"):
-        gossamer.replicate(model, optimizer, algorithm, ignore=["1"])
-    gossamer.replicate(model, optimizer, algorithm, ignore=["0.weight", "1.weight"]).close()
-    if tied != "by a part of the memory":
-        gossamer.replicate(model, optimizer, algorithm, ignore=[model[2]]).close()
+        model[1].weight.data = model[0].weight.data if tied == "by memory" else model[0].weight.data[:3]
+    return model
+
+
+@pytest.mark.parametrize("left", ["0", "1"])
+@pytest.mark.parametrize("tied", ["by object", "by memory"])
+@pytest.mark.parametrize("algorithm", [AllReduce(), Gossip(wire="fp32")], ids=repr)
+def test_what_is_tied_travels_under_the_name_that_is_not_ignored(algorithm: Algorithm, tied: str, left: str) -> None:
+    def train(rank: int) -> tuple[Tensor, Tensor]:
+        model = tied_model(tied)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, algorithm, ignore=[left])
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 3), 1.0 + rank + step)).square().mean().backward()
+            optimizer.step()
+        replica.close(average=True)
+        return model[0].weight.detach(), model[int(left)].bias.detach()
+
+    if tied == "by memory" and isinstance(algorithm, AllReduce):
+        other = {"0": "1", "1": "0"}[left]
+        with pytest.raises(ConfigurationError, match=rf"leaves '{left}\.weight' to each rank, and not '{other}\.weight'"):
+            loopback(train, 2)
+        return
+    (weight, own), (other_weight, other_own) = loopback(train, 2)
+    assert torch.equal(weight, other_weight)
+    assert not torch.equal(own, other_own), "its bias is left to each rank"
+    gossamer.replicate(
+        model := tied_model(tied), torch.optim.SGD(model.parameters(), lr=0.1), algorithm, ignore=["0.weight", "1.weight"]
+    ).close()

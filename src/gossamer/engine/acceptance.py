@@ -10,7 +10,7 @@ from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
 from gossamer.engine.apply import prepare
 from gossamer.engine.arguments import check_delay, check_lag, check_overlap
-from gossamer.engine.checks import check_sparse, named_parameters
+from gossamer.engine.checks import check_ignored, check_sparse, named_parameters
 from gossamer.engine.module_buffers import Buffers, averaged, check_buffers, resolve_buffers
 from gossamer.engine.sharding import local
 from gossamer.memory import as_real
@@ -41,6 +41,7 @@ def accept(
         check_overlap(algorithm, optimizers, scaler, model)
     if algorithm.part("gradients") is not None:
         check_sparse(model)
+        check_ignored(model)
     prepare(algorithm, {name: as_real(local(tensor.detach())) for name, tensor in travelling(algorithm, model, mode).items()})
     return mode
 

@@ -4,7 +4,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,29 @@ from gossamer.memory import is_stored
 replicated: "weakref.WeakValueDictionary[int, Parameter]" = weakref.WeakValueDictionary()
 
 
+T = TypeVar("T", bound=Tensor)
+
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a model in which DDP looks for the names of what it is to leave alone."""
 
 
 def named_parameters(model: nn.Module) -> dict[str, Parameter]:
-    """All parameters by name, without ignored ones, shared (tied) ones once; names as in the uncompiled model."""
-    left = getattr(model, IGNORED, ())
-    return {name: p for key, p in model.named_parameters() if (name := uncompiled(key)) not in left}
+    """All parameters by name, without ignored ones, shared (tied) ones once, under the first name that is not ignored; names as
+    in the uncompiled model."""
+    return _once(model, model.named_parameters(remove_duplicate=False))
 
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The same of buffers."""
-    left = getattr(model, IGNORED, ())
-    return {name: tensor for key, tensor in model.named_buffers() if (name := uncompiled(key)) not in left}
+    return _once(model, model.named_buffers(remove_duplicate=False))
+
+
+def _once(model: nn.Module, named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    left, found = getattr(model, IGNORED, ()), dict[int, tuple[str, T]]()
+    for key, tensor in named:
+        if (name := uncompiled(key)) not in left:
+            found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
 
 
 class Ignored:
@@ -68,11 +77,19 @@ def names_of(model: nn.Module, chosen: Sequence[str | nn.Module]) -> list[str]:
             what = repr(each) if isinstance(each, str) else type(each).__name__
             raise ConfigurationError(f"ignore={what}: the model has no parameter, buffer or module of that name")
         found |= dict.fromkeys(here)
-    if (pair := across(found, {name: t for name, t in tensors.items() if is_stored(t)})) is not None:
-        raise ConfigurationError(
-            f"ignore= leaves {pair[0]!r} to each rank, and not {pair[1]!r}, which shares its memory: name both, or neither"
-        )
     return list(map(uncompiled, found))
+
+
+def check_ignored(model: nn.Module) -> None:
+    """Raise where gradients of a memory were exchanged under one name and left to each rank under another one."""
+    left, named = getattr(model, IGNORED, ()), model.named_parameters(remove_duplicate=False)
+    trainable: dict[str, Tensor] = {uncompiled(key): p for key, p in named if p.requires_grad and is_stored(p)}
+    pair = across({name for name in trainable if name in left}, trainable)
+    if pair is not None:
+        raise ConfigurationError(
+            f"ignore= leaves {pair[0]!r} to each rank, and not {pair[1]!r}, which shares its memory: name both or neither, or "
+            "exchange weights"
+        )
 
 
 def _belongs(name: str, prefix: str) -> bool:

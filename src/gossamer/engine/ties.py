@@ -49,8 +49,9 @@ def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
 
 
 def across(some: Collection[str], tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """The first two names of tensors with elements in common, of which the first is among ``some``, and the second is not."""
-    apart = (pair for pair in _overlapping(tensors) if (pair[0] in some) != (pair[1] in some))
+    """The first two names of two tensors with elements in common, of which the first is among ``some``, and the second not."""
+    two = (pair for pair in _overlapping(tensors) if tensors[pair[0]] is not tensors[pair[1]])
+    apart = (pair for pair in two if (pair[0] in some) != (pair[1] in some))
     pairs = (pair if pair[0] in some else pair[::-1] for pair in apart if _shared(tensors[pair[0]], tensors[pair[1]]))
     return next(pairs, None)
 
