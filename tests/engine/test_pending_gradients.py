@@ -1,6 +1,7 @@
 """With ``overlap_forward`` gradients are under way between backward and step: what a loop does with them there is not lost."""
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -125,6 +126,16 @@ def same(some, others) -> None:
         assert torch.equal(seen, other_seen)
 
 
+def the_same_with_and_without_overlap(body: Callable[[int, bool], nn.Module]) -> None:
+    """The weights of every rank, of the model that ``body(rank, overlap)`` has trained."""
+
+    def weights(overlap: bool) -> list[Tensor]:
+        return loopback(lambda rank: torch.cat([p.detach().flatten() for p in body(rank, overlap).parameters()]), WORLD)
+
+    for one, other in zip(weights(False), weights(True), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("closure", [False, True], ids=["in the loop", "in a closure"])
 @pytest.mark.parametrize("habit", list(HABITS))
 def test_what_is_done_with_gradients_gives_the_same_bits(habit: str, closure: bool) -> None:
@@ -152,24 +163,20 @@ def test_every_gradient_algorithm_clips_the_same(algorithm: Algorithm, habit: st
 
 
 def test_a_pass_inside_no_sync_adds_to_what_travels() -> None:
-    def train(overlap: bool):
-        def body(rank: int) -> Tensor:
-            model = net()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            replica = gossamer.replicate(model, optimizer, AllReduce(bucket_bytes=64), overlap_forward=overlap)
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                with replica.no_sync():
-                    loss_of(model, 9, step).backward()  # the same on all ranks
-                optimizer.step()
-            replica.close()
-            return torch.cat([p.detach().flatten() for p in model.parameters()])
+    def body(rank: int, overlap: bool) -> nn.Module:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, AllReduce(bucket_bytes=64), overlap_forward=overlap)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            with replica.no_sync():
+                loss_of(model, 9, step).backward()  # the same on all ranks
+            optimizer.step()
+        replica.close()
+        return model
 
-        return loopback(body, WORLD)
-
-    for one, other in zip(train(False), train(True), strict=True):
-        assert torch.equal(one, other)
+    the_same_with_and_without_overlap(body)
 
 
 class Branches(nn.Module):
@@ -189,26 +196,22 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("bucket_bytes", [64, 10**6])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 def test_clipping_counts_gradients_that_only_other_ranks_have(make, bucket_bytes: int) -> None:
-    def train(overlap: bool) -> list[Tensor]:
-        def body(rank: int) -> Tensor:
-            model = Branches()
-            optimizer = make(model.parameters(), lr=0.05)
-            replica = gossamer.replicate(model, optimizer, AllReduce(bucket_bytes=bucket_bytes), overlap_forward=overlap)
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-                model(x, left=rank != 1, right=step % 2 == 0).square().mean().backward()
-                assert (model.right.weight.grad is None) == (step % 2 == 1)
-                assert model.left.weight.grad is not None
-                nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
-                optimizer.step()
-            replica.close(average=True)
-            return torch.cat([p.detach().flatten() for p in model.parameters()])
+    def body(rank: int, overlap: bool) -> nn.Module:
+        model = Branches()
+        optimizer = make(model.parameters(), lr=0.05)
+        replica = gossamer.replicate(model, optimizer, AllReduce(bucket_bytes=bucket_bytes), overlap_forward=overlap)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+            model(x, left=rank != 1, right=step % 2 == 0).square().mean().backward()
+            assert (model.right.weight.grad is None) == (step % 2 == 1)
+            assert model.left.weight.grad is not None
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            optimizer.step()
+        replica.close(average=True)
+        return model
 
-        return loopback(body, WORLD)
-
-    for one, other in zip(train(False), train(True), strict=True):
-        assert torch.equal(one, other)
+    the_same_with_and_without_overlap(body)
 
 
 def test_what_nobody_reads_still_overlaps_and_what_is_read_is_told_once(caplog) -> None:
@@ -256,35 +259,31 @@ def test_a_gradient_that_is_kept_beyond_its_step_can_be_read() -> None:
 
 @pytest.mark.parametrize("late", [False, True], ids=["before replicate()", "after it"])
 def test_a_hook_before_the_step_that_clips_and_scales_is_called_once_a_step(late: bool) -> None:
-    def train(overlap: bool) -> list[Tensor]:
-        def body(rank: int) -> Tensor:
-            model = net()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    def body(rank: int, overlap: bool) -> nn.Module:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
-            def clip(*args) -> None:
-                nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
-                torch._foreach_mul_(gradients(model), 0.5)
+        def clip(*args) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            torch._foreach_mul_(gradients(model), 0.5)
 
-            if not late:
-                optimizer.register_step_pre_hook(clip)
-            algorithm = ChunkSparse(density=0.5, chunk=8, warmup=0, bucket_bytes=64, momentum_correction=True)
-            replica = gossamer.replicate(model, optimizer, algorithm, overlap_forward=overlap)
-            if late:
-                optimizer.register_step_pre_hook(clip)
-            ended: list[int] = []
-            optimizer.register_step_post_hook(lambda *args: ended.append(1))
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                optimizer.step()
-            replica.close()
-            assert len(ended) == STEPS
-            return torch.cat([p.detach().flatten() for p in model.parameters()])
+        if not late:
+            optimizer.register_step_pre_hook(clip)
+        algorithm = ChunkSparse(density=0.5, chunk=8, warmup=0, bucket_bytes=64, momentum_correction=True)
+        replica = gossamer.replicate(model, optimizer, algorithm, overlap_forward=overlap)
+        if late:
+            optimizer.register_step_pre_hook(clip)
+        ended: list[int] = []
+        optimizer.register_step_post_hook(lambda *args: ended.append(1))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        replica.close()
+        assert len(ended) == STEPS
+        return model
 
-        return loopback(body, WORLD)
-
-    for one, other in zip(train(False), train(True), strict=True):
-        assert torch.equal(one, other)
+    the_same_with_and_without_overlap(body)
 
 
 def test_a_group_that_is_added_after_the_step_takes_no_part_in_it() -> None:
