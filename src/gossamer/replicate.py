@@ -63,12 +63,13 @@ def replicate(
             named in a warning after ten seconds.
         overlap_forward: let gradients travel during the next forward pass too: each module waits for its own just before it
             computes, and its parameters are updated then, with the hyper-parameters of the step that you took. For gradient
-            algorithms, from the third step on; pays where the exchange takes longer than backward. Between ``backward()`` and
-            the next forward pass no parameter has a gradient (so do not clip, scale or log them), and parameters are as
-            before the step; reading a ``state_dict`` of the model or the optimizer, and ``wait_for_exchanges()``, bring them
-            up to date, a copy or a pickle of the model does not. The optimizer must update each parameter by itself, as all
-            of ``torch.optim`` do; its step, and hooks on it, run once per bucket. Take a step after every backward pass
-            (accumulate inside ``no_sync()``), and call modules rather than use their parameters in another way.
+            algorithms, from the third step on; pays where the exchange takes longer than backward. Whatever reads ``p.grad``
+            between ``backward()`` and the step (clipping, scaling, logging) waits for its bucket, so that less overlaps. Until
+            the next forward pass parameters are as before the step; reading a ``state_dict`` of the model or the optimizer, and
+            ``wait_for_exchanges()``, bring them up to date, a copy or a pickle of the model does not. The optimizer must update
+            each parameter by itself, as all of ``torch.optim`` do; its step, and hooks on it, run once per bucket. Take a step
+            after every backward pass (accumulate inside ``no_sync()``), and call modules rather than use their parameters in
+            another way.
         ignore: what is left to each rank (experts, sharded embeddings): modules of the model, or names of its modules,
             parameters or buffers. It is neither copied nor exchanged nor compared, and may have another shape on each rank; the
             optimizers may hold it. Beside what the model names for DDP (``_ddp_params_and_buffers_to_ignore``), where it is
