@@ -54,7 +54,8 @@ def measure(options: argparse.Namespace, store: Store) -> Iterator[Record]:
     for run in runs(options.seeds):
         if store.find(**{name: run[name] for name in STUDY.key}) is None:
             used = time.process_time()
-            found = train(run | {"method": f"with_optimizer({run['method']}, GossipAdamW(lr={run['lr']}))"})
+            method = f"with_optimizer({run['method']}, GossipAdamW(lr={run['lr']}))"
+            found = train(run | {"name": run["method"], "method": method})
             took = {"processor_seconds": time.process_time() - used}
             console.log(f"{run['method']}, {run['workers']} workers, seed {run['seed']}: {found['loss']:.4f}, {took}")
             yield run | found | took | {"gossamer": gossamer.__version__, "torch": torch.__version__}
