@@ -3,6 +3,7 @@
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from gossamer.simulate.levels import Levels, nodes_of
 from gossamer.simulate.processor import Processing
 from gossamer.simulate.stand_in import stand_in, take_time
 from gossamer.simulate.valueless import Valueless
+from gossamer.spelled import algorithm_of
 
 WORLD, BEFORE = 4, LEARNING + STEPS
 
@@ -284,3 +286,38 @@ def test_after_a_switch_the_former_method_comes_back_if_it_was_faster() -> None:
         assert taken < 50
         run.step()
     assert run.replica.algorithm == AllReduce()
+
+
+def test_while_another_method_is_predicted_to_be_faster_it_is_tried(tmp_path: Path) -> None:
+    """A line that carries one pattern much slower than was measured: the choice goes to what is the fastest in fact."""
+    path = tmp_path / "plan.toml"
+    run = Simulated(200, "loose", switch=False, path=path)
+    for _ in range(BEFORE):
+        run.step()
+    first = read_plan(path)
+    assert first.method != "AllReduce()"
+    run.set_rate(90)
+    for _ in range(3 * (LEARNING + WINDOW) + 1):
+        run.step()
+    then = read_plan(path)
+    assert run.replica.algorithm == then.algorithm
+    taken = then.facts.steps
+    assert {"AllReduce()", first.method, then.method} <= set(taken)
+    assert len(taken) >= 3
+    assert then.row.seconds <= 1.03 * min(row.seconds for row in then.table if str(row) in taken)
+
+
+def test_a_method_that_exchanges_in_every_fourth_step_alone_is_watched_by_its_mean_step(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    run = Simulated(1000, "loose", switch=False, path=path)
+    for _ in range(BEFORE):
+        run.step()
+    path.write_text(replace(read_plan(path), method="LocalSGD(every=4)").dumps())
+    again = Simulated(1000, "loose", switch=True, path=path)
+    for _ in range(2 * WINDOW):
+        again.step()
+    assert again.replica.algorithm == algorithm_of("LocalSGD(every=4)")
+    again.set_rate(20)
+    for _ in range(50):
+        again.step()
+    assert again.replica.algorithm != algorithm_of("LocalSGD(every=4)")

@@ -1,6 +1,6 @@
 """Choose: the predicted step of every candidate, what limits it, and which one is taken, with the reason."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -68,16 +68,22 @@ def rows(candidates: Sequence[Candidate], price: Price) -> list[Row]:
     ]
 
 
-def choose(found: Sequence[Row], fidelity: Fidelity, overlap_forward: bool = False) -> Row:
-    """The least predicted time to the same quality; within 3 % of it the most exact, and of these the first.
+def choose(
+    found: Sequence[Row],
+    fidelity: Fidelity,
+    overlap_forward: bool = False,
+    taken: Collection[str] = (),
+    only_taken: bool = False,
+) -> Row:
+    """The least time to the same quality; within 3 % of it a method of which steps were ``taken``, then the most exact.
 
     Of the methods in this class, or more exact, with ``overlap_forward`` or without it, which changes what a script may do with
-    gradients.
+    gradients. ``only_taken``: of those whose steps were taken.
     """
-    found = _compared(found, fidelity, overlap_forward)
+    found = [row for row in _compared(found, fidelity, overlap_forward) if not only_taken or str(row) in taken]
     least = min(row.seconds for row in found)
     near = [row for row in found if row.seconds <= (1 + MARGIN) * least]
-    return min(near, key=lambda row: FIDELITIES.index(row.fidelity))
+    return min(near, key=lambda row: (str(row) not in taken, FIDELITIES.index(row.fidelity)))
 
 
 def ranked(found: Sequence[Row]) -> list[Row]:
@@ -103,6 +109,16 @@ def why(chosen: Row, found: Sequence[Row], fidelity: Fidelity, compute_seconds: 
     gain = f"{chosen.ratio:.2f} of plain all-reduce"
     near = "" if best is chosen else f"; {best} is within 3 %, and less exact or less plain"
     return f"{told}, {gain}; limited by {chosen.limit}{near}"
+
+
+def tried(row: Row, best: Row, chosen: Row) -> str:
+    """The reason of a choice after steps of ``row`` were taken; ``best``: what was the best until then."""
+    took = f"took {_ms(row.step_seconds)} in a step, and {_ms(best.step_seconds)} with {best.method}"
+    if chosen == row:
+        return f"on trial it {took}"
+    if row.seconds < best.seconds and chosen != best:
+        return f"{_ms(chosen.step_seconds)} a step are predicted; {row.method} {took}"
+    return f"{row.method} was predicted to be faster, and {took}"
 
 
 def _ms(seconds: float) -> str:

@@ -1,17 +1,17 @@
 """Chooser: a replica that begins with plain all-reduce, measures, and goes on with what a plan says; perhaps again and again.
 
-A method that was chosen stays only if its steps are measured to be faster than those of the one before: a prediction may be
-wrong, and never costs more than these few steps.
+A prediction may be wrong, and never costs more than a few steps: a method that was chosen stays only if its steps are measured
+to be faster than those of the one before, and while another one is predicted to be faster still, that is tried, too.
 
 Note [collective decisions]: everything here happens at the end of steps of the same number on all ranks, from figures that all
 have exchanged, so that all ranks measure, choose and switch together.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -34,7 +34,10 @@ LEARNING = 2
 """Steps before the watched ones: in the first the order of gradients is learned, and memory is made."""
 
 WINDOW = 8
-"""Steps whose median is one observation."""
+"""Steps of one observation, or whole periods of the method, if these are longer: the median of the periods' means."""
+
+TRIALS = 3
+"""How many methods are tried, one after the other, until the best of them stays."""
 
 TOLERATED, GAIN, IN_A_ROW = 0.2, 0.1, 3
 """By which share an observation must differ from what was expected to disagree; what a switch must gain; how many observations
@@ -123,21 +126,24 @@ def _keep(plan: Plan, wish: Wish) -> None:
 
 
 class Watch:
-    """Compares steps with what a plan expects of them: first with those of the method before, to which it goes back if they
-    were faster; then, if the user wants that, chooses again where they disagree for long."""
+    """Compares steps with what a plan expects of them: first, on trial, with the best so far; then, if the user wants that,
+    chooses again where they disagree for long."""
 
-    def __init__(self, replica: Replica, parts: Parts, wish: Wish, plan: Plan, before: Row | None = None) -> None:
-        """``before``: the method before, and what its steps took; None: there was none."""
+    def __init__(self, replica: Replica, parts: Parts, wish: Wish, plan: Plan, best: Row | None = None) -> None:
+        """``best``: the method before, and what its steps took; None: there was none."""
         self._replica, self._parts, self._wish, self._plan = replica, parts, wish, plan
         self._expected = plan.row.step_seconds
         self._seconds: list[float] = []
         self._last: float | None = None
         self._disagreed = 0
-        self._before, self._learning = before, LEARNING if before else 0
+        self._best: Row | None = None
+        self._learning = self._trials = 0
+        if best is not None:
+            self._begin_trial(best, TRIALS)
 
     def after_step(self) -> None:
         """A step is over."""
-        if self._before is None and not self._wish.switch:
+        if self._best is None and not self._wish.switch:
             return
         now = self._parts.runner.now()
         if self._learning:
@@ -145,35 +151,41 @@ class Watch:
         elif self._last is not None:
             self._seconds.append(now - self._last)
         self._last = now
-        if len(self._seconds) == WINDOW:
-            self._compare()
+        period = self._replica.algorithm.cadence.period
+        if len(self._seconds) == -(-WINDOW // period) * period:
+            self._compare(period)
 
-    def _compare(self) -> None:
-        runner, mine = self._parts.runner, torch.tensor([median(self._seconds)], dtype=torch.float64)
-        self._seconds = []
+    def _compare(self, period: int) -> None:
+        runner, seconds, self._seconds = self._parts.runner, self._seconds, []
+        means = [fmean(seconds[begin : begin + period]) for begin in range(0, len(seconds), period)]
+        mine = torch.tensor([median(means)], dtype=torch.float64)
         slowest = float(runner.run(lambda: maximum(mine, runner.world), "what a step takes").item())
-        if self._before is not None:
-            self._end_trial(self._before, slowest)
+        if self._best is not None:
+            self._end_trial(self._best, slowest)
             return
         apart = abs(slowest / self._expected - 1) > TOLERATED
         self._disagreed = self._disagreed + 1 if apart else 0
         if self._disagreed == IN_A_ROW:
             self._choose_again(slowest)
 
-    def _end_trial(self, before: Row, observed: float) -> None:
-        """Stay, or go back to the method before if that needs no longer to the same quality."""
-        chosen, self._before, self._last = self._plan.row, None, None
-        if observed * chosen.slower < before.seconds:
-            self._expected = observed
-            return
-        told = f"{1e3 * observed:.4g} ms in a step, and {1e3 * before.step_seconds:.4g} with {before.method}"
-        why = f"{chosen.method} was predicted to be faster, and took {told}"
-        self._plan = replace(self._plan, method=before.method, why=why)
-        self._expected = before.step_seconds
+    def _begin_trial(self, best: Row, trials: int) -> None:
+        """Watch steps of the method that the plan now says."""
+        self._best, self._trials, self._learning, self._last = best, trials, LEARNING, None
+
+    def _end_trial(self, best: Row, observed: float) -> None:
+        """Go on with the best method of which steps were taken, or try another one."""
+        before, trials = self._plan, self._trials - 1
+        self._plan = plan = before.after_trial(observed, best, trials > 0)
+        self._expected, self._best, self._last = plan.row.step_seconds, None, None
+        known, changes = str(plan.row) in plan.facts.steps, plan.method != before.method
         if self._parts.runner.rank == 0:
-            _keep(self._plan, self._wish)
-            _logger.info("back to %s after step %d: %s", before.method, self._replica.step, why)
-        self._replica.switch(self._plan.algorithm)
+            _keep(plan, self._wish)
+            how = ("back to" if known else "on trial") if changes else "staying with"
+            _logger.info("%s %s after step %d: %s", how, plan.method, self._replica.step, plan.why)
+        if not known:
+            self._begin_trial(plan.of(before.method, before.overlap_forward), trials)
+        if changes:
+            self._replica.switch(plan.algorithm)
 
     def _choose_again(self, observed: float) -> None:
         """Measure anew. Where nothing is gained, what is observed is expected from now on."""
@@ -191,5 +203,5 @@ class Watch:
                 1e3 * observed, 1e3 * self._expected, before.method, plan.method, replica.step, plan.why
             )  # fmt: skip
         self._plan, self._expected = plan, plan.row.step_seconds
-        self._before, self._learning = now, LEARNING
+        self._begin_trial(now, TRIALS)
         replica.switch(plan.algorithm)

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import values_of_all
 from gossamer.errors import ConfigurationError
 from gossamer.planning.candidates import Candidate, Fidelity, check_fidelity, left_out
-from gossamer.planning.choose import Prices, Row, choose, ranked, rows, why
+from gossamer.planning.choose import Prices, Row, choose, ranked, rows, tried, why
 from gossamer.planning.correction import corrected
 from gossamer.planning.facts import Facts, gradient_bytes, measure
 from gossamer.planning.links import PATTERNS, Rate, Rates
@@ -60,6 +60,17 @@ class Plan:
         """The line of a method."""
         return next(row for row in self.table if (row.method, row.overlap_forward) == (method, overlap_forward))
 
+    def after_trial(self, seconds: float, best: Row, go_on: bool) -> "Plan":
+        """The choice after steps of the chosen one took so long: the best of which steps were taken; or, if it was faster than
+        the ``best`` until then and ``go_on``, one that is predicted to be faster still."""
+        row = replace(self.row, step_seconds=seconds, ratio=self.row.ratio * seconds / self.row.step_seconds)
+        table = ranked([row if each == self.row else each for each in self.table])
+        taken = {**self.facts.steps, str(best): best.step_seconds, str(row): seconds}
+        known_only = not go_on or row.seconds >= best.seconds
+        chosen = choose(table, self.fidelity, self.overlap_forward, taken, known_only)
+        facts = replace(self.facts, steps=taken)
+        return replace(self, method=chosen.method, why=tried(row, best, chosen), facts=facts, table=tuple(table))
+
     def dumps(self) -> str:
         """The plan as TOML."""
         told = {name: getattr(self, name) for name in ("method", "overlap_forward", "why", "fidelity")}
@@ -95,7 +106,7 @@ def make_plan(
 ) -> Plan:
     """Price the candidates and choose among those with, or without, ``overlap_forward``."""
     found = rows(candidates, Prices(facts, model, like(optimizers[0])))
-    chosen = choose(found, fidelity, overlap_forward)
+    chosen = choose(found, fidelity, overlap_forward, facts.steps)
     return Plan(
         method=chosen.method,
         overlap_forward=chosen.overlap_forward,

@@ -52,7 +52,7 @@ def choices(plan: Plan) -> Iterator[str]:
     there = {row.fidelity for row in plan.table}
     for fidelity in FIDELITIES:
         if fidelity in there:
-            row = choose(plan.table, fidelity, plan.overlap_forward)
+            row = choose(plan.table, fidelity, plan.overlap_forward, plan.facts.steps)
             yield f"{fidelity}: {row}, {row.ratio:.2f} of DDP's step"
     yield f"choice ({plan.fidelity}): {plan.row}. {plan.why[0].upper()}{plan.why[1:]}."
     for reason in plan.left_out:
