@@ -1,15 +1,18 @@
-"""Choice: the method that the predicted step chooses, beside the best that was measured, on the committed networks.
+"""Choice: the method that a plan chooses, beside the best that was measured, on the committed networks.
 
 python -m benchmarks.studies.choice
 
-Of every network on which methods of a class were measured together, the choice is made from compute alone and the rate of plain
-TCP in the same run, as ``gossamer plan`` chooses, and from rates 0.8 and 1.25 times as high. It is right if the method that is
-chosen took at most 8 % longer than the fastest of its class, or of a more exact one, in the same measurement. Only the step
-counts here, not the number of steps. Nothing is fitted, and no row is left out; processors that hosts share are not known.
+Every method that was measured is predicted from compute alone and the rate of plain TCP in the same run, and from rates 0.8 and
+1.25 times as high: alone, as ``gossamer plan`` predicts; and as ``replicate(fidelity=)`` does, which has seen steps of plain
+all-reduce (DDP's, where those were not measured): they correct the rate, and what is chosen is tried, up to three methods, of
+which the best stays. What a method on trial takes is what was measured of it. A choice is right if it took at most 8 % longer
+than the fastest of its class, or of a more exact one, in the same measurement. Only the step counts here, not the number of
+steps. Nothing is fitted, no row is left out, and the processor that hosts share is that of ``benchmarks/results/foresight.md``.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +26,9 @@ from gossamer.bench.methods import OverlapForward, parse_method
 from gossamer.bench.rows import Column, Record, Store, read_rows
 from gossamer.errors import GossamerError
 from gossamer.planning.candidates import FIDELITIES, Fidelity, candidates, within
-from gossamer.planning.choose import Row, choose
+from gossamer.planning.choose import HIDDEN, PLAIN, Row, choose
+from gossamer.planning.chooser import TRIALS
+from gossamer.planning.correction import MOST
 
 FOLDERS = ("bounds", "memory", "relaxations", "scale")
 """Suites that measured several methods of gossamer beside each other."""
@@ -33,16 +38,62 @@ LINES = (0.8, 1.0, 1.25)
 
 RIGHT = 1.08
 
+TOGETHER = ("folder", "workload", "network", "hosts")
+"""What rows that were measured together have in common."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Condition:
     """What was measured together: the rows by method, and the class of each."""
 
     folder: str
-    workload: str
-    network: str
-    hosts: int
     rows: tuple[tuple[Record, Fidelity], ...]
+    plain: Record
+    """Plain all-reduce, or DDP."""
+
+    @property
+    def name(self) -> Record:
+        """What its rows have in common."""
+        return {"folder": self.folder} | {name: self.plain[name] for name in TOGETHER[1:]}
+
+    @cached_property
+    def factor(self) -> float | None:
+        """By which the rate of plain TCP is multiplied where the step of plain all-reduce is predicted to take as long as it
+        took; None where it hid the network."""
+        if self.plain["step_seconds"] <= HIDDEN * self.plain["compute_seconds"]:
+            return None
+        low, high = 0.4, 2.5
+        for _ in range(7):
+            middle = (low * high) ** 0.5
+            slower = predict(at_rate({**self.plain, "method": PLAIN}, middle)) > self.plain["step_seconds"]
+            low, high = (middle, high) if slower else (low, middle)
+        return float((low * high) ** 0.5)
+
+    def corrected(self, line: float) -> float:
+        """The factor of a rate that was measured wrong by ``line``, as a plan corrects it."""
+        return line if self.factor is None else min(MOST * line, max(line / MOST, self.factor))
+
+    def predicted(self) -> Iterator[Record]:
+        """Every method at every rate, as it was measured and as it is corrected."""
+        factors = {(line, seen): self.corrected(line) if seen else line for line in LINES for seen in (False, True)}
+        for row, fidelity in self.rows:
+            seconds = {factor: predict(at_rate(row, factor)) for factor in sorted(set(factors.values()))}
+            for (line, seen), factor in factors.items():
+                yield self.name | {
+                    "method": row["method"],
+                    "fidelity": fidelity,
+                    "line": line,
+                    "seen": seen,
+                    "factor": factor,
+                    "predicted_seconds": seconds[factor],
+                    "step_seconds": row["step_seconds"],
+                    "plain_seconds": self.plain["step_seconds"],
+                }
+
+
+def at_rate(row: Record, factor: float) -> Record:
+    """The same on a line so many times as fast."""
+    return {**row, "tcp_bits_per_second": factor * (row.get("tcp_bits_per_second") or float("inf"))}
 
 
 def class_of(method: str, known: Sequence[tuple[Algorithm, Fidelity]]) -> Fidelity | None:
@@ -66,56 +117,68 @@ def conditions() -> Iterator[Condition]:
         for workload, network, hosts in dict.fromkeys((row["workload"], row["network"], row["hosts"]) for row in rows):
             model = find_workload(workload).build_model()
             optimizer = find_workload(workload).build_optimizer(model)
-            known = [
-                (each.algorithm, each.fidelity)
-                for each in candidates("loose", [optimizer], tuple((rank,) for rank in range(hosts)))
-            ]
+            nodes = tuple((rank,) for rank in range(hosts))
+            known = [(each.algorithm, each.fidelity) for each in candidates("loose", [optimizer], nodes)]
             own = [row for row in rows if (row["workload"], row["network"], row["hosts"]) == (workload, network, hosts)]
-            classed = [(row, class_of(row["method"], known)) for row in own]
-            yield Condition(folder, workload, network, hosts, tuple((row, each) for row, each in classed if each is not None))
+            classed = [(row, class_of(row["method"], known)) for row in own if "compute_seconds" in row]
+            plain = next(row for name in (PLAIN, "ddp") for row in own if row["method"] == name)
+            yield Condition(folder, tuple((row, each) for row, each in classed if each is not None), plain)
 
 
-def judged(condition: Condition, line: float) -> Iterator[Record]:
-    """The choice of every class of which anything was measured here."""
-    predicted = [
-        Row(
-            method=row["method"],
-            fidelity=fidelity,
-            step_seconds=predict({**row, "tcp_bits_per_second": line * (row.get("tcp_bits_per_second") or float("inf"))}),
-            ratio=1.0,
-            limit="",
-            steps="",
-            slower=1.0,
-        )
-        for row, fidelity in condition.rows
-        if "compute_seconds" in row
-    ]
-    measured = {row["method"]: float(row["step_seconds"]) for row, _ in condition.rows}
-    for fidelity in FIDELITIES:
-        inside = [row for row in predicted if within(row.fidelity, fidelity)]
-        if len(inside) > 1 and any(row.fidelity == fidelity for row in inside):
-            yield _row(
-                condition, line, fidelity, choose(inside, fidelity), {row.method: measured[row.method] for row in inside}
-            )
+def judged(rows: Sequence[Record]) -> list[Record]:
+    """The choice of every class of which anything was measured, at every rate, on every network."""
+    found = []
+    for seen in (False, True):
+        for line in LINES:
+            there = [row for row in rows if (row["seen"], row["line"]) == (seen, line)]
+            for place in dict.fromkeys(tuple(row[name] for name in TOGETHER) for row in there):
+                own = [row for row in there if tuple(row[name] for name in TOGETHER) == place]
+                found += [_judged(each, fidelity) for fidelity in FIDELITIES if (each := _of_class(own, fidelity))]
+    return found
 
 
-def _row(condition: Condition, line: float, fidelity: Fidelity, chosen: Row, measured: dict[str, float]) -> Record:
+def _of_class(rows: Sequence[Record], fidelity: Fidelity) -> list[Record]:
+    """Those that are compared where this class is asked for; none where there is nothing to choose in it."""
+    inside = [row for row in rows if within(row["fidelity"], fidelity)]
+    return inside if len(inside) > 1 and any(row["fidelity"] == fidelity for row in inside) else []
+
+
+def _judged(rows: Sequence[Record], fidelity: Fidelity) -> Record:
+    first = rows[0]
+    measured = {row["method"]: float(row["step_seconds"]) for row in rows}
+    table = {row["method"]: _line(row["method"], row["fidelity"], row["predicted_seconds"]) for row in rows}
+    chosen = (
+        on_trial(table, measured, first["plain_seconds"], fidelity) if first["seen"] else choose([*table.values()], fidelity)
+    )
     best = min(measured, key=lambda method: measured[method])
-    return {
+    return {name: first[name] for name in (*TOGETHER, "line", "seen", "plain_seconds")} | {
         "fidelity": fidelity,
-        "folder": condition.folder,
-        "workload": condition.workload,
-        "network": condition.network,
-        "hosts": condition.hosts,
-        "line": line,
         "methods": len(measured),
         "method": chosen.method,
-        "predicted_seconds": chosen.step_seconds,
-        "step_seconds": measured[chosen.method],
+        "predicted_seconds": table.get(chosen.method, chosen).step_seconds,
+        "step_seconds": measured.get(chosen.method, first["plain_seconds"]),
         "best": best,
         "best_seconds": measured[best],
-        "plain_seconds": measured.get("AllReduce()"),
     }
+
+
+def on_trial(table: dict[str, Row], measured: dict[str, float], plain_seconds: float, fidelity: Fidelity) -> Row:
+    """The choice after steps of plain all-reduce and of the methods that are tried."""
+    best = _line(PLAIN, "exact", plain_seconds)
+    table, taken = {**table, PLAIN: best}, {PLAIN}
+    row = choose([*table.values()], fidelity, taken=taken)
+    for trial in range(1, TRIALS + 1):
+        if row.method in taken:
+            break
+        tried = table[row.method] = replace(row, step_seconds=measured[row.method])
+        taken.add(row.method)
+        only_taken = trial == TRIALS or tried.seconds >= best.seconds
+        row, best = choose([*table.values()], fidelity, taken=taken, only_taken=only_taken), tried
+    return row
+
+
+def _line(method: str, fidelity: Fidelity, seconds: float) -> Row:
+    return Row(method=method, fidelity=fidelity, step_seconds=seconds, ratio=1.0, limit="", steps="", slower=1.0)
 
 
 def is_right(row: Record) -> bool:
@@ -124,15 +187,20 @@ def is_right(row: Record) -> bool:
 
 
 def counted(rows: Sequence[Record]) -> str:
-    """How many choices are right, by class and by the error of the rate."""
-    lines = []
-    for fidelity in FIDELITIES:
+    """How many choices are right, by class, by the error of the rate, and by what was seen; and the worst beside DDP."""
+    lines, found = [], judged(rows)
+    for seen, how in ((True, "As `replicate(fidelity=)` chooses"), (False, "By prediction alone")):
         told = []
-        for line in LINES:
-            own = [row for row in rows if (row["fidelity"], row["line"]) == (fidelity, line)]
-            told.append(f"{sum(map(is_right, own))} of {len(own)}" + ("" if line == 1 else f" with {line:g} of the rate"))
-        lines.append(f"{fidelity}: {told[1]}; {told[0]}; {told[2]}")
-    return "Within 8 % of the best: " + ". ".join(lines) + "."
+        for fidelity in FIDELITIES:
+            own = [row for row in found if (row["fidelity"], row["seen"]) == (fidelity, seen)]
+            right = [[is_right(row) for row in own if row["line"] == line] for line in LINES]
+            counts = ", ".join(f"{sum(each)} of {len(each)} at {line:g}" for line, each in zip(LINES, right, strict=True))
+            told.append(f"{fidelity} {counts}")
+        worst = max(row["step_seconds"] / row["plain_seconds"] for row in found if row["seen"] == seen)
+        lines.append(
+            f"{how}, within 8 % of the best, by the factor of the rate: {'; '.join(told)}; at most {worst:.2f} of DDP's step."
+        )
+    return "\n\n".join(lines)
 
 
 COLUMNS = (
@@ -142,6 +210,7 @@ COLUMNS = (
     Column("hosts", lambda row: str(row["hosts"])),
     Column("methods", lambda row: str(row["methods"])),
     Column("rate", lambda row: f"{row['line']:g}"),
+    Column("steps seen", lambda row: "yes" if row["seen"] else "no"),
     Column("chosen", lambda row: f"`{row['method']}`"),
     Column("predicted, ms", lambda row: f"{1e3 * row['predicted_seconds']:.1f}"),
     Column("measured, ms", lambda row: f"{1e3 * row['step_seconds']:.1f}"),
@@ -151,23 +220,21 @@ COLUMNS = (
 
 
 def _shown(rows: Sequence[Record]) -> list[Record]:
-    """Those with the rate as it was, and those that are wrong."""
-    return [row for row in rows if row["line"] == 1.0 or not is_right(row)]
+    """Those with the rate as it was, after steps were seen, and all that are wrong."""
+    return [row for row in judged(rows) if (row["line"] == 1.0 and row["seen"]) or not is_right(row)]
 
 
-STUDY = Study("choice", ("fidelity", "folder", "workload", "network", "hosts", "line"), lambda rows: COLUMNS, _shown, counted)
+STUDY = Study("choice", (*TOGETHER, "method", "line", "seen"), lambda rows: COLUMNS, _shown, counted)
 
 
 def measure(options: object, store: Store) -> Iterator[Record]:
-    """Choose wherever something was measured."""
+    """Predict wherever something was measured, and not predicted yet: of a network all rows or none are written."""
     torch.manual_seed(0)
-    there = list(conditions())
-    for line in sorted(LINES, key=lambda factor: abs(factor - 1)):
-        for condition in there:
-            console.log(
-                f"{condition.folder}: {condition.workload} on {condition.network}, {condition.hosts} hosts, rate {line:g}"
-            )
-            yield from judged(condition, line)
+    there = {tuple(row[name] for name in TOGETHER) for row in store.rows}
+    for condition in conditions():
+        if tuple(condition.name.values()) not in there:
+            console.log(", ".join(map(str, condition.name.values())))
+            yield from [*condition.predicted()]
 
 
 if __name__ == "__main__":

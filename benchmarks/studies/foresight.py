@@ -12,7 +12,7 @@ arithmetic of their layers, as ``gossamer simulate`` does.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
@@ -31,10 +31,9 @@ from gossamer.bench.emulated import Emulated
 from gossamer.bench.methods import Method, algorithm_of, optimizer_of, overlaps_forward, parse_method
 from gossamer.bench.network import parse_network
 from gossamer.bench.rows import Record, markdown, read_rows
-from gossamer.bench.workload import Workload
 from gossamer.simulate import Cluster, Compute, Link, Machines, Processor, StepTime, step_time
 from gossamer.simulate.counted import count_step
-from gossamer.simulate.run import like
+from gossamer.simulate.run import MakeOptimizer, like
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -90,14 +89,33 @@ def predictable(row: Record) -> bool:
     return not isinstance(method, str)
 
 
-def profile(workload: Workload, model: nn.Module, compute_seconds: float) -> Compute:
-    """When what is computed, of a step that computes for so long. Moves the model to ``meta``."""
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a prediction takes of a workload: its model, on ``meta``, and what its steps compute."""
+
+    model: nn.Module
+    optimizer: MakeOptimizer
+    profile: Callable[[float], Compute]
+    """When what is computed, of a step that computes for so many seconds."""
+
+
+@cache
+def known(name: str) -> Known:
+    """Of the workload of this name."""
+    workload = find_workload(name)
+    model = workload.build_model()
+    optimizer = like(workload.build_optimizer(model))
     if isinstance(model, Emulated):
         layers = model.profile()
-        rest = max(0.0, compute_seconds - sum(map(sum, layers.values())))
-        return Compute.layered(model.to("meta"), layers, optimizer=rest)
+        passes = sum(map(sum, layers.values()))
+        return Known(
+            model.to("meta"),
+            optimizer,
+            lambda seconds: Compute.layered(model, layers, optimizer=max(0.0, seconds - passes)),
+        )
     inputs, targets = (tensor.to("meta") for tensor in workload.random_batch(torch.Generator()))
-    return count_step(model.to("meta"), (inputs,), lambda outputs: workload.loss(outputs, targets)).compute(compute_seconds)
+    counted = count_step(model.to("meta"), (inputs,), lambda outputs: workload.loss(outputs, targets))
+    return Known(model, optimizer, counted.compute)
 
 
 def predict(row: Record, processor: Processor | None = None) -> float:
@@ -108,21 +126,18 @@ def predict(row: Record, processor: Processor | None = None) -> float:
 def predicted(row: Record, processor: Processor) -> StepTime:
     """All that is predicted. Every emulated host has a link of its own, and all of them share the ``processor``."""
     method: Method = parse_method(row["method"])
-    workload = find_workload(row["workload"])
-    model = workload.build_model()
-    usual = workload.build_optimizer(model)
-    compute = profile(workload, model, row["compute_seconds"])
+    workload = known(row["workload"])
     cluster = Cluster(
         machines=Machines(count=row["hosts"]),
         between=Link(bandwidth=row["tcp_bits_per_second"] or float("inf"), latency=latency_of(row)),
         processor=replace(processor, cores=row["cores"], machines=row["hosts"], computes=not is_emulated(row["workload"])),
     )
     return step_time(
-        model,
+        workload.model,
         algorithm_of(method),
         cluster=cluster,
-        compute=compute,
-        optimizer=optimizer_of(method) or like(usual),
+        compute=workload.profile(row["compute_seconds"]),
+        optimizer=optimizer_of(method) or workload.optimizer,
         overlap_forward=overlaps_forward(method),
     )
 
