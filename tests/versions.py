@@ -41,7 +41,7 @@ def install(python: str, torch: str) -> str | None:
     if found is None:
         return f"there is no {python} here"
     folder = environment(python, torch)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
     commands = (
         [found, "-c", "import sys; sys.exit(sys.version_info < (3, 11) and 'gossamer needs Python 3.11')"],
         [found, "-m", "venv", str(folder)],

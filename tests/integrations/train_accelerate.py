@@ -1,4 +1,4 @@
-"""Plain loop with Accelerate: python train_accelerate.py KIND FOLDER [resume|whole]"""
+"""Plain loop with Accelerate: python train_accelerate.py KIND FOLDER [resume|newest|whole]"""
 
 import json
 import os
@@ -8,6 +8,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.utils import ProjectConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,7 +17,8 @@ from gossamer.integrations.accelerate import Accelerator
 
 kind, folder, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else ""
 torch.set_default_dtype(torch.float64)
-options: dict[str, Any] = {"cpu": True, "gradient_accumulation_steps": 2}
+project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+options: dict[str, Any] = {"cpu": True, "gradient_accumulation_steps": 2, "project_config": project}
 
 
 def accelerator_of(kind: str) -> Any:
@@ -40,9 +42,9 @@ def main() -> None:
     loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
     assert isinstance(model, nn.parallel.DistributedDataParallel)
-    if how == "resume":
-        accelerator.load_state(str(folder / "state"))
-    for epoch in {"": (0, 1), "resume": (1,), "whole": (0, 1)}[how]:
+    if how in ("resume", "newest"):
+        accelerator.load_state(str(folder / "checkpoints" / "checkpoint_0") if how == "resume" else None)
+    for epoch in (1,) if how in ("resume", "newest") else (0, 1):
         for batch, target in loader:
             with accelerator.accumulate(model):
                 loss = (model(batch) - target).square().mean()
@@ -53,7 +55,7 @@ def main() -> None:
                 schedule.step()
                 optimizer.zero_grad()
         if epoch == 0 and how == "":
-            accelerator.save_state(str(folder / "state"))
+            accelerator.save_state()
     found: dict[str, Any] = {"own": vector(model), "bare": accelerator.unwrap_model(model) is model.module}
     if kind != "ddp":
         found["exchanges"] = accelerator.replicas[0].step

@@ -122,10 +122,14 @@ class Accelerator(_Base):  # type: ignore[misc]
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Accelerate's files, and this rank's own part where there is one. Collective."""
-        found = super().load_state(input_dir, *args, **kwargs)
+        places: list[Any] = []  # Accelerate finds the newest checkpoint itself where no folder is given
+        noted = self.register_load_state_pre_hook(lambda models, place: places.append(place))
+        try:
+            found = super().load_state(input_dir, *args, **kwargs)
+        finally:
+            noted.remove()
         for number, each in enumerate(self._replicated):
-            if input_dir is not None:
-                each.load(Path(input_dir) / OWN / str(number))
+            each.load(Path(places[0]) / OWN / str(number))
         return found
 
     def close(self, average: bool = True) -> None:
@@ -134,6 +138,11 @@ class Accelerator(_Base):  # type: ignore[misc]
             each.close(average)
             self._models[:] = [each.wrapped.module if model is each.wrapped else model for model in self._models]
         self._replicated.clear()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Accelerate's; the replicas end, so that models may be prepared anew, and keep this rank's own weights."""
+        self.close(average=False)
+        return super().free_memory(*objects)
 
     def end_training(self) -> None:
         """End the replicas, the models being the average of all, and Accelerate's trackers. Collective."""
