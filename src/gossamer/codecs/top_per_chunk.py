@@ -1,4 +1,4 @@
-"""TopPerChunk: of every chunk the elements of largest size, each in two bits and twelve for its place."""
+"""TopPerChunk: of every chunk the elements of largest size, each in two bits, and where they are."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from gossamer.checks import is_whole
 from gossamer.codecs.kernels import kernels_for, single
+from gossamer.codecs.kernels.reference import pack, unpack
 from gossamer.codecs.sparse import Sparse, aligned, as_bytes, share_of
 from gossamer.errors import ConfigurationError
 
@@ -23,10 +24,11 @@ class TopPerChunk(Sparse):
     """Of every chunk of ``chunk`` neighbours the ``density·chunk`` elements of largest size, and of those only two bits: the
     sign, and whether the size is above the mean size of all that is sent. Each of these four kinds is sent as its mean.
 
-    Bytes: 14 bits per element sent, and 16 bytes. Of the last, shorter chunk as large a share is sent, at least one element. In
-    which chunks the large elements are makes no difference, so that nothing is compared over the whole tensor, and each chunk
-    fits into a cache. A NaN or inf counts as the largest, and makes NaN of everything that is sent. Biased: use it with error
-    feedback.
+    Bytes: 14 bits per element sent, 12 of them for its place in the chunk. Or, where that is less (more than a twelfth sent),
+    2 bits per element sent, and of each element one bit that says whether it is. And 16 bytes. Of the last, shorter chunk as
+    large a share is sent, at least one element. In which chunks the large elements are makes no difference, so that nothing is
+    compared over the whole tensor, and each chunk fits into a cache. A NaN or inf counts as the largest, and makes NaN of
+    everything that is sent. Biased: use it with error feedback.
 
     Source: Sarfi et al. 2025 (arXiv 2508.15706), SparseLoCo; which four bins is ours.
     """
@@ -56,7 +58,7 @@ class TopPerChunk(Sparse):
         sums, of = (nothing.index_add(0, codes, each) for each in (values, torch.ones_like(values)))
         poison = torch.where(values.isfinite().all(), 0.0, float("nan"))
         means = (sums / of.clamp_(min=1) + poison).float()
-        return as_bytes(means, _packed(places), _fours(codes.to(torch.uint8)))
+        return as_bytes(means, self._told(places, counts, flat.numel()), pack(codes[None], 2))
 
     def _elements(self, places: Tensor, counts: tuple[int, int, int]) -> Tensor:
         """``int64[m]``: where in the tensor the elements at these places of their chunks are."""
@@ -64,18 +66,34 @@ class TopPerChunk(Sparse):
         whole = torch.arange(chunks, device=places.device).repeat_interleave(each, output_size=chunks * each)
         return places.long() + self.chunk * pad(whole, (0, last), value=chunks)
 
+    def _told(self, places: Tensor, counts: tuple[int, int, int], numel: int) -> Tensor:
+        """Which elements are sent: their places, or a bit of each element, whichever is shorter."""
+        if not _bitwise(places.numel(), numel):
+            return _packed(places)
+        sent = torch.zeros(1, numel, dtype=torch.uint8, device=places.device)
+        return pack(sent.index_fill_(1, self._elements(places, counts), 1), 1)
+
     def unpacked(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         counts = self.counts(numel)
         if not numel:
             return payload.long(), payload.float()
         payload, sent = aligned(payload), counts[0] * counts[1] + counts[2]
-        end = _HEADER + 3 * -(-sent // 2)
-        means, codes = payload[:_HEADER].view(torch.float32), payload[end:]
-        indices = (codes.unsqueeze(1) >> torch.arange(0, 8, 2, device=codes.device) & 3).flatten()[:sent]
-        return self._elements(_unpacked(payload[_HEADER:end])[:sent], counts), means[indices.long()]
+        bitwise = _bitwise(sent, numel)
+        end = _HEADER + (-(-numel // 8) if bitwise else 3 * -(-sent // 2))
+        means, told, codes = payload[:_HEADER].view(torch.float32), payload[_HEADER:end], payload[end:]
+        if bitwise:  # of a known size, so that no host waits to learn it
+            elements = torch.nonzero_static(unpack(told[None], 1, numel)[0], size=sent).flatten()
+        else:
+            elements = self._elements(_unpacked(told)[:sent], counts)
+        return elements, means[unpack(codes[None], 2, sent)[0].long()]
 
     def error_bound(self, tensor: Tensor) -> Tensor:
         return pad(tensor.abs(), (0, 1)).amax().expand_as(tensor)
+
+
+def _bitwise(sent: int, numel: int) -> bool:
+    """Whether a bit of each element takes less than twelve of each that is sent."""
+    return numel < 12 * sent
 
 
 def _packed(places: Tensor) -> Tensor:
@@ -88,9 +106,3 @@ def _unpacked(packed: Tensor) -> Tensor:
     """The reverse: ``int32[2·⌈m/2⌉]``."""
     low, middle, high = packed.int().view(-1, 3).unbind(1)
     return torch.stack([low | (middle & 15) << 8, middle >> 4 | high << 4], 1).flatten()
-
-
-def _fours(codes: Tensor) -> Tensor:
-    """``uint8[⌈m/4⌉]``: four codes of two bits in a byte."""
-    first, second, third, fourth = pad(codes, (0, -codes.numel() % 4)).view(-1, 4).unbind(1)
-    return first | second << 2 | third << 4 | fourth << 6
