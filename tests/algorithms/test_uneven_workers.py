@@ -27,7 +27,8 @@ from gossamer import (
     streaming_diloco,
 )
 from gossamer.algorithms import Algorithm
-from gossamer.codecs import Cast
+from gossamer.algorithms.blocks.gathered import Gathered
+from gossamer.codecs import Cast, TopPerChunk
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.optim import OneBitAdam
 from gossamer.simulate import Compute, Link, step_time
@@ -255,6 +256,50 @@ def plain(start: nn.Parameter) -> torch.optim.Optimizer:
 def test_outer_loops_count_by_the_samples_of_a_period(algorithm: Algorithm, outer: Callable[..., Any], world: int) -> None:
     tolerance = 1e-6 if "ScatterReduce" in repr(algorithm) else 1e-9
     torch.testing.assert_close(trained(algorithm, world)[:, :-1], reference(world, 3, outer), rtol=0, atol=tolerance)
+
+
+class Slope(nn.Module):
+    """A loss whose gradient does not depend on the weights: what a worker learns is the same wherever it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(noise(1, 48, torch.float64)[0])
+
+    def forward(self, rank: int, step: int) -> Tensor:
+        return self.weight @ noise(1, 48, torch.float64, seed=100 * rank + step + 7)[0]
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_what_uneven_workers_have_not_sent_counts_once(world: int) -> None:
+    """By the samples of the period in which it was learned, and as it is from then on, whatever samples others follow."""
+    averaging = Gathered(codec=TopPerChunk(density=0.2, chunk=12), residual="fp32")
+    algorithm = SparseLoCo(every=2, delay=0, rate=1.0, momentum=0.0, nesterov=False, averaging=averaging)
+
+    def body(rank: int) -> Tensor:
+        model = Slope()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        seen = []
+        for step in range(STEPS - 1):
+            optimizer.zero_grad()
+            replica.weigh(size(rank, step))
+            model(rank, step).backward()
+            optimizer.step()
+            if step % 2:
+                seen.append(weights(model))
+        replica.close(average=False)
+        return torch.stack(seen)
+
+    found = torch.stack(loopback(body, world))
+    expected, seen = Slope().weight.detach().clone(), []
+    for step in range(0, STEPS - 1, 2):
+        counts = torch.tensor([sum(size(rank, step + k) for k in (0, 1)) for rank in range(world)], dtype=torch.float64)
+        for rank, share in enumerate(counts / counts.sum()):
+            for k in (0, 1):
+                expected -= 0.1 * share * noise(1, 48, torch.float64, seed=100 * rank + step + k + 7)[0]
+        seen.append(expected.clone())
+    torch.testing.assert_close(found.mean(0), torch.stack(seen), rtol=0, atol=1e-9)
+    assert (found[0] - found[1]).abs().max() > 1e-3, "something is unsent"
 
 
 def test_a_dense_start_counts_gradients_by_samples_and_weights_from_its_end() -> None:

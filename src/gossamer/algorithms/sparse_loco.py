@@ -11,6 +11,7 @@ from gossamer.algorithms.diloco import DiLoCo
 from gossamer.buckets import Bucket
 from gossamer.codecs.top_per_chunk import TopPerChunk
 from gossamer.comm.ops import Flow
+from gossamer.memory import wide
 from gossamer.state import RESIDUAL, State
 
 
@@ -20,10 +21,11 @@ class SparseLoCo(DiLoCo):
     12 for its place (:class:`~gossamer.codecs.TopPerChunk`). A message that is longer than the median of all counts only with
     that length.
 
-    What is not sent, e, stays in the worker's own weights (``keep_unsent``): it begins again at x - e, and its next Δ = x - w
-    has e within it. Replicas differ by what they have not sent; without momentum, at rate 1 and without clipping their mean
-    is that of :class:`LocalSGD`. With ``keep_unsent=False`` all begin again at x, and e is added to the next Δ, as in the
-    paper: then each period learns again what is in e already, and with an outer momentum steps become too long.
+    What is not sent, e, stays in the worker's own weights (``keep_unsent``): it begins again at x - e, and sends e with what it
+    learns from there, Δ = x - e - w. Replicas differ by what they have not sent; without momentum, at rate 1 and without
+    clipping their mean is that of :class:`LocalSGD`. With ``keep_unsent=False`` all begin again at x, and e is added to the
+    next Δ, as in the paper: then each period learns again what is in e already, and with an outer momentum steps become too
+    long.
 
     The paper has 64 elements of 4,096, e faded by 0.95, ``rate=1.0`` and no momentum. Defaults are others because of a small
     GPT (4 workers, 57 outer steps of 30 after 300 dense ones, one seed; DiLoCo 1.576 nats, all-reduce 1.628): the paper's
@@ -48,9 +50,16 @@ class SparseLoCo(DiLoCo):
     keep_unsent: bool = True
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        difference = yield from super().exchange(bucket, state, ctx)
-        unsent = state.scoped(outer.AVERAGING).get(RESIDUAL)
-        if unsent is None or not self.keep_unsent:
-            return difference
-        state.scoped(outer.AVERAGING + RESIDUAL).forget()
-        return difference.sub_(unsent, alpha=getattr(self.averaging, "decay", 1.0))
+        had = self._kept(state)
+        if had is None:
+            difference = yield from super().exchange(bucket, state, ctx)
+        else:  # what a worker has learned is its way from x - e; e is no part of it, and counts as it is, whatever Δ counts
+            difference = yield from super().exchange(bucket.holding(wide(bucket.flat) + had), state, ctx)
+            difference = wide(difference).add_(had)
+        unsent = self._kept(state)
+        return (difference if unsent is None else wide(difference).sub_(unsent)).to(bucket.flat.dtype)
+
+    def _kept(self, state: State) -> Tensor | None:
+        """By how much this worker's weights are behind those at which all begin: its residual, as far as that stays."""
+        unsent = state.scoped(outer.AVERAGING).get(RESIDUAL) if self.keep_unsent else None
+        return None if unsent is None else wide(unsent) * getattr(self.averaging, "decay", 1.0)
