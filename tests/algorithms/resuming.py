@@ -22,9 +22,10 @@ def trained(
     make_optimizer: Callable[[nn.Module], Optimizer],
     loss: Callable[[nn.Module, gossamer.Replica, int, int], Tensor],
     resume_at: int | None = None,
+    then: Algorithm | None = None,
 ) -> Tensor:
     """The weights after each step and at the end, rank by rank: ``(world, steps + 1, size)``; saved and loaded again before
-    step ``resume_at``. ``loss``: of model, replica, rank and step."""
+    step ``resume_at``, by ``algorithm``, or ``then``. ``loss``: of model, replica, rank and step."""
 
     def body(rank: int) -> Tensor:
         model = make_model()
@@ -38,7 +39,7 @@ def trained(
                 model = make_model()
                 optimizer = make_optimizer(model)
                 optimizer.load_state_dict(states[1])
-                replica = gossamer.replicate(model, optimizer, algorithm)
+                replica = gossamer.replicate(model, optimizer, then or algorithm)
                 model.load_state_dict(states[0])
                 replica.load_state_dict(states[2])
             optimizer.zero_grad()

@@ -1,5 +1,6 @@
 """Outer steps: torchft's arithmetic, an outer rate that is too large, and workers that were given different periods."""
 
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import ConfigurationError, DiLoCo, EagerDiLoCo, Gossip, LocalSGD, loopback, streaming_diloco
+from gossamer import ConfigurationError, DiLoCo, EagerDiLoCo, Gossip, LocalSGD, SparseLoCo, loopback, streaming_diloco
 from gossamer.algorithms import Algorithm
 from gossamer.errors import DisagreementError
 
+from . import resuming
 from .test_outer_loops import SIZE, STEPS, WORLD, Pull, inner, nesterov, trained
 
 
@@ -58,6 +60,8 @@ def test_without_delay_streaming_diloco_has_the_arithmetic_of_torchft(count: int
         DiLoCo(dense=0, every=3, rate=16.0, averaging=Gossip()),
         EagerDiLoCo(dense=0, every=3, rate=16.0),
         streaming_diloco(dense=0, every=4, fragments=2, delay=1, rate=16.0),
+        SparseLoCo(dense=0, every=3, rate=16.0, momentum=0.9),
+        SparseLoCo(dense=0, every=3, rate=16.0, momentum=0.9, keep_unsent=False),
     ],
     ids=repr,
 )
@@ -92,3 +96,58 @@ def test_workers_with_different_periods_are_named_at_the_start(make: type[LocalS
 
     with pytest.raises(DisagreementError, match=r"ranks differ in algorithm: ranks 0, 2: .*every=\d.*; rank 1: .*every=\d"):
         loopback(body, WORLD)
+
+
+def as_one_loop(resume_at: int, before: tuple[int, float], then: tuple[int, float], steps: int) -> Tensor:
+    """DiLoCo in one process, whose period and outer rate change before one step."""
+    models = [Pull() for _ in range(WORLD)]
+    optimizers = [inner(model) for model in models]
+    start = nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
+    outer, seen = nesterov(start), []
+    for step in range(steps):
+        every, outer.param_groups[0]["lr"] = before if step < resume_at else then
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            model(rank).backward()
+            optimizer.step()
+        if (step + 1) % every == 0:
+            start.grad = start.detach() - torch.stack([model.weight.detach() for model in models]).mean(0)
+            outer.step()
+            for model in models:
+                model.weight.data.copy_(start.detach())
+        seen.append(torch.stack([model.weight.detach().clone() for model in models]))
+    return torch.stack(seen, 1)
+
+
+@pytest.mark.parametrize("then", [(3, 0.7), (7, 0.7), (4, 0.3), (5, 0.9)])
+@pytest.mark.parametrize("resume_at", [5, 8])
+def test_a_run_may_go_on_with_another_period_and_outer_rate(resume_at: int, then: tuple[int, float]) -> None:
+    """Outer weights and momentum are those of before, without a warning."""
+    algorithms = [DiLoCo(dense=0, delay=0, every=every, rate=rate) for every, rate in ((4, 0.7), then)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the saved run had other settings")
+        found = resuming.trained(
+            algorithms[0], WORLD, 18, Pull, inner, lambda model, _, rank, step: model(rank), resume_at, algorithms[1]
+        )
+    torch.testing.assert_close(found[:, :-1], as_one_loop(resume_at, (4, 0.7), then, 18), rtol=0, atol=1e-12)
+
+
+def test_what_is_under_way_when_the_period_changes_is_added() -> None:
+    """The mean moves by what all have learned, as without any exchange."""
+    algorithms = [
+        streaming_diloco(dense=0, every=every, fragments=2, delay=3, merge=None, rate=1.0, momentum=0.0) for every in (8, 4)
+    ]
+    found, alone = (
+        resuming.trained(first, WORLD, 18, Pull, inner, lambda model, _, rank, step: model(rank), resume_at, then)
+        for first, resume_at, then in ((algorithms[0], 9, algorithms[1]), (LocalSGD(dense=0, every=1000), None, None))
+    )
+    torch.testing.assert_close(found[:, 17].mean(0), alone[:, 17].mean(0), rtol=0, atol=1e-12)
+
+
+def test_what_eager_deltas_wait_for_does_not_change() -> None:
+    """Others' deltas of one period are used in the next, once: a period of another length begins anew, and says so."""
+    with pytest.warns(UserWarning, match=r"other settings \(every is 3, was 5\)"):
+        resuming.trained(
+            EagerDiLoCo(dense=0, every=5), WORLD, 13, Pull, inner, lambda model, _, rank, step: model(rank), 7,
+            EagerDiLoCo(dense=0, every=3),
+        )  # fmt: skip

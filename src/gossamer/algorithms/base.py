@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
@@ -30,6 +30,14 @@ class _Usual(int):
 
 
 USUAL = _Usual(2 * 2**20)
+
+CHANGEABLE = "changeable"
+
+
+def changeable(default: Any) -> Any:
+    """A dataclass field with this default; a run that goes on from a saved state may give it another value, and what is kept
+    keeps its meaning."""
+    return field(default=default, metadata={CHANGEABLE: True})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.all_reduce import AllReduce
-from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.base import Algorithm, Context, changeable
 from gossamer.algorithms.blocks import outer
 from gossamer.algorithms.blocks.shares import in_line, refuse_two
 from gossamer.algorithms.cadence import Cadence
@@ -41,12 +41,12 @@ class DiLoCo(LocalSGD):
     NoLoCo (2506.10911), whose gossip has the difference of the x within v.
     """
 
-    every: int = 32
-    rate: float = 0.7
-    momentum: float = 0.9
-    nesterov: bool = True
+    every: int = changeable(32)
+    rate: float = changeable(0.7)
+    momentum: float = changeable(0.9)
+    nesterov: bool = changeable(True)
     averaging: Algorithm = field(default_factory=AllReduce)
-    outlier: float | None = None
+    outlier: float | None = changeable(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()

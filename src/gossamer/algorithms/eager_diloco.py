@@ -40,6 +40,9 @@ class EagerDiLoCo(DiLoCo):
             is over weights.
     """
 
+    every: int = 32
+    """Not changeable: the others' deltas of a period are used in the next one."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.every < 2 or self.delay != 1 or self.merge is not None or self.lag or self.outlier is not None:

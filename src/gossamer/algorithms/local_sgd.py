@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gossamer.algorithms.base import Context
+from gossamer.algorithms.base import Context, changeable
 from gossamer.algorithms.blocks.mean import way_to_mean
 from gossamer.algorithms.blocks.meeting import Spaced, check_steps
 from gossamer.algorithms.cadence import Cadence, every
@@ -46,10 +46,10 @@ class LocalSGD(Spaced):
     Source: Stich 2018 (arXiv 1805.09767); Lin et al. 2018 (arXiv 1808.07217), post-local SGD.
     """
 
-    every: int = 8
-    delay: int = 1
-    merge: float | None = None
-    dense: int | None = None
+    every: int = changeable(8)
+    delay: int = changeable(1)
+    merge: float | None = changeable(None)
+    dense: int | None = changeable(None)
     lag: int = 0
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gossamer.algorithms.base import Algorithm, Context
+from gossamer.algorithms.base import Algorithm, Context, changeable
 from gossamer.algorithms.blocks import outer
 from gossamer.algorithms.blocks.gathered import Gathered
 from gossamer.algorithms.diloco import DiLoCo
@@ -43,9 +43,9 @@ class SparseLoCo(DiLoCo):
     Source: Sarfi et al. 2025 (arXiv 2508.15706); ``keep_unsent`` is ours.
     """
 
-    every: int = 30
-    rate: float = 1.5
-    momentum: float = 0.6
+    every: int = changeable(30)
+    rate: float = changeable(1.5)
+    momentum: float = changeable(0.6)
     averaging: Algorithm = field(default_factory=lambda: Gathered(codec=TopPerChunk(density=0.12), clip=True, residual="fp32"))
     keep_unsent: bool = True
 

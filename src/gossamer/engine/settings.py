@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.base import CHANGEABLE, Algorithm
 from gossamer.errors import ConfigurationError
 
 
@@ -38,8 +38,8 @@ def _differences(now: Any, saved: ast.expr, place: str, refusal: str) -> Iterato
     assert isinstance(saved, ast.Call)
     given = {keyword.arg: keyword.value for keyword in saved.keywords}
     for field in fields(now):
-        if field.name == "residual":
-            continue  # in how many bits it is kept changes nothing of what it means
+        if field.name == "residual" or field.metadata.get(CHANGEABLE):
+            continue  # in how many bits it is kept, or when it is used, changes nothing of what it means
         value, inside = getattr(now, field.name), f"{place}.{field.name}".removeprefix(".")
         if field.name in given:
             yield from _differences(value, given[field.name], inside, refusal)
