@@ -176,6 +176,17 @@ def test_the_reader_sees_what_is_too_long(tmp_path: Path) -> None:
     assert too_long(file, lines=5, statements=1) == ["file.py", "file.py: short"]
 
 
+OUTER_LOOPS = ("local_sgd", "diloco", "streaming_diloco", "eager_diloco", "sparse_loco", "des_loc", "sparta")
+
+
+@pytest.mark.parametrize("method", OUTER_LOOPS)
+def test_an_outer_loop_is_a_short_file_that_the_engine_does_not_know(method: str) -> None:
+    """All of them are one mechanism: a cadence, an outer step, an average."""
+    assert too_long(ROOT / "algorithms" / f"{method}.py", lines=100) == []
+    for above in ("engine/", "replica.py", "replicate.py", "replication.py", "simulate/"):
+        assert offenders(above, f"gossamer.algorithms.{method}") == []
+
+
 def unpickled(path: Path) -> list[str]:
     """The calls of a file that may unpickle something."""
     found = []
