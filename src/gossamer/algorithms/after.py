@@ -72,7 +72,9 @@ class Phases(Algorithm, register=False):
         return tuple(method for _, method in self.phases)
 
     def _with(self, change: Callable[[Algorithm], Algorithm]) -> "Phases":
-        return replace(self, phases=tuple((start, change(method)) for start, method in self.phases))
+        phases = tuple((start, change(method)) for start, method in self.phases)
+        same = all(new is old for (_, new), (_, old) in zip(phases, self.phases, strict=True))
+        return self if same else replace(self, phases=phases)
 
     @property
     def traits(self) -> Traits:

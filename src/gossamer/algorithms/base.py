@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -67,13 +68,13 @@ class Algorithm(ABC):
         if not is_whole(self.bucket_bytes, 1):
             raise ConfigurationError(f"bucket_bytes must be a positive number of bytes; got {self.bucket_bytes!r}")
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """What the algorithm is, as one record. Of a combination: its parts' traits, joined field by field."""
         parts = self._parts()
         return what.joined(part.traits for part in parts) if parts else Traits()
 
-    @property
+    @cached_property
     def cadence(self) -> Cadence:
         """At which steps it exchanges: at every step by default."""
         parts = self._parts()
@@ -177,8 +178,9 @@ class Algorithm(ABC):
 
     def _with(self, change: Callable[["Algorithm"], "Algorithm"]) -> Self:
         """The same with its parts changed; ``bucket_bytes`` follows the last part, if it did so before."""
-        parts = {name: change(part) for name, part in self._fields().items()}
-        if not parts:
+        before = self._fields()
+        parts = {name: change(part) for name, part in before.items()}
+        if all(parts[name] is part for name, part in before.items()):
             return self
         there = parts_of(self)
         follows = not there or self.bucket_bytes == there[-1].bucket_bytes
