@@ -315,6 +315,16 @@ def stacked(outcomes: Sequence[Outcome], step: int = -1) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PassThrough(Algorithm, register=False):
+    """A wrapper in five lines."""
+
+    inner: Algorithm
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
+        return (yield from self.inner.exchange(bucket, state, ctx))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Tapped(Algorithm, register=False):
     """Another algorithm, with everything that it yields and returns written down by step and bucket."""
 

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import gossamer
 from gossamer import AllReduce, ChunkSparse, PowerSGD, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm
@@ -21,7 +23,7 @@ from gossamer.codecs import Quantize, Sign
 from gossamer.comm import digraph
 from gossamer.comm.loopback import LoopbackPort
 
-from .cases import algorithms, batch, combined, make_training, mixed, train_step, with_fields
+from .cases import algorithms, batch, combined, make_training, mixed, train_step, weights, with_fields
 
 RECORDED = Path(__file__).with_name("traces.json")
 WORLDS = [2, 4, 8]
@@ -113,10 +115,10 @@ def taped() -> Iterator[None]:
         LoopbackPort.start = start  # type: ignore[method-assign]
 
 
-def trace(algorithm: Algorithm, world: int) -> list[Steps]:
-    """What the first and the last rank do in each of some steps."""
+def trace(algorithm: Algorithm, world: int) -> tuple[list[Steps], list[Tensor]]:
+    """What the first and the last rank do in each of some steps, and every rank's weights after them."""
 
-    def body(rank: int) -> Steps:
+    def body(rank: int) -> tuple[Steps, Tensor]:
         _here.tape, _here.bytes, _here.messages = Counter(), 0, 0
         model, optimizer, replica = make_training(algorithm)
         assert replica is not None
@@ -126,12 +128,12 @@ def trace(algorithm: Algorithm, world: int) -> list[Steps]:
             train_step(model, optimizer, batch(step, rank))
             replica.wait_for_exchanges()
             said.append(sentence(_here.bytes, _here.messages, _here.tape))
-        replica.close()
-        return said
+        replica.close(average=True)
+        return said, weights(model)
 
     with taped():
-        ranks = loopback(body, world)
-    return [ranks[0], ranks[-1]]
+        said, trained = zip(*loopback(body, world), strict=True)
+    return [said[0], said[-1]], list(trained)
 
 
 def load() -> dict[str, dict[str, list[Steps]]]:
@@ -151,7 +153,7 @@ def load() -> dict[str, dict[str, list[Steps]]]:
 
 def record() -> None:
     """Record all of them. Each operation is written once, and each step by the numbers of its operations."""
-    traces = {name: {str(w): trace(algorithm, w) for w in WORLDS} for name, algorithm in subjects().items()}
+    traces = {name: {str(w): trace(algorithm, w)[0] for w in WORLDS} for name, algorithm in subjects().items()}
     each = [step for worlds in traces.values() for ranks in worlds.values() for rank in ranks for step in rank]
     steps = {step: number for number, step in enumerate(dict.fromkeys(each))}
     operations = {op: n for n, op in enumerate(dict.fromkeys(op for step in steps for op in parsed(step)[2]))}

@@ -209,7 +209,8 @@ def test_a_host_that_has_vanished_is_named_long_before_the_timeout() -> None:
         waiting.wait(ticket(), nothing)
 
 
-def test_process_groups_that_cannot_be_opened_name_the_setting_that_may_help() -> None:
+def test_process_groups_that_cannot_be_opened_name_the_setting_that_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wait_policy, "ROLL_CALL", 0.2)  # nobody answers
     waiting, _ = three(timeout=0.2)
     waiting.opening_hint = "; rank 0 listens for the others at 10.0.0.1: name the network interface by GLOO_SOCKET_IFNAME"
     with pytest.raises(CommunicationTimeout, match=r"listens for the others at 10\.0\.0\.1: .* by GLOO_SOCKET_IFNAME"):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -76,7 +77,7 @@ class Phases(Algorithm, register=False):
         same = all(new is old for (_, new), (_, old) in zip(phases, self.phases, strict=True))
         return self if same else replace(self, phases=phases)
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """Those of all phases; of several that say how many ranks share a node, the last one is right."""
         each = [method.traits for method in parts_of(self)] or [NOTHING.traits]
@@ -85,7 +86,7 @@ class Phases(Algorithm, register=False):
         nodes |= {None} if any(None in one.nodes for one in each) else set()
         return replace(joined(each), exact=False, takes_shares=False, prompt=False, nodes=nodes, dense=dense)
 
-    @property
+    @cached_property
     def cadence(self) -> Cadence:
         """That of each phase in its time, and one exchange more where a phase takes over from one that keeps anything."""
         ends = [start for start, _ in self.phases[1:]] + [math.inf]

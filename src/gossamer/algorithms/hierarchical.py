@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,14 +66,14 @@ class Hierarchical(Algorithm, register=False):
     def _fields(self) -> dict[str, Algorithm]:
         return {"inner": self.inner, "outer": self.outer}  # the last one says how long buckets are
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """Of both; what it exchanges between nodes is what ``outer`` does."""
         outer, nodes = self.outer.traits, frozenset({self.ranks_per_node})
         both = joined([outer, self.inner.traits])
         return replace(both, subject=outer.subject, exact=False, takes_shares=False, prompt=False, nodes=nodes)
 
-    @property
+    @cached_property
     def cadence(self) -> Cadence:
         """That of ``outer``, among the nodes; gradients are averaged inside each in every step."""
         outer = self.outer.cadence

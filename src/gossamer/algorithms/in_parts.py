@@ -1,6 +1,7 @@
 """InParts: an algorithm over weights that takes one part of them per step."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -70,7 +71,7 @@ class InParts(Algorithm, register=False):
             raise ConfigurationError(f"in_parts(): {self.algorithm!r} exchanges the same weights at two steps of a period")
         refuse_lag(self.algorithm, "in_parts()")
 
-    @property
+    @cached_property
     def cadence(self) -> Cadence:
         return self.algorithm.cadence.in_parts(self.count, self.part_number, self.strides)
 

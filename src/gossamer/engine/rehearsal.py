@@ -30,6 +30,9 @@ from gossamer.state import State
 _MOST = 2**19
 """Elements of a bucket. More are encoded by the same code, and fewer might be gathered without any."""
 
+_rehearsed: set[tuple[Algorithm, torch.dtype, torch.device, int, int]] = set()
+"""What this process has carried out: what is compiled or loaded stays. Of the ranks of a loopback world the first one does."""
+
 
 @torch.no_grad()
 def rehearse_all(algorithm: Algorithm, tensors: Mapping[str, Tensor], optimizers: Sequence[Optimizer], runner: Runner) -> None:
@@ -49,6 +52,10 @@ def _rehearse(algorithm: Algorithm, tensors: Mapping[str, Tensor], runner: Runne
     """Exchange buckets like those of ``tensors``."""
     for layout in _layouts(algorithm, tensors):
         for each in dict.fromkeys(_with_parts(layout.handler)):
+            kind = each, layout.dtype, layout.device, layout.numel, runner.world
+            if kind in _rehearsed:
+                continue
+            _rehearsed.add(kind)
             # An error is not this one's business: the exchange itself meets it, and says where.
             with suppress(Exception), without_autocast():
                 _exchange_alone(each, layout, runner)

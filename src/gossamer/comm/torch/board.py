@@ -181,7 +181,7 @@ class FailureBoard:
         posted = {rank: text.partition(" ") for rank, text in self._read("waits", self._others()).items()}
         return {rank: (int(number), label) if number else None for rank, (number, _, label) in posted.items()}
 
-    def roll_call(self, seconds: float = 3.0) -> list[int]:
+    def roll_call(self, seconds: float) -> list[int]:
         """After a lost connection that belongs to no known rank: the ranks that give no answer within so many seconds; fewer if
         all have answered."""
         self._post("answer", "here")

@@ -29,6 +29,8 @@ SLICE = 0.2
 BUSY_SLICE = 0.002
 """The same, where there is something to do in between."""
 
+ROLL_CALL = 3.0
+"""Seconds within which the others answer where a connection was lost, of no known rank."""
 LOOK_EVERY = 1.0
 """Seconds after which a waiting rank looks at the board, again and again."""
 
@@ -253,7 +255,7 @@ class WaitPolicy:
         if closed:
             self._board.note_missing(closed)
             return f"{names(closed)} ended without a word (killed, or crashed)"
-        missing = self._board.roll_call()
+        missing = self._board.roll_call(ROLL_CALL)
         return f"no answer (ended, or busy with something else): {names(missing)}" if missing else "every rank still answers"
 
 
