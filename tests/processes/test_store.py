@@ -44,8 +44,8 @@ def _rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
 
 
-def connect(port: int) -> dist.PrefixStore:  # type: ignore[name-defined]
-    tcp = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))  # type: ignore[attr-defined]
+def connect(port: int, seconds: float = 20) -> dist.PrefixStore:  # type: ignore[name-defined]
+    tcp = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=seconds))  # type: ignore[attr-defined]
     return dist.PrefixStore("a", dist.PrefixStore("b", tcp))  # type: ignore[attr-defined]
 
 
@@ -70,6 +70,19 @@ def test_a_lost_store_is_noticed_without_a_word(
         with pytest.raises(StoreLostError):
             QuietStore(origin, own_connection=own).has("key")
     assert capfd.readouterr().err == ""
+
+
+def test_a_host_that_ends_while_it_is_connected_to_is_noticed(host: tuple[subprocess.Popen[str], int]) -> None:
+    """torch goes on connecting for as long as the store's own limit says."""
+    process, port = host
+    origin = connect(port, seconds=200)
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    threading.Timer(0.5, process.kill).start()
+    begin = time.monotonic()
+    with pytest.raises(StoreLostError, match="the process of rank 0, which hosts it, has ended"):
+        QuietStore(origin)
+    assert time.monotonic() - begin < 100
 
 
 def test_a_store_that_waits_in_another_thread_does_not_stop_this_one(host: tuple[subprocess.Popen[str], int]) -> None:

@@ -74,9 +74,8 @@ class QuietStore:
         self._line, self._lost = _Line({each.descriptor for each in before}), False
         own = before
         if own_connection:
-            self._require_line()  # connecting to a host that has ended would go on for minutes
             # A connection of our own, because a thread that waits for a key blocks every other call on the same one.
-            self._store = store.clone()
+            self._store = self._connected(store)
             own = _connections_to(port) - before
             self._line = _Line({each.descriptor for each in own})
         keep_alive(own)
@@ -88,7 +87,20 @@ class QuietStore:
 
     def clone(self) -> Any:
         """The store itself, on one more connection. It does not keep a server alive that this process hosts."""
-        return self._store.clone()
+        return self._connected(self._store)
+
+    def _connected(self, store: Any) -> Any:
+        """``store`` on one more connection. torch tries for minutes to connect to a host that has ended; so the connections
+        that are there are looked at meanwhile."""
+        self._require_line()
+        clerk = _Clerk()
+        try:
+            return clerk.do(store.clone, store.timeout.total_seconds(), lambda seconds: self._require_line())
+        except (_Silence, dist.DistNetworkError, dist.DistStoreError) as error:
+            self._lost = True
+            raise StoreLostError(f"{self.host} takes no further connection: {error}") from error
+        finally:
+            clerk.end()
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
