@@ -85,6 +85,23 @@ def replicated_on_two_dimensions(here: Here) -> None:
         here.close()
 
 
+def experts_of_two_layers(here: Here) -> None:
+    """A replica for the experts of each layer, all with the optimizer of the whole model."""
+    mesh = mesh_of_four()
+    layers = nn.ModuleList(Routed((here.rank % 2,)) for _ in range(2))
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2)
+    here.replicate(layers, optimizer, ignore=[layer.experts for layer in layers])
+    for layer in layers:
+        here.replicate(layer.experts, optimizer, mesh=mesh["replicate"], synchronize="step")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sum(layer(rows(step, here.rank), expert_of(step, here.rank)).square().mean() for layer in layers).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    whole = dict(alone().named_parameters())
+    difference = max(float((p - whole[name]).detach().abs().max()) for layer in layers for name, p in layer.named_parameters())
+    assert difference < 1e-12, difference
+
+
 def left_to_each_rank(here: Here) -> None:
     model = Routed((here.rank % 2,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

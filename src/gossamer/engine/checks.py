@@ -16,7 +16,8 @@ from gossamer.errors import ConfigurationError
 from gossamer.memory import is_stored
 
 replicated: "weakref.WeakValueDictionary[int, Parameter]" = weakref.WeakValueDictionary()
-
+left_alone: "weakref.WeakValueDictionary[int, Parameter]" = weakref.WeakValueDictionary()
+"""Those that an open replica leaves to each rank: the same optimizer may hold them, and other replicas may have them."""
 
 T = TypeVar("T", bound=Tensor)
 
@@ -52,9 +53,16 @@ class Ignored:
         self._named = bool(ignore)
         if self._named:
             setattr(model, IGNORED, [*self._before, *names_of(model, ignore)])
+        names = set(getattr(model, IGNORED, ()))
+        named = model.named_parameters(remove_duplicate=False) if names and isinstance(model, nn.Module) else ()
+        self._left = {id(p): p for key, p in named if uncompiled(key) in names}
+        left_alone.update(self._left)
 
     def release(self) -> None:
         """The model names what it did before."""
+        for each in self._left:
+            left_alone.pop(each, None)
+        self._left.clear()
         if self._named:
             setattr(self._model, IGNORED, self._before)
             if not self._before:
@@ -232,7 +240,7 @@ def check_held(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     twice = [name for name, p in parameters.items() if holders.get(id(p), 0) > 1]
     if twice:
         raise ConfigurationError(f"more than one optimizer holds {some(twice)}")
-    foreign = set(holders) - set(map(id, model.parameters())) - set(replicated)
+    foreign = set(holders) - set(map(id, model.parameters())) - set(replicated) - set(left_alone)
     if foreign:
         raise ConfigurationError(
             f"the optimizer holds {len(foreign)} parameter(s) that the model does not have: they would not be replicated "
