@@ -146,7 +146,7 @@ class Replica(Traced, Weighed):
             if self._weights.may_be_apart:
                 self._weights.catch_up(call, self._averages.on)
             elif apart:
-                self._weights.even_out(call, self._loop.even_steps)
+                self._weights.even_out(call, self._loop.steps)
             else:
                 self._runner.meet(call)
 
@@ -237,7 +237,6 @@ class Replica(Traced, Weighed):
             step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
             checkpoint.compare_weights(state, self._runner, self._parts.parameters.values())
             self._loop.steps = [step] * len(self._parts.optimizers)
-            self._loop.even_steps = [step] * len(self._parts.optimizers)
             self._parts.scale.load(state.get("scale"))
             if self._overlap is not None:
                 self._overlap.restart()

@@ -121,10 +121,14 @@ class Join(Subscriber):
             self._loop.pass_without_gradients()
             self._clear_gradients()
         else:
-            mirror = self._mirror_after or self._mirror_in
-            assert mirror is not None, "steps are announced where they exchange something"
             self._clear_gradients()  # a step takes no part of the last batch once more
-            mirror(event - Event.STEP)
+            index = event - Event.STEP
+            if self._mirror_after is not None:
+                self._mirror_after(index)
+                self._loop.steps[index] += 1  # a step that is taken is counted by its hook
+            else:
+                assert self._mirror_in is not None, "steps are announced where they exchange something"
+                self._mirror_in(index)
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:

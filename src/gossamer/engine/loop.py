@@ -66,9 +66,7 @@ class Loop:
         self._inside: set[int] = set()
         self._unsynchronised_task, self._apart = _NONE, 0
         self.steps: list[int] = [0] * len(self._optimizers)
-        """How many steps each optimizer has taken."""
-        self.even_steps: list[int] = [0] * len(self._optimizers)
-        """The same, without those where ranks may have different numbers of batches."""
+        """How many steps each optimizer has taken; of a rank without more batches (``join()``), those that it mirrors too."""
         self._seen = [0] * len(self._optimizers)
         """Of each optimizer's last step: how many synchronised passes there had been."""
         self.connect(())
@@ -186,7 +184,6 @@ class Loop:
                 call(index)
         self._seen[index] = self.synchronised_passes
         self.steps[index] += 1
-        self.even_steps[index] += not self.uneven
 
     # -- backward passes ---------------------------------------------------------------------------------------------
 
