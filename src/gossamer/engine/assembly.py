@@ -86,33 +86,16 @@ def assemble(
     travelling = with_elements(trainable)
     owned = [_owned(travelling, optimizer) for optimizer in optimizers]
     sizes = [sum(local(p).numel() * p.element_size() for p in each.values()) for each in owned]
-    statistics, loop = (
-        (Statistics(runner, sizes), Loop(runner, optimizers, model, accumulate))
-        if before is None
-        else (before.statistics, before.loop)
-    )
+    statistics = before.statistics if before else Statistics(runner, sizes)
+    loop = before.loop if before else Loop(runner, optimizers, model, accumulate)
     weights = WeightSyncs(runner, algorithm, model, optimizers, owned, buffers == "average", statistics)
     links = _links(runner, optimizers, parameters, statistics)
     exchange = weights.exchange_without_step if weights else None
     step = (lambda index: optimizers[index].step()) if links else None
     join = Join(runner, loop, list(trainable.values()), after_step=exchange, in_step=step)
     watch = ModelWatch(model, optimizers, parameters)
-    parts = Parts(
-        model,
-        tuple(optimizers),
-        algorithm,
-        runner,
-        buffers,
-        parameters,
-        trainable,
-        statistics,
-        watch,
-        loop,
-        join,
-        weights,
-        links,
-        scaler,
-    )
+    named, steppers = (parameters, trainable), tuple(optimizers)
+    parts = Parts(model, steppers, algorithm, runner, buffers, *named, statistics, watch, loop, join, weights, links, scaler)
     if before is not None:
         parts.step_handles, parts.ignored = before.step_handles, before.ignored
         parts.buffers_asked, parts.synchronize_asked = before.buffers_asked, before.synchronize_asked
