@@ -7,7 +7,9 @@ Torch calls hooks for steps that are not the user's. A subclass of an optimizer 
 """
 
 import sys
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -29,8 +31,38 @@ class OwnHook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return None if self._call is None else self._call(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[type["OwnHook"], tuple[()]]:
+    def __reduce__(self) -> tuple[type["OwnHook"], tuple[Any, ...]]:
         return OwnHook, ()
+
+
+class CopiedHook(OwnHook):
+    """One that a copy or pickle has as well: it does a part of what the optimizer does, for as long as that is lent."""
+
+    def __reduce__(self) -> tuple[type[OwnHook], tuple[Any, ...]]:
+        return CopiedHook, (self._call,)
+
+
+def come_last(optimizer: Optimizer, handle: Any) -> None:
+    """Call a hook before the optimizer's step after those of others, whenever these were registered; what does a part of the
+    step follows it, which asks for gradients."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    for key in (handle.id, *[key for key, hook in hooks.items() if isinstance(hook, CopiedHook)]):
+        hooks.move_to_end(key)
+
+
+@contextmanager
+def only_own_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, a part of a step is taken: hooks of the user's, which belong to the whole step, are not called."""
+
+    def own(hooks: Any) -> Any:
+        return OrderedDict((key, hook) for key, hook in hooks.items() if isinstance(hook, OwnHook))
+
+    pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = own(pre), own(post)
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = pre, post
 
 
 def before_gradients_are_used(

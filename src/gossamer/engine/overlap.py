@@ -26,8 +26,7 @@ from gossamer.engine.loop import Loop, Subscriber
 from gossamer.engine.pending_gradients import PendingGradients
 from gossamer.engine.unchanged import Evidence
 from gossamer.errors import UsageError
-from gossamer.hooks import OwnHook, before_gradients_are_used, in_nested_step
-from gossamer.optim.momentum import come_last, only_own_hooks
+from gossamer.hooks import OwnHook, before_gradients_are_used, come_last, in_nested_step, only_own_hooks
 
 _logger = logging.getLogger("gossamer")
 

@@ -3,9 +3,7 @@
 An algorithm sees gradients, and not weights, so the momentum of what weight decay adds to them is accumulated here.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -14,7 +12,7 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from gossamer.errors import ConfigurationError
-from gossamer.hooks import OwnHook, before_gradients_are_used, in_nested_step
+from gossamer.hooks import CopiedHook, before_gradients_are_used, in_nested_step
 from gossamer.optim.loan import give_back, save_as_given
 
 _LENT, _DECAY = "momentum lent to gossamer", "weight decay lent to gossamer"
@@ -46,7 +44,7 @@ def lend_momentum(optimizers: Sequence[Optimizer]) -> float:
     for optimizer in optimizers:
         if optimizer not in _hooks:
             _hooks[optimizer] = [
-                optimizer.register_step_pre_hook(_decay),
+                optimizer.register_step_pre_hook(CopiedHook(_decay)),
                 save_as_given(optimizer, _LOAN),
                 optimizer.register_load_state_dict_post_hook(partial(_lend_loaded, momentum)),
             ]
@@ -79,29 +77,6 @@ def _decay(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return None
     _check_lent(optimizer)
     return before_gradients_are_used(partial(_apply_decay, optimizer), optimizer, args, kwargs)
-
-
-def come_last(optimizer: Optimizer, handle: Any) -> None:
-    """Call a hook before the optimizer's step after those of others, whenever these were registered; the weight decay follows
-    it, which asks for gradients."""
-    hooks: Any = optimizer._optimizer_step_pre_hooks
-    for each in (handle, *_hooks.get(optimizer, ())[:1]):
-        hooks.move_to_end(each.id)
-
-
-@contextmanager
-def only_own_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, a part of a step is taken: hooks of the user's, which belong to the whole step, are not called."""
-
-    def own(hooks: Any) -> Any:
-        return OrderedDict((key, hook) for key, hook in hooks.items() if hook is _decay or isinstance(hook, OwnHook))
-
-    pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = own(pre), own(post)
-    try:
-        yield
-    finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = pre, post
 
 
 def _check_lent(optimizer: Optimizer) -> None:
