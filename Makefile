@@ -5,8 +5,8 @@ RUN    := $(VENV)/bin/python
 # what Python compiles is kept, whatever the caller's shell says: else each of a test's processes compiles torch again
 export PYTHONDONTWRITEBYTECODE :=
 READY  := $(VENV)/.ready
-# one more than there are processors: tests that start processes wait much
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 1)')
+# two more than there are processors: tests that start processes wait much
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 2)')
 TORCH  ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 
