@@ -301,7 +301,7 @@ def test_ranks_compute_with_the_callers_number_of_threads() -> None:
 
 
 def test_one_rank_runs_at_a_time_in_the_same_order() -> None:
-    """The baton is passed where a rank waits, and nowhere else."""
+    """Another rank runs where one waits, and nowhere else."""
 
     def trace() -> list[tuple[int, int]]:
         running, steps = threading.Lock(), []

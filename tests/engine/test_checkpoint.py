@@ -306,7 +306,7 @@ def test_a_plan_with_several_dtypes_is_restored() -> None:
     loopback(run, 2)
 
 
-def test_momenta_that_only_speakers_have_keep_their_size() -> None:
+def test_momenta_that_only_leaders_of_nodes_have_keep_their_size() -> None:
     held = {"outer: momentum": {"bias": torch.full((2,), 3.0)}, "residual": {"weight": torch.ones(1)}}
     found = _mean_momenta([held, {}, held, {}])
     assert found.keys() == {"outer: momentum"}

@@ -1,4 +1,4 @@
-"""Waiting for a lane: in slices, with a limit, and with an ear for the others."""
+"""Waiting for a lane: in slices, with a limit, and looking at what the others have posted."""
 
 import logging
 import re

@@ -30,11 +30,11 @@ def after(steps: int, then: Algorithm | None, *, before: Algorithm | None = None
 
     ``steps`` counts backward passes outside ``no_sync()``, as ``replica.step`` does.
 
-    What ``before`` has not sent yet when it ends (a residual) is added to the first gradient that ``then`` communicates:
-    nothing is lost; if ``then`` moves weights, to the gradient of that step, which each worker keeps to itself, and travels in
-    the weights (that of a parameter which nobody uses in that step is lost). Where replicas do not count alike in the mean that
-    ``before`` keeps (:class:`PushSum`), the exchange at the change is one average of all of them, by what they count. One may
-    move gradients and the other weights; where ``then`` moves gradients, replicas stay as far apart as they are when it begins
+    What ``before`` has not sent yet when it ends (a residual) is added to the first gradient that ``then`` communicates. If
+    ``then`` moves weights, it is added to each worker's own gradient of that step, and travels in the weights; that of a
+    parameter which nobody uses in that step is lost. Where replicas do not count alike in the mean that ``before`` keeps
+    (:class:`PushSum`), the exchange at the change is one average of all of them, by what they count. One may move gradients
+    and the other weights. Where ``then`` moves gradients, replicas stay as far apart as they are when it begins
     (``close(average=True)`` brings them together).
     """
     if not is_whole(steps, 0):

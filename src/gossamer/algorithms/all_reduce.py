@@ -17,10 +17,10 @@ class AllReduce(Algorithm):
     """Every worker uses the mean gradient of all: DDP's result, over GradientFlow's lazy (fused) all-reduce.
 
     Per bucket and step, one ring all-reduce: 2·(p−1)/p of the gradient's bytes (half of that with a 16-bit
-    ``wire``), in 2·(p−1) messages that wait for each other; a bucket of which a worker would receive at most ``gather_below``
-    bytes is gathered whole from all instead (with ``overlap_forward`` at least 256 kB: it is needed soon, and each message
-    of a ring would wait behind longer buckets on the link). The mean is divided before the wire, because a
-    half-precision sum overflows.
+    ``wire``), in 2·(p−1) messages that wait for each other. A bucket of which a worker would receive at most ``gather_below``
+    bytes is gathered whole from all instead. With ``overlap_forward`` that limit is at least 256 kB: such a bucket is needed
+    soon, and each message of a ring would wait behind longer buckets on the link. The mean is divided before the wire, because
+    a half-precision sum overflows.
 
     Not the choice when the network is the bottleneck and the accuracy can stand less than exact gradients.
 

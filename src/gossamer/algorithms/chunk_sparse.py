@@ -34,9 +34,9 @@ class ChunkSparse(Lossy):
     """GradientFlow's coarse-grained sparse communication.
 
     The gradient is cut into chunks of ``chunk`` elements. At the end of a step the workers all-reduce the L1 norms that
-    their chunks are expected to have next (what is kept back, plus the gradient of this step), and choose the largest
-    ``density`` of all of them; in the next step each bucket packs its chosen chunks into one dense all-reduce while
-    backward goes on. What is not sent is kept and added to the next gradient.
+    their chunks are expected to have next: of the residual plus the gradient of this step. They choose the largest
+    ``density`` of all chunks. In the next step each bucket packs its chosen chunks into one dense all-reduce, during the
+    backward pass. What is not sent is kept and added to the next gradient.
 
     For ``warmup`` steps everything is sent; over the next ``ramp`` steps the density falls exponentially to its value. Both
     count from the start of the run, so ``after(500, ChunkSparse(warmup=500, ramp=100))`` ends its ramp at step 600.
@@ -54,9 +54,9 @@ class ChunkSparse(Lossy):
     in the codec's precision. Memory: one residual per element, in 16 bits (``residual="fp32"``: in full precision), and one
     momentum with ``momentum_correction``. Vectors (``exact_vectors``) are not sparse.
 
-    Not the choice for models of a few thousand parameters, or where no step may use a gradient that is many steps old:
-    in a run of a few hundred steps from the start the convnet loses 2 points of accuracy at density 0.1, 0.4 if the first
-    third of it is exact (``after(…, ChunkSparse())``). Not with Adam, which divides by what comes every tenth step ten times
+    Not the choice for models of a few thousand parameters, or where no step may use a gradient that is many steps old.
+    In a run of a few hundred steps the convnet loses 2 points of accuracy at density 0.1, and 0.4 if the first third of the
+    run is exact (``after(…, ChunkSparse())``). Not with Adam, which divides by what comes every tenth step ten times
     as large: the GPT ends 0.4 nats behind. There :class:`ScatterReduce` or 1-bit Adam do better (``docs/algorithms.md`` has
     the figures).
 

@@ -24,8 +24,8 @@ from gossamer.state import State
 
 @dataclass(frozen=True, kw_only=True)
 class LowPrecisionDecentralized(Meeting):
-    """BAGUA's D_LP_S: every worker keeps a replica of each neighbour's weights, as far as they were sent, and one of its own;
-    the message is Q(w − own replica), the compressed difference, from which all replicas follow:
+    """BAGUA's D_LP_S: every worker keeps a replica of each neighbour's weights, as far as they were sent, and one of its own.
+    The message is the compressed difference Q(w − own replica), which updates all replicas:
     ``ŵ ← ŵ + Q(w − ŵ)``, then ``w ← w + rate · Σ_j share·(ŵ_j − ŵ)`` over the neighbours j.
 
     Differences shrink as the replicas catch up, so that the error of a coarse codec shrinks with them, and does not stay

@@ -1,8 +1,9 @@
 """Bound: the least time that a step can take, from measured compute and a measured link. No simulator is involved.
 
 *Compute* is that of the slowest host: methods are timed from barrier to barrier, and so is the method that does not
-communicate. *Wire* is that of the rank which takes longest to send its own payload over its own link, both as measured:
-of a symmetric method the one behind a slow link. What a rank receives is not counted, and none sends more than it must.
+communicate. *Wire* is that of the rank which takes longest to send its own payload over its own link, both as measured. For
+a symmetric method that is the rank with the slowest link. What a rank receives is not counted, and none sends more than it
+must.
 """
 
 import statistics

@@ -30,10 +30,10 @@ def faded(residual: Tensor | None, decay: float) -> Tensor | None:
 class ErrorFeedback(Codec):
     """``ErrorFeedback(codec)``: what is lost comes later. Same bytes on the wire as ``codec``.
 
-    Memory: one ``residual`` per element. Tensors of 16 bits are encoded as fp32 ones are. ``"bf16"`` rounds what it keeps up or
-    down at random, by at most 1/128 of it per step, and by nothing on average (``seed`` has to be another one in each step);
-    ``"fp16"`` to the nearest number, and cuts it off at 65504; ``"fp32"`` keeps full precision in twice the memory. A residual
-    is always finite: a step that overflowed leaves it as it was.
+    Memory: one ``residual`` per element. Tensors of 16 bits are encoded as fp32 ones are. ``"bf16"`` rounds what it keeps
+    stochastically, by at most 1/128 of it per step, and by 0 on average (``seed`` has to be another one in each step).
+    ``"fp16"`` rounds to the nearest number, at most 65504. ``"fp32"`` keeps full precision in twice the memory. A residual is
+    always finite: a step that overflowed leaves it as it was.
 
     ``decay``: what is remembered is multiplied by it before it is added, so that sent + kept = decay·had + tensor. Below 1,
     what waits for long fades: for what others have meanwhile learned without it.

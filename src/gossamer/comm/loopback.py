@@ -1,6 +1,6 @@
 """Loopback: ranks inside one process, without a network: one by itself, or many.
 
-Of many, each has a thread, exactly one of them running at a time. The baton is passed only where a rank waits for others, and
+Of many, each has a thread, exactly one of them running at a time. Another one runs only where a rank waits for others, and
 the state of the random number generators travels with it, so a run is deterministic and each rank draws the numbers
 it would draw in a process of its own. Ranks that disagree raise immediately; ranks that wait for each other in vain, too.
 """

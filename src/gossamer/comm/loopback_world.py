@@ -45,7 +45,7 @@ class Meeting:
 
 
 class World:
-    """The ranks of one loopback run, and the baton between them."""
+    """The ranks of one loopback run, of which one runs at a time."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -88,11 +88,11 @@ class World:
         return meeting
 
     def take(self, rank: int, meeting: Meeting) -> Tensor:
-        """The result for ``rank``; passes the baton until every rank has come."""
+        """The result for ``rank``; lets others run until every rank has come."""
         if meeting.results is None:
             self._waits[rank] = meeting
             self._generators.leave(rank)
-            self._pass_baton(rank)
+            self._let_next_run(rank)
             self._waits.pop(rank, None)
         if meeting.results is None:
             raise self._alone(rank, meeting) or self._stopped(rank)
@@ -118,7 +118,7 @@ class World:
         self._gather(rank, gathering, call, answer is not None)
         while not gathering.complete:
             self._generators.leave(rank)
-            self._pass_baton(rank)
+            self._let_next_run(rank)
             if gathering.complete:
                 break
             if rank not in gathering.asked or self.failure is not None or answer is None:
@@ -166,7 +166,7 @@ class World:
                 self.failure = error
             self._finished.add(rank)
         self._generators.end()
-        self._pass_baton(rank, wait=False)
+        self._let_next_run(rank, wait=False)
 
     def stop(self, error: BaseException) -> None:
         """Wake every rank with an error."""
@@ -187,7 +187,7 @@ class World:
         for rank in ranks:
             self._turns[rank].notify()
 
-    def _pass_baton(self, rank: int, wait: bool = True) -> None:
+    def _let_next_run(self, rank: int, wait: bool = True) -> None:
         with self._lock:
             after = [(rank + k) % self.size for k in range(1, self.size + 1)]
             following = next((r for r in after if self._runnable(r)), None)

@@ -143,11 +143,11 @@ def restore(
 ) -> int:
     """Put a collected state back; returns the step.
 
-    One that was saved by another number of ranks must hold the entries of all of them. Then what the old ranks kept per
-    element (residuals) is summed onto rank modulo the new number, and scaled so that its mean stays what it was; of momenta
-    every rank takes the mean (as many ranks on other machines: none); everything in other shapes comes from rank modulo the
-    old number, unless it is the business of machines, which may be others now; what belongs to an exchange of weights is
-    dropped. So is everything but residuals and momenta where the algorithm has other settings now.
+    One that was saved by another number of ranks must hold the entries of all of them. Then residuals of the old ranks are
+    summed onto rank modulo the new number, and scaled so that their mean stays. Of momenta every rank takes the mean (as many
+    ranks on other machines: none). State in other shapes comes from rank modulo the old number, but not that of machines,
+    which may be others now. State of an exchange of weights is dropped. So is everything but residuals and momenta where the
+    algorithm has other settings now.
     """
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
@@ -238,8 +238,8 @@ def _share_of_all(state: Mapping[str, Any], runner: Runner, algorithm: Algorithm
     saved, now = int(state["world"]), runner.world
     machines, before = _machines(runner, repr(algorithm)), _machines_then(state)
     # The residual of a node's leader counts as often as there are workers on the largest machine.
-    speakers = max(map(len, before)) / max(map(len, machines))
-    own = _shared_out([own_of(state, each).kept for each in range(runner.rank, saved, now)], now / saved, speakers)
+    leaders = max(map(len, before)) / max(map(len, machines))
+    own = _shared_out([own_of(state, each).kept for each in range(runner.rank, saved, now)], now / saved, leaders)
     own = {key: tensors for key, tensors in own.items() if not key.endswith(MOMENTUM)}
     if saved != now:  # all ranks, because what follows from means is the same on all
         own |= _mean_momenta([own_of(state, each).kept for each in range(saved)])
@@ -263,13 +263,13 @@ def _grouped(launched: Sequence[Group] | None, algorithm: str, world: int) -> Se
     return launched or consecutive(world, 1)
 
 
-def _shared_out(entries: Sequence[Kept], scale: float, speakers: float = 1) -> Kept:
-    """The sum of elementwise state, scaled so that its mean over the ranks stays what it was; that of those who speak for a
-    machine is scaled by ``speakers`` as well."""
+def _shared_out(entries: Sequence[Kept], scale: float, leaders: float = 1) -> Kept:
+    """The sum of elementwise state, scaled so that its mean over the ranks stays what it was; that of leaders of nodes
+    is scaled by ``leaders`` as well."""
     total: Kept = {}
     for entry in entries:
         for key, tensors in entry.items():
-            here, factor = total.setdefault(key, {}), scale * speakers if OUTER in key else scale
+            here, factor = total.setdefault(key, {}), scale * leaders if OUTER in key else scale
             for name, tensor in tensors.items():
                 share = factor * (wide(tensor) if key.endswith(RESIDUAL) else tensor)  # of many ranks, 16 bits would lose some
                 here[name] = here[name] + share if name in here else share

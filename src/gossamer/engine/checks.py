@@ -17,7 +17,7 @@ from gossamer.memory import is_stored
 
 replicated: "weakref.WeakValueDictionary[int, Parameter]" = weakref.WeakValueDictionary()
 left_alone: "weakref.WeakValueDictionary[int, Parameter]" = weakref.WeakValueDictionary()
-"""Those that an open replica leaves to each rank: the same optimizer may hold them, and other replicas may have them."""
+"""Parameters that an open replica leaves to each rank: the same optimizer may hold them, and other replicas may have them."""
 
 T = TypeVar("T", bound=Tensor)
 

@@ -66,7 +66,7 @@ class Loop:
         self._inside: set[int] = set()
         self._unsynchronised_task, self._apart = _NONE, 0
         self.steps: list[int] = [0] * len(self._optimizers)
-        """How many steps each optimizer has taken; of a rank without more batches (``join()``), those that it mirrors too."""
+        """Steps of each optimizer. Inside ``join()`` a rank without more batches counts the steps of the others."""
         self._seen = [0] * len(self._optimizers)
         """Of each optimizer's last step: how many synchronised passes there had been."""
         self.connect(())

@@ -35,7 +35,7 @@ class Members:
     """Tensors by name; ``of_buckets[index]``: those of a bucket, in its order, views of their memory if they are in pieces."""
 
     def __init__(self, rank: int, tensors: Mapping[str, Tensor], parts: int, current: Current | None = None) -> None:
-        """``parts``: into how many they are cut. ``current``: those that others may have taken the place of."""
+        """``parts``: into how many they are cut. ``current``: tensors whose place others may have taken."""
         self._rank, self._parts, self._current = rank, parts, current
         self.may_move: bool = parts > 1 or current is not None
         """Whether :meth:`follow_moved` may have anything to do."""

@@ -41,7 +41,7 @@ class ForwardOverlap(Subscriber):
         self._calls: dict[nn.Module, int] = {}
         """The place of each module in the forward pass, until the order is known."""
         self._needs: dict[nn.Module, tuple[int, ...]] = {}
-        self._homeless: tuple[int, ...] = ()
+        self._without_module: tuple[int, ...] = ()
         """Buckets of parameters of which no module's forward pass tells when they are used: waited for in the step."""
         self._sent = 0
         self._placed: dict[int, list[tuple[Parameter, Tensor]]] = {}
@@ -103,7 +103,7 @@ class ForwardOverlap(Subscriber):
         self._asked = [{key: _kept(value) for key, value in group.items() if key != "params"} for group in groups]
         waiting = [p for index in self._waiting for p in self._gradients.parameters_of(index)]
         self._evidence = Evidence(waiting)
-        self._take_updates(self._homeless)
+        self._take_updates(self._without_module)
 
     @property
     def _waiting(self) -> set[int]:
@@ -284,7 +284,7 @@ class ForwardOverlap(Subscriber):
         needs: dict[nn.Module | None, set[int]] = {}
         for name, guard in guards(self._model, self._gradients.parameters, self._calls):
             needs.setdefault(guard, set()).add(places[name])
-        self._homeless = tuple(sorted(needs.pop(None, ())))
+        self._without_module = tuple(sorted(needs.pop(None, ())))
         self._needs = {module: tuple(sorted(indices)) for module, indices in needs.items() if module is not None}
 
 

@@ -1,8 +1,8 @@
 """Sharding: parameters that are DTensors, of which each rank holds a part (FSDP2, tensor and expert parallelism).
 
-Note [shards]: a replica moves what a rank holds itself. Its process group has the ranks with the same part of the model, one
-per copy, so a part is to the engine what a whole parameter is elsewhere, and only its memory is read and written: ``p.data``
-and the DTensor around it belong to what sharded it. Parts without elements are not exchanged.
+Note [shards]: a replica exchanges the part that a rank holds itself. Its process group has the ranks with the same part of
+the model, one per copy, so that the engine handles a part like a whole parameter. Only the part's memory is read and written:
+``p.data`` and the DTensor around it belong to what sharded it. Parts without elements are not exchanged.
 
 ``_local_tensor`` and not ``to_local()``: the latter makes another tensor of it each time, and a gradient's has to be replaced.
 """

@@ -1,8 +1,8 @@
 """Watches: what a user may change after ``replicate()`` that would silently not be exchanged.
 
 The model and its parameters; the weights, by another optimizer; and what an optimizer keeps of each weight, where only the
-weights themselves are exchanged: a second sequence of weights (schedule-free's z, Lookahead's slow weights) would stay each
-rank's own and pull its weights away from the average. Judged by what is kept, whatever the optimizer is called.
+weights themselves are exchanged. A second sequence of weights (schedule-free's z, Lookahead's slow weights) would not be
+exchanged, and would pull each rank's weights away from the average. What is kept decides, and not the optimizer's name.
 """
 
 import logging

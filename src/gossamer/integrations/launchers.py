@@ -23,7 +23,7 @@ __all__ = ["Place", "init_process_group", "place"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among those that were started together.
+    """The place of this process among the processes that were started together.
 
     ``host``, ``port``: where rank 0 listens; None where the launcher does not say and they may be on several machines.
     """

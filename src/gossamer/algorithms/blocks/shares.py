@@ -1,4 +1,4 @@
-"""Shares: with how much of a mean over workers each counts: by its samples, and without those that are out of line."""
+"""Shares: with how much of a mean over workers each counts: by its samples, and without outliers."""
 
 import logging
 

@@ -4,8 +4,8 @@ Note, who owns what, until when (cited by the modules that depend on it):
 
 1. The *main thread* (the one that runs backward and the optimizer) submits flows, in the plan's order, the same on
    every rank. A flow is created inside its lane, so an algorithm's code never runs on the main thread of a host lane.
-   (The backward pass of a model on a GPU is run by a thread of autograd's, for which the one of the script waits without an
-   ear for Ctrl-C: an exchange that is waited for there, over Gloo, ends by itself or with its timeout.)
+   (The backward pass of a model on a GPU is run by a thread of autograd's, for which the one of the script waits. Ctrl-C
+   does not end that wait: an exchange that is waited for there, over Gloo, ends by itself or with its timeout.)
 2. From submission until its ticket is done, the bucket's flat tensor belongs to the flow: the main thread neither
    reads nor writes it. Parameters always belong to the main thread; flows never touch them. A result may be made of the
    bucket's messages (``Difference``): those stay as they are until it is added, before the bucket is filled again.
