@@ -14,7 +14,15 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "benchmarks/README.md", "benchmarks/suites.toml")
+OUTSIDE = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "benchmarks/README.md",
+    "benchmarks/suites.toml",
+    "tests/judge/results.md",
+)
 """Files that pages link to, beside those of ``examples`` and ``benchmarks/results``."""
 
 
