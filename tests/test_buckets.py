@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.buckets import Bucket, OneSize, make_layout, make_plan, plan_from_names
+from gossamer.bucket_plan import OneSize, make_layout, make_plan, plan_from_names
+from gossamer.buckets import Bucket
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 

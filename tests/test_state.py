@@ -17,7 +17,8 @@ from gossamer import loopback
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.traits import Traits
-from gossamer.buckets import Bucket, make_plan
+from gossamer.bucket_plan import make_plan
+from gossamer.buckets import Bucket
 from gossamer.comm.loopback import solo_runner
 from gossamer.comm.ops import Flow, all_reduce
 from gossamer.engine.exchange import Exchange

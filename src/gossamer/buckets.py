@@ -5,48 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gossamer.bucket_plan import (
-    FIRST_BYTES,
-    NO_OWNERS,
-    Handler,
-    Kind,
-    Layout,
-    OneSize,
-    Plan,
-    Routing,
-    Segment,
-    buffer_name,
-    dense_stride,
-    in_order,
-    is_buffer,
-    make_layout,
-    make_plan,
-    name_of_buffer,
-    plan_from_names,
-)
+from gossamer.bucket_plan import Layout
+from gossamer.bucket_plan import Segment as Segment
 from gossamer.memory import is_alone, reused
-
-__all__ = [
-    "FIRST_BYTES",
-    "NO_OWNERS",
-    "Bucket",
-    "Handler",
-    "Kind",
-    "Layout",
-    "Memory",
-    "OneSize",
-    "Plan",
-    "Routing",
-    "Segment",
-    "buffer_name",
-    "dense_stride",
-    "in_order",
-    "is_buffer",
-    "make_layout",
-    "make_plan",
-    "name_of_buffer",
-    "plan_from_names",
-]
 
 
 class Memory:

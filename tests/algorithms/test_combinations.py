@@ -25,7 +25,7 @@ from gossamer import (
     loopback,
 )
 from gossamer.algorithms.base import Context
-from gossamer.buckets import make_plan
+from gossamer.bucket_plan import make_plan
 from gossamer.comm.loopback import LoopbackRunner
 from gossamer.comm.ops import drive
 from gossamer.comm.topology import Exchange, Hypercube, Permutation, Topology

@@ -27,7 +27,7 @@ from gossamer import (
 )
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.blocks.outer import START, VELOCITY
-from gossamer.buckets import buffer_name
+from gossamer.bucket_plan import buffer_name
 from gossamer.codecs import Quantize
 from gossamer.errors import ConfigurationError
 from gossamer.optim import MasterWeights

@@ -11,7 +11,8 @@ from contracts.cases import noise, own_runner, same_bits, settle, weights
 from gossamer import PowerSGD, loopback
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.power_sgd import FACTOR, beginning
-from gossamer.buckets import Bucket, make_layout
+from gossamer.bucket_plan import make_layout
+from gossamer.buckets import Bucket
 from gossamer.state import State
 
 SHAPES = {"matrix": (40, 30), "kernel": (16, 4, 3, 3), "vector": (17,), "small": (2, 2)}

@@ -11,7 +11,8 @@ from gossamer import ChunkSparse, PowerSGD, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.hierarchical import inside, leaders_of, machine
-from gossamer.buckets import Bucket, make_layout
+from gossamer.bucket_plan import make_layout
+from gossamer.buckets import Bucket
 from gossamer.codecs import Quantize
 from gossamer.codecs.residual import keep
 from gossamer.comm.connect import connect

@@ -38,7 +38,8 @@ from gossamer.algorithms import (
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.blocks.difference import Difference, computed
 from gossamer.algorithms.blocks.gathered import Gathered
-from gossamer.buckets import Bucket, make_layout
+from gossamer.bucket_plan import make_layout
+from gossamer.buckets import Bucket
 from gossamer.codecs import Codec, TopPerChunk
 from gossamer.codecs.quantize import Quantize
 from gossamer.codecs.sign import Sign

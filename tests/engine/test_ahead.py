@@ -22,7 +22,8 @@ from gossamer import (
 )
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.cadence import Beat, Cadence
-from gossamer.buckets import Bucket, buffer_name, make_layout
+from gossamer.bucket_plan import buffer_name, make_layout
+from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow
 from gossamer.comm.topology import Dissemination, Ring, mixing_matrix
 from gossamer.engine.ahead import Ahead

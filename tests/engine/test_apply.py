@@ -13,7 +13,8 @@ from gossamer import loopback
 from gossamer.algorithms import Algorithm, Gossip, GossipGraD, in_parts
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.blocks.difference import Difference, computed
-from gossamer.buckets import Bucket, make_layout
+from gossamer.bucket_plan import make_layout
+from gossamer.buckets import Bucket
 from gossamer.codecs.wire import Wire
 from gossamer.comm.loopback import LoopbackRunner, current_runner
 from gossamer.comm.ops import Flow

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import gossamer
 from gossamer import AllReduce, ChunkSparse, Gossip, Hierarchical, ScatterReduce, loopback
 from gossamer.algorithms import Algorithm, after, by_size
-from gossamer.buckets import make_plan
+from gossamer.bucket_plan import make_plan
 from gossamer.codecs import Cast, Quantize
 from gossamer.engine.usage import USAGE, with_usage
 

@@ -19,7 +19,7 @@ from gossamer.algorithms import Algorithm
 from gossamer.algorithms.blocks.chunks import Chosen
 from gossamer.algorithms.power_sgd import FACTOR
 from gossamer.bench.clock import clock_for
-from gossamer.buckets import make_layout
+from gossamer.bucket_plan import make_layout
 from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK
 from gossamer.comm.device import Device
 from gossamer.comm.ops import AllGather, Permute

@@ -13,7 +13,8 @@ from gossamer.algorithms.blocks.shares import in_line, refuse_two
 from gossamer.algorithms.cadence import Cadence
 from gossamer.algorithms.local_sgd import LocalSGD
 from gossamer.algorithms.traits import Traits
-from gossamer.buckets import Bucket, is_buffer
+from gossamer.bucket_plan import is_buffer
+from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow, Group
 from gossamer.memory import wide
 from gossamer.pieces import part_of
@@ -92,8 +93,9 @@ class DiLoCo(LocalSGD):
         learned = yield from in_line(learned, bucket, state, ctx, self.outlier)
         start = yield from outer.shared(self.averaging, bucket, start, state, ctx)
         gradient = yield from outer.averaged(self.averaging, bucket, learned, state.scoped(outer.AVERAGING), ctx)
-        sgd = (self.rate, self.momentum, self.nesterov)
-        return outer.step_from(start, gradient, weights, bucket, state, sgd, known is None)
+        return outer.step_from(
+            start, gradient, weights, bucket, state, (self.rate, self.momentum, self.nesterov), known is None
+        )
 
     def begin(self, bucket: Bucket, state: State, ctx: Context) -> None:
         if ctx.world > 1:

@@ -15,7 +15,8 @@ from gossamer.algorithms.blocks.node_groups import consecutive, leaders_of, mach
 from gossamer.algorithms.blocks.refusals import refuse_lag, refuse_momentum
 from gossamer.algorithms.cadence import Cadence
 from gossamer.algorithms.traits import Traits, joined
-from gossamer.buckets import Bucket, Segment, is_buffer
+from gossamer.bucket_plan import is_buffer
+from gossamer.buckets import Bucket, Segment
 from gossamer.checks import is_whole
 from gossamer.comm.ops import Flow, Group, all_reduce, broadcast, within
 from gossamer.errors import ConfigurationError

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gossamer.buckets import Plan
+from gossamer.bucket_plan import Plan
 from gossamer.comm.ops import Flow, all_gather, broadcast, maximum
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.engine.plain import read, written

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gossamer.buckets import Bucket, is_buffer
+from gossamer.bucket_plan import is_buffer
+from gossamer.buckets import Bucket
 from gossamer.engine.apply import pack
 from gossamer.engine.history import weight_of
 from gossamer.pieces import part_of

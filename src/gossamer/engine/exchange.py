@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gossamer.algorithms.base import NOTHING, Algorithm, Context, finishes, wrong_shape
 from gossamer.algorithms.cadence import Cadence
-from gossamer.buckets import Bucket, Plan, Segment
+from gossamer.bucket_plan import Plan
+from gossamer.buckets import Bucket, Segment
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import Runner, Ticket
 from gossamer.engine.bucket_states import BucketStates

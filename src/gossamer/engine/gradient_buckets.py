@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.buckets import Bucket, Plan, make_plan, plan_from_names
+from gossamer.bucket_plan import Plan, make_plan, plan_from_names
+from gossamer.buckets import Bucket
 from gossamer.comm.ops import broadcast
 from gossamer.comm.runner import Runner, Ticket
 from gossamer.engine.agreement import agree_on_plan

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gossamer.buckets import in_order, is_buffer
+from gossamer.bucket_plan import in_order, is_buffer
 from gossamer.comm.calls import names
 from gossamer.comm.ops import all_gather, maximum
 from gossamer.comm.runner import Runner

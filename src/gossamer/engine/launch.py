@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gossamer.buckets import Layout
+from gossamer.bucket_plan import Layout
 from gossamer.comm.ops import all_reduce, broadcast
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.memory import on_host

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gossamer.buckets import Bucket, in_order
+from gossamer.bucket_plan import in_order
+from gossamer.buckets import Bucket
 from gossamer.engine.history import variances, weight_of
 from gossamer.errors import ConfigurationError, UsageError
 from gossamer.pieces import cut, part_of

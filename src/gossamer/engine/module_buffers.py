@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.buckets import buffer_name, name_of_buffer
+from gossamer.bucket_plan import buffer_name, name_of_buffer
 from gossamer.comm.ops import all_reduce
 from gossamer.comm.runner import Runner, lane_for
 from gossamer.engine.agreement import PORTION, in_portions, same_from_rank

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer.algorithms.all_reduce import AllReduce
 from gossamer.algorithms.base import Algorithm
-from gossamer.buckets import Plan, make_plan
+from gossamer.bucket_plan import Plan, make_plan
 from gossamer.comm.ops import maximum
 from gossamer.comm.runner import CONTROL, Runner
 from gossamer.engine.bucket_states import Kept

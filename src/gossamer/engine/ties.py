@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from gossamer.buckets import is_buffer, name_of_buffer
+from gossamer.bucket_plan import is_buffer, name_of_buffer
 from gossamer.errors import ConfigurationError
 
 Span = tuple[int, int, str]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gossamer.buckets import Routing
+from gossamer.bucket_plan import Routing
 
 USAGE = "(use of parameters)"
 """The name under which one number per parameter travels in a bucket: greater than zero if a rank has its gradient."""

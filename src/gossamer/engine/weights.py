@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.buckets import make_plan
+from gossamer.bucket_plan import make_plan
 from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree_on_plan
 from gossamer.engine.ahead import Ahead

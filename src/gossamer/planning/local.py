@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context
-from gossamer.buckets import Bucket, make_plan
+from gossamer.bucket_plan import make_plan
+from gossamer.buckets import Bucket
 from gossamer.comm.echo import EchoPort
 from gossamer.comm.ops import AllGather, AllToAll, Group, Op, Permute, Push, drive
 from gossamer.planning.links import Pattern, wait_for

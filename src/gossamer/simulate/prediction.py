@@ -8,7 +8,7 @@ from torch.optim import SGD
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.blocks.node_groups import consecutive
-from gossamer.buckets import buffer_name
+from gossamer.bucket_plan import buffer_name
 from gossamer.comm.ops import Group
 from gossamer.engine.module_buffers import Buffers, averaged, floating, named_buffers, resolve_buffers
 from gossamer.simulate.checks import check_kind, check_left_out, check_links, check_names, check_whole
