@@ -32,8 +32,7 @@ class DiLoCo(LocalSGD):
     ``averaging``: an algorithm over gradients without a step of its own. ``ScatterReduce(codec=Quantize(bits=4))`` sends an
     eighth of the bytes. Or one over weights: ``Gossip()`` is gossip with an outer optimizer, without any collective. Workers
     have their own x and v; x and Δ become averages with the peers' before each outer step, and the mean x makes the mean step.
-    ``outlier``: a worker whose ‖Δ‖ in a bucket is not finite, or has a modified z-score above that (5.0, say), is left out of
-    the mean, and a warning names it.
+    ``outlier``: a worker whose ‖Δ‖ in a bucket is not finite, or has a modified z-score above it, is left out with a warning.
 
     Per exchange the messages and bytes of ``averaging``, with gossip twice those (``outlier``: and one number to each worker).
     Memory: x and v before and after it, in full precision, and the state of ``averaging``. Not the choice for few steps alone.
@@ -93,9 +92,8 @@ class DiLoCo(LocalSGD):
         learned = yield from in_line(learned, bucket, state, ctx, self.outlier)
         start = yield from outer.shared(self.averaging, bucket, start, state, ctx)
         gradient = yield from outer.averaged(self.averaging, bucket, learned, state.scoped(outer.AVERAGING), ctx)
-        return outer.step_from(
-            start, gradient, weights, bucket, state, (self.rate, self.momentum, self.nesterov), known is None
-        )
+        sgd = (self.rate, self.momentum, self.nesterov)
+        return outer.step_from(start, gradient, weights, bucket, state, sgd, known is None)
 
     def begin(self, bucket: Bucket, state: State, ctx: Context) -> None:
         if ctx.world > 1:
