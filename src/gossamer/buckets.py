@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gossamer.bucket_plan import Layout
-from gossamer.bucket_plan import Segment as Segment
+from gossamer.bucket_plan import Layout, Segment
 from gossamer.memory import is_alone, reused
+
+__all__ = ["Bucket", "Memory", "Segment"]
 
 
 class Memory:
