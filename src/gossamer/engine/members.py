@@ -40,7 +40,7 @@ class Members:
         self._rank, self._parts, self._current = rank, parts, current
         self.may_move: bool = parts > 1 or current is not None
         """Whether :meth:`follow_moved` may have anything to do."""
-        self.tensors = dict(tensors)
+        self.tensors: dict[str, Tensor] = dict(tensors)
         self.variances: list[Tensor] = []
         """The running variances of modules among them."""
         self._buckets: Sequence[Bucket] = ()
