@@ -1,7 +1,7 @@
 """Switched: a replica with ``switch=True`` in the lab, whose links drop from 1 Gbit/s to 50 Mbit/s in mid-run.
 
 A small network learns what another one says. Each step also waits, as if it computed. Told are the method of every
-step, what it took, and the loss: the method must follow within 50 steps, and the loss must go on.
+step, what it took, and the loss, in three runs: the method must follow within 50 steps, and the loss must go on.
 """
 
 import argparse
@@ -85,41 +85,49 @@ def trained() -> Iterator[Record]:
 
 
 def measure(options: argparse.Namespace, store: Store) -> Iterator[Record]:
-    """One run."""
-    load_before = load()
-    console.log(f"{HOSTS} hosts, {BEFORE}, then {AFTER}")
-    faults = [f"throttle {host} {AFTER} @line:{SIGN}" for host in range(HOSTS)]
-    spec = LabSpec(hosts=HOSTS, rate=BEFORE, faults=faults)
-    found = lab_json(spec, ["-m", "benchmarks.studies.switched", AS_RANK])[-1]
-    yield {"before": BEFORE, "after": AFTER} | found | conditions([], load_before, {})
+    """The runs that are not there yet."""
+    for run in range(options.runs):
+        own = {"before": BEFORE, "after": AFTER, "run": run}
+        if store.find(**own) is not None:
+            continue
+        load_before = load()
+        console.log(f"{HOSTS} hosts, {BEFORE}, then {AFTER}, run {run}")
+        faults = [f"throttle {host} {AFTER} @line:{SIGN}" for host in range(HOSTS)]
+        spec = LabSpec(hosts=HOSTS, rate=BEFORE, faults=faults)
+        found = lab_json(spec, ["-m", "benchmarks.studies.switched", AS_RANK])[-1]
+        yield own | found | conditions([], load_before, {})
 
 
 def spans(rows: Sequence[Record]) -> list[Record]:
-    """Steps that follow each other with the same method at the same rate, together."""
+    """Steps of a run that follow each other with the same method at the same rate, together."""
     found: list[Record] = []
     for row in rows:
         for number, step in enumerate(row["steps"]):
-            rate = row["before"] if number < STEPS else row["after"]
-            if not found or (found[-1]["rate"], found[-1]["method"]) != (rate, step["method"]):
-                found.append({"rate": rate, "method": step["method"], "first": number + 1, "steps": []})
+            same = {"run": row["run"], "rate": row["before"] if number < STEPS else row["after"], "method": step["method"]}
+            if not found or any(found[-1][name] != value for name, value in same.items()):
+                found.append(same | {"first": number + 1, "steps": []})
             found[-1]["steps"].append(step)
     return found
 
 
 def followed(rows: Sequence[Record]) -> str:
-    """After how many steps the method changed, and how the loss went on."""
-    told = []
+    """After how many steps the method changed, how much faster the last steps are than those before it, and the losses."""
+    after, gains, losses = [], [], []
     for row in rows:
         steps = row["steps"]
-        last = steps[STEPS - 1]["method"]
-        after = next((number for number, step in enumerate(steps[STEPS:]) if step["method"] != last), None)
-        said = "the method stayed" if after is None else f"the method changed after {after} steps"
-        mean = [sum(step["loss"] for step in part) / len(part) for part in (steps[:10], steps[STEPS - 10 : STEPS], steps[-10:])]
-        told.append(
-            f"After the rate dropped {said}. Mean loss of the first ten steps, of the ten before the drop, of the last ten: "
-            f"{', '.join(f'{each:.4f}' for each in mean)}."
+        first = next(
+            (number for number in range(STEPS, len(steps)) if steps[number]["method"] != steps[STEPS - 1]["method"]), None
         )
-    return " ".join([*told, measured_on(rows)])
+        after.append("never" if first is None else str(first - STEPS))
+        slow, fast = (median(step["seconds"] for step in part) for part in (steps[STEPS : STEPS + 20], steps[-10:]))
+        gains.append(f"{slow / fast:.2f}")
+        parts = steps[:10], steps[STEPS - 10 : STEPS], steps[-10:]
+        losses.append(" to ".join(f"{sum(step['loss'] for step in part) / len(part):.3f}" for part in parts))
+    return (
+        f"Steps from the drop to another method: {', '.join(after)}. The last ten steps are {', '.join(gains)} times as "
+        "fast as those right after the drop. Mean loss of the first ten steps, of the ten before the drop, and of the last "
+        f"ten: {'; '.join(losses)}. {measured_on(rows)}"
+    )
 
 
 def _median(row: Record) -> float:
@@ -127,6 +135,7 @@ def _median(row: Record) -> float:
 
 
 COLUMNS = (
+    Column("run", lambda row: str(row["run"])),
     Column("rate", lambda row: row["rate"]),
     Column("method", lambda row: f"`{row['method']}`"),
     Column("steps", lambda row: f"{row['first']} to {row['first'] + len(row['steps']) - 1}"),
@@ -134,12 +143,14 @@ COLUMNS = (
     Column("loss of the last", lambda row: f"{row['steps'][-1]['loss']:.4f}"),
 )
 
-STUDY = Study("switched", ("before", "after"), lambda rows: COLUMNS, spans, followed)
+STUDY = Study("switched", ("before", "after", "run"), lambda rows: COLUMNS, spans, followed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure; as a rank of the lab, print what was measured."""
-    STUDY.main(parser_of(__doc__), measure, arguments, lambda options: trained())
+    parser = parser_of(__doc__)
+    parser.add_argument("--runs", type=int, default=3)
+    STUDY.main(parser, measure, arguments, lambda options: trained())
 
 
 if __name__ == "__main__":
