@@ -134,7 +134,7 @@ class Permute(Messages):
         return [(self.permutation.source(rank), result)]
 
     def most(self, world: int) -> int:
-        return int(self.permutation.to != tuple(range(world)))
+        return int(any(to != rank for rank, to in enumerate(self.permutation.to)))
 
     def sent(self, world: int, rank: int) -> Traffic:
         """Nothing where it has a bye."""

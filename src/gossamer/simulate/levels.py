@@ -24,12 +24,19 @@ class Levels:
             per_site = cluster.machines.count // cluster.machines.sites
             levels, self.links = (machines // per_site, machines), (cluster.across, *self.links)
         self._everyone = tuple(range(self.world))
+        self._equal = self._everyone
+        """The last group that was found to be everyone: comparing thousands of ranks at each operation takes long."""
         self._all = Members(levels)
         self.members_of = lru_cache(maxsize=1024)(self._members)
 
     def members(self, group: Group) -> Members:
         """Where the members of a group are."""
-        return self._all if group is self._everyone or group == self._everyone else self.members_of(group)
+        if group is self._equal:
+            return self._all
+        if group == self._everyone:
+            self._equal = group
+            return self._all
+        return self.members_of(group)
 
     def _members(self, group: Group) -> Members:
         ranks = np.array(group)

@@ -57,7 +57,7 @@ def step_time(
     optimizer: MakeOptimizer | None = None,
     lanes: int = 2,
     buffers: Buffers | None = None,
-    steps: int = 8,
+    steps: int | None = None,
     warmup: int = 2,
     ranks_per_node: int | None = None,
     inside: Link | None = None,
@@ -88,7 +88,8 @@ def step_time(
         buffers: as in :func:`gossamer.replicate`; for models that have buffers.
         steps: steps to average over, rounded up to whole cycles of the algorithm, after which what travels repeats itself
             (``Cadence.cycle``; where that is more than 512 steps, to whole ``Cadence.period``). Where
-            exchanges may lag, from the beginning of one to that of another.
+            exchanges may lag, from the beginning of one to that of another. By default cycles until two of them take as long
+            and send as much, or 8 steps: give a number for an algorithm whose cadence does not say when it repeats itself.
         warmup: steps before these; as many more as let everything be exchanged once: first exchanges may be longer.
         ranks_per_node: how many ranks share a machine, and its link: consecutive ones. By default as many as the algorithm
             says (``Hierarchical(ranks_per_node=)``), else 1.
@@ -101,7 +102,7 @@ def step_time(
             what it says, or whatever :func:`gossamer.replicate` refuses.
     """
     make_optimizer = _check(model, algorithm, compute, optimizer)
-    check_whole(1, lanes=lanes, steps=steps)
+    check_whole(1, lanes=lanes, **({} if steps is None else {"steps": steps}))
     check_whole(0, warmup=warmup)
     if cluster is None:
         cluster, nodes = _described(algorithm, world, link, ranks_per_node, inside)

@@ -60,7 +60,7 @@ class Training:
     without: Collection[str]
     """Names of buffers that the stand-in does not have."""
     warmup: int
-    steps: int
+    steps: int | None
 
 
 def run(training: Training, cluster: Cluster, levels: Levels) -> tuple[Totals, Program]:

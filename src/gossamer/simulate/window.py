@@ -42,21 +42,25 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """``steps`` steps after ``warmup`` others: whole cycles of what travels.
+    """``steps`` steps after ``warmup`` others: whole cycles of what travels, of ``cycle`` steps each.
 
-    ``exchanges``: where they may lag, after how many they repeat themselves. Then so many more steps that both ends are where
-    one has just begun: two that lie in other places between two steps would not count alike.
+    ``until_alike``: it ends where two cycles that follow each other were alike, as all others are then. ``exchanges``: where
+    they may lag, after how many they repeat themselves. Then so many more steps that both ends are where one has just begun:
+    two that lie in other places between two steps would not count alike.
     """
 
     warmup: int
     steps: int
+    cycle: int
+    until_alike: bool
     exchanges: int | None
 
     @classmethod
-    def of(cls, algorithm: Algorithm, world: int, machines: int, warmup: int, steps: int, overlap: bool) -> "Window":
+    def of(cls, algorithm: Algorithm, world: int, machines: int, warmup: int, steps: int | None, overlap: bool) -> "Window":
         """At least so many steps, once the last part's time has begun and everything was exchanged once.
 
-        ``overlap``: with the forward pass, before which a replica learns in which order buckets are to leave.
+        ``steps``: None: until two cycles are alike, at most ``USUAL``. ``overlap``: with the forward pass, before which a
+        replica learns in which order buckets are to leave.
         """
         # The order of gradients is learned in the first step, and that of the buckets in the next one.
         learning = 0 if algorithm.part("gradients") is None else 3 if overlap else 2
@@ -66,22 +70,50 @@ class Window:
         first = max(cadence.changes, default=0)
         return cls(
             warmup=first + max(warmup + period * (1 + cadence.lag) - 1, learning),
-            steps=-(-steps // cycle) * cycle,
+            steps=-(-(steps or USUAL) // cycle) * cycle,
+            cycle=cycle,
+            until_alike=steps is None and not cadence.lag,  # where exchanges may lag, cycles differ in length
             exchanges=cycle // cadence.step_of(1) if cadence.lag else None,
         )
 
 
+USUAL = 8
+"""Steps of a window, unless it is said how many."""
+
 _LONGEST_CYCLE = 512
 """Steps of a whole cycle of partners that are worth a run through all of them."""
+
+_ALIKE, _NOTHING = 1e-9, 1e-12
+"""By which share of what there is so far, and by how much beside, totals of two cycles may differ that are alike."""
+
+
+class Cycles:
+    """Whether the last two of the cycles so far were alike."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._ends: list[Totals] = []
+
+    def repeat(self, number: int, totals: Totals) -> bool:
+        """``number``: of steps since the window began."""
+        if not self._window.until_alike or number % self._window.cycle:
+            return False
+        self._ends = [*self._ends[-2:], totals]
+        if len(self._ends) < 3:
+            return False
+        first, second, third = self._ends
+        return all(abs((c - b) - (b - a)) <= _ALIKE * abs(c) + _NOTHING for a, b, c in zip(first, second, third, strict=True))
 
 
 def per_step(step: Callable[[], object], runner: ClockedRunner, wire: Wire, window: Window) -> tuple[Totals, Program]:
     """By how much the totals grow per ``step()``, in the mean over the window; and what its steps did."""
     marks: list[tuple[int, int, Totals]] = []
     number = exchanges = 0
-    just_begun = False
+    just_begun, cycles = False, Cycles(window)
 
     def is_a_mark() -> bool:
+        if marks and cycles.repeat(number - marks[0][0], Totals.of(runner, wire)):
+            return True
         if number < (marks[0][0] + window.steps if marks else window.warmup):
             return False
         if window.exchanges is None:

@@ -145,13 +145,13 @@ class Piece:
 
     def shares(self) -> Tensor:
         """``uint8[world, n]`` (or the codec's dtype): the payload for every worker. Its own part stays here, exact."""
-        others = [rank for rank in range(self.ctx.world) if rank != self.ctx.rank]
-        if self.flat.is_meta and others:
-            with standing_for(len(others)):
-                payload = self._encode(others[0])
-            return payload.new_empty((self.ctx.world, *payload.shape))
-        payloads = [self._encode(rank) for rank in others]
-        payloads.insert(self.ctx.rank, torch.zeros_like(payloads[0]))
+        world, own = self.ctx.world, self.ctx.rank
+        if self.flat.is_meta and world > 1:
+            with standing_for(world - 1):
+                payload = self._encode((own + 1) % world)
+            return payload.new_empty((world, *payload.shape))
+        payloads = [self._encode(rank) for rank in range(world) if rank != own]
+        payloads.insert(own, torch.zeros_like(payloads[0]))
         return torch.stack(payloads)
 
     def _encode(self, rank: int) -> Tensor:
