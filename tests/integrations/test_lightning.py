@@ -40,6 +40,15 @@ def test_the_exact_one_trains_as_ddp_does_and_resumes(tmp_path: Path) -> None:
     assert went_on[0]["steps"] == 16
 
 
+@pytest.mark.parametrize("kind", ["exact", "gossip"])
+def test_what_a_callback_unfreezes_is_replicated_from_then_on(tmp_path: Path, kind: str) -> None:
+    ours = train(tmp_path, kind, "unfreeze")
+    first, last = ours[0]["validated"]
+    assert first != last, "the first layer trains in the second epoch"
+    assert (ours[0]["own"] == ours[1]["own"]) is (kind == "exact")
+    assert ours[0]["weights"] == ours[1]["weights"]
+
+
 def test_gossip_validates_and_saves_the_average_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     ours = train(tmp_path, "gossip")
     assert ours[0]["exchanges"] == 8

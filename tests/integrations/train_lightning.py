@@ -1,4 +1,4 @@
-"""A LightningModule trained with Trainer: python train_lightning.py STRATEGY FOLDER [CHECKPOINT]"""
+"""A LightningModule trained with Trainer: python train_lightning.py STRATEGY FOLDER [CHECKPOINT|whole|unfreeze]"""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytorch_lightning as L
 import torch
-from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.callbacks import BaseFinetuning, Callback, ModelCheckpoint
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -39,7 +39,7 @@ class Model(L.LightningModule):
         self.validated.append(self.net[0].weight.detach().flatten()[:3].tolist())
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
 
 
@@ -57,6 +57,17 @@ class Watch(Callback):
         self.own = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
 
 
+class Unfreeze(BaseFinetuning):
+    """The first layer trains from the second epoch on."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.net[0])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net[0], optimizer)
+
+
 def main() -> None:
     torch.manual_seed(3)
     inputs = torch.randn(64, 6)
@@ -66,17 +77,21 @@ def main() -> None:
         strategy=STRATEGIES[kind](),
         accelerator="cpu",
         devices=2,
-        max_epochs=4 if resume or "whole" in sys.argv else 2,
+        max_epochs=4 if resume not in (None, "unfreeze") else 2,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
-        callbacks=[watch, ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")],
+        callbacks=[
+            watch,
+            ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}"),
+            *([Unfreeze()] if resume == "unfreeze" else []),
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
     loaders = DataLoader(data, batch_size=4), DataLoader(data, batch_size=32)
-    trainer.fit(model, *loaders, ckpt_path=None if resume == "whole" else resume)
+    trainer.fit(model, *loaders, ckpt_path=None if resume in ("whole", "unfreeze") else resume)
     saved = torch.load(folder / "epoch=1.ckpt", weights_only=False)["state_dict"] if (folder / "epoch=1.ckpt").exists() else {}
     found = {
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),

@@ -66,6 +66,15 @@ class Replicated:
         self._optimizers = list(optimizers)
         self._average: ExitStack | None = None
         self._open = True
+        self._trained = self._all_trained()
+
+    def _all_trained(self) -> tuple[list[bool], list[int]]:
+        held = [id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]]
+        return [p.requires_grad for p in self.wrapped.module.parameters()], held
+
+    def trains_others(self) -> bool:
+        """Whether parameters have been frozen or unfrozen since, or optimizers have been given others."""
+        return self._all_trained() != self._trained
 
     def _parts(self) -> dict[str, Any]:
         """What each rank saves for itself."""

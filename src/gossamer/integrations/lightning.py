@@ -50,12 +50,22 @@ class GossamerStrategy(ReplicatingStrategy, _Base):  # type: ignore[misc]
     def setup(self, trainer: Any) -> None:
         """Set up as Lightning does, then replicate."""
         super().setup(trainer)
-        if trainer.state.fn != "fit":
-            return
+        if trainer.state.fn == "fit":
+            self._failed = False
+            self._replicate()
+
+    def _replicate(self) -> None:
         optimizers = raw(self.optimizers)
         wrapped = self._wrap(self.lightning_module, optimizers, self.determine_ddp_device_ids(), self.precision_plugin)
         self.model: Any = wrapped
-        self._failed, self._replicated = False, Replicated(wrapped, optimizers)
+        self._replicated = Replicated(wrapped, optimizers)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int, *others: Any) -> None:
+        """Replicate again, from the average, where a callback has unfrozen parameters and given them to an optimizer."""
+        super().on_train_batch_start(batch, batch_idx, *others)
+        if self._replicated is not None and self._replicated.trains_others():
+            self._replicated.close(average=True)
+            self._replicate()
 
     def pre_backward(self, closure_loss: Any) -> None:
         """There is no reducer to prepare."""
