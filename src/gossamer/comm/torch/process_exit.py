@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from gossamer.comm.torch.attempts import note_exit
+from gossamer.comm.torch.store import QuietStore, StoreLostError, board_store, default_store
+
 LINGER = 3.0
 """Seconds for which the process that hosts the store lets the others read why it ends: the store ends with it."""
 
@@ -59,7 +62,7 @@ def _terminated(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
     for leaver in list(_leavers):
         leaver.depart("SIGTERM (preempted, or ended by its launcher)")
-    linger(LINGER)
+    linger()
     os.kill(os.getpid(), number)
 
 
@@ -103,7 +106,7 @@ def say_goodbye(process: int) -> None:
     alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
     hosting = not alone and _say_where_replicas_open(reason) and not any(leaver.is_needed() for leaver in leavers)
     interrupted = reason.startswith(KeyboardInterrupt.__name__)
-    linger(_LINGER_AFTER_INTERRUPT if interrupted else LINGER, hosting)
+    linger(_LINGER_AFTER_INTERRUPT if interrupted else None, hosting)
     end = time.monotonic() + _WAIT_FOR_LANES
     while any(leaver.is_stuck() for leaver in leavers):
         if time.monotonic() > end:
@@ -112,9 +115,10 @@ def say_goodbye(process: int) -> None:
         time.sleep(0.005)
 
 
-def linger(seconds: float, hosting: bool = False) -> None:
-    """Wait, for so long at most, until nobody needs the store in this process any more (``hosting``: somebody does)."""
-    leavers, end = list(_leavers), time.monotonic() + seconds
+def linger(seconds: float | None = None, hosting: bool = False) -> None:
+    """Wait until nobody needs the store in this process any more, for ``LINGER`` or so many seconds at most. ``hosting``:
+    somebody does need it."""
+    leavers, end = list(_leavers), time.monotonic() + (LINGER if seconds is None else seconds)
     while time.monotonic() < end and (hosting or any(leaver.is_needed() for leaver in leavers)):
         time.sleep(0.02)
 
@@ -138,9 +142,6 @@ def _let_stuck_threads_sleep() -> None:
 def _say_where_replicas_open(reason: str) -> bool:
     """Tell ranks that wait for this one to open a replica with them, the first or another. Returns whether they may still have
     to read it from a store in this process, which has failed."""
-    from gossamer.comm.torch.attempts import note_exit
-    from gossamer.comm.torch.store import QuietStore, StoreLostError, board_store, default_store
-
     how = f"its process ended with {reason}" if reason else "its process ended"
     how += "" if reason or _came else " without calling replicate()"
     if _file_is_gone(default_store()):

@@ -63,7 +63,7 @@ class TorchRunner(Runner):
         self._ends_at: int | None = None  # the flow from which on this rank takes no part, if that is known before it closes
         self._failure: GossamerError | None = None
         try:
-            self._store = board_store()
+            self._store = board_store(process_exit.linger)
             self._name = instance_name(self._store, self._ranks, self.rank)
         except StoreLostError as error:
             raise CommunicationError(f"the key-value store of the process group is lost: {error}") from error

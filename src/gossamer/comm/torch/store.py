@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from gossamer.comm.torch import process_exit
 from gossamer.comm.torch.sockets import CLOSED, Connection, connections, keep_alive, local_address
 
 T = TypeVar("T")
@@ -257,8 +256,9 @@ def _bottom(store: Any) -> Any:
 _board_store: tuple[weakref.ref[Any], QuietStore] | None = None
 
 
-def board_store() -> QuietStore:
-    """That store, on a connection that all boards of this process share.
+def board_store(before_it_ends: Callable[[], object] | None = None) -> QuietStore:
+    """That store, on a connection that all boards of this process share. ``before_it_ends``: called where its server is in this
+    process.
 
     It ends with the process group, as it would without us: another group on the same port is to find an empty one. A server in
     this process then only waits, for a few seconds at most, until the others have read why replicas ended.
@@ -268,11 +268,11 @@ def board_store() -> QuietStore:
     if _board_store is None or _board_store[0]() is not store:
         quiet = QuietStore(store)
         _board_store = weakref.ref(store), quiet
-        if quiet.hosted:
-            weakref.finalize(store, _let_others_read, _bottom(store)).atexit = False
+        if quiet.hosted and before_it_ends is not None:
+            weakref.finalize(store, _ends, before_it_ends, _bottom(store)).atexit = False
     return _board_store[1]
 
 
-def _let_others_read(server: Any) -> None:
+def _ends(before: Callable[[], object], server: Any) -> None:
     """``server`` lives until this is over."""
-    process_exit.linger(process_exit.LINGER)
+    before()
