@@ -176,6 +176,22 @@ def test_the_reader_sees_what_is_too_long(tmp_path: Path) -> None:
     assert too_long(file, lines=5, statements=1) == ["file.py", "file.py: short"]
 
 
+def code_lines(path: Path) -> int:
+    """Lines of a file that are no docstring, import, comment or blank."""
+    text = path.read_text()
+    other = {number for number, line in enumerate(text.splitlines(), 1) if not line.strip() or line.lstrip().startswith("#")}
+    for node in ast.walk(ast.parse(text)):
+        words = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if words or isinstance(node, ast.Import | ast.ImportFrom):
+            other |= set(range(node.lineno, node.end_lineno + 1))  # type: ignore[attr-defined]
+    return len(text.splitlines()) - len(other)
+
+
+def test_the_library_is_small() -> None:
+    assert 1000 < sum(map(code_lines, SOURCES)) <= 21_000
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "bench").glob("*.py")) <= 3_500
+
+
 OUTER_LOOPS = ("local_sgd", "diloco", "streaming_diloco", "eager_diloco", "sparse_loco", "des_loc", "sparta")
 
 
