@@ -30,7 +30,7 @@ from gossamer.planning.choose import HIDDEN, PLAIN, Row, choose
 from gossamer.planning.chooser import TRIALS
 from gossamer.planning.correction import MOST
 
-FOLDERS = ("bounds", "memory", "relaxations", "scale")
+FOLDERS = ("bounds", "memory", "residuals", "relaxations", "scale")
 """Suites that measured several methods of gossamer beside each other."""
 
 LINES = (0.8, 1.0, 1.25)
