@@ -29,6 +29,13 @@ PROCESSES = ("examples", "integrations", "lab", "processes")
 """Folders of tests that start processes; others say so themselves, or ask for emulated hosts."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests are wanted that count seconds, other files are not imported: that would take most of the time."""
+    if collection_path.suffix != ".py" or not config.option.markexpr.endswith(" and alone"):
+        return None
+    return None if collection_path.parent.name == "gpu" or "mark.alone" in collection_path.read_text() else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
