@@ -40,6 +40,7 @@ STUDIES = {
     "outer": ("outer.md",),
     "outer_speed": ("outer_speed.md",),
     "choice": ("choice.md",),
+    "cut": ("cut.md",),
     "fresh": ("fresh.md",),
     "switched": ("switched.md",),
     "thousands": ("thousands.md",),

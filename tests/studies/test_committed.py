@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SUITES = suites(ROOT / "benchmarks" / "suites.toml")
 STUDIES = (
-    "convergence", "exchanges", "fresh", "hsdp", "kernels", "outer", "overhead", "shuffle", "shuffle_time", "switched",
+    "convergence", "cut", "exchanges", "fresh", "hsdp", "kernels", "outer", "overhead", "shuffle", "shuffle_time", "switched",
     "thousands", "threads",
 )  # fmt: skip
 
