@@ -75,11 +75,18 @@ def test_every_algorithm_is_public() -> None:
 
 
 @pytest.mark.alone
-def test_importing_costs_at_most_a_third_of_a_second_beyond_torch() -> None:
-    """CPU time of the process, so that a busy machine does not matter; once in five times is enough."""
-    code = "import time, torch; begin = time.process_time(); import gossamer; print(time.process_time() - begin)"
-    seconds = (float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5))
-    assert any(each <= 0.3 for each in seconds)
+def test_importing_costs_less_than_half_of_what_importing_torch_costs() -> None:
+    """CPU time of one process, so that neither a slow nor a busy machine matters much; once in five times is enough."""
+    code = """
+from time import process_time
+begin = process_time()
+import torch
+between = process_time()
+import gossamer
+print((process_time() - between) / (between - begin))
+"""
+    ratios = (float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5))
+    assert any(ratio <= 0.45 for ratio in ratios)
 
 
 def test_importing_starts_nothing() -> None:

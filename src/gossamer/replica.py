@@ -193,7 +193,8 @@ class Replica(Traced, Weighed):
         """Go on with another algorithm from the next step on. Collective, between two steps.
 
         Unsent gradients (residuals) travel in the next exchange. Replicas that differ go on from their average where the next
-        algorithm needs equal ones, or counts them otherwise. A refused algorithm (ConfigurationError) changes nothing.
+        algorithm needs equal ones, or counts them otherwise. A refused algorithm (ConfigurationError) changes nothing. There is
+        no dense start here, also not for the choice of a plan: its predicted steps are those without one.
         """
         self._require_own_weights("switch()")
         self._adopt(switching.switch(self._parts, algorithm, self._come_together, lambda: self.step, self._averages.become))
