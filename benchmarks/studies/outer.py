@@ -8,6 +8,7 @@ is the GPT of ``examples/01_gpt.py`` in another width. Every run is written down
 import argparse
 import importlib.util
 import json
+import math
 import shutil
 import statistics
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import gossamer
 from benchmarks.studies.convergence import interval
@@ -57,13 +59,26 @@ def optimizers_of(row: Record, gpt: ModuleType, model: nn.Module) -> list[Optimi
     """The example's AdamW, or what the method names; with ``inner = "Muon"`` that for the matrices of the blocks, at its
     rate and decay."""
     plain, named = gpt.build_optimizer(model), optimizer_of(parse_method(row["method"]))
+    rate = row.get("rate", plain.param_groups[0]["lr"])
+    plain.param_groups[0]["lr"] = rate
     if row.get("inner") != "Muon":
         return [plain if named is None else in_place_of(plain, named, model)]
     matrices = [parameter for name, parameter in model.named_parameters() if "blocks" in name and parameter.ndim == 2]
     known = {id(parameter) for parameter in matrices}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
-    muon = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(rest, lr=1e-3, fused=True)]
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(rest, lr=rate, fused=True)]
+
+
+def schedules_of(row: Record, optimizers: Sequence[Optimizer], begin: int) -> list[LRScheduler]:
+    """Where the row asks for it, the usual schedule: a warm-up of 100 steps, then a cosine down to a tenth of the rate."""
+    steps = row["steps"]
+
+    def factor(step: int) -> float:
+        return min(1.0, (step + 1) / 100) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+    cosine = row.get("schedule") == "cosine"
+    return [LambdaLR(optimizer, factor, begin - 1) for optimizer in optimizers] if cosine else []
 
 
 class Checkpoints:
@@ -115,6 +130,7 @@ def train(row: Record, keep: Path | None = None) -> Record:
             begin, state = last[0], torch.load(last[1] / f"{rank}.pt", weights_only=False)
             for optimizer, own in zip(optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(own)
+        schedules = schedules_of(row, optimizers, begin)
         replica = gossamer.replicate(model, optimizers, algorithm_of(parse_method(row["method"])))
         if last is not None:
             model.load_state_dict(state["model"])
@@ -133,6 +149,8 @@ def train(row: Record, keep: Path | None = None) -> Record:
             error.backward()
             for optimizer in optimizers:
                 optimizer.step()
+            for schedule in schedules:
+                schedule.step()
         metrics = replica.metrics()
         with replica.consensus():
             found = gpt.quality(model.eval()) if rank == 0 else {}
@@ -229,7 +247,8 @@ def note(rows: Sequence[Record]) -> str:
     """The sizes of the runs, and the machine."""
     sizes = [
         f"{group}: {size(row)}, windows of 64 bytes, batches of {row['batch']} per worker, {row['dense']} dense steps, "
-        f"{'float32' if 'autocast' not in row else row['autocast'] + ' (autocast)'}."
+        f"{'float32' if 'autocast' not in row else row['autocast'] + ' (autocast)'}, rate {row.get('rate', 1e-3):g}, "
+        f"{row.get('schedule', 'constant')}."
         for group, (row, *_) in groups(rows).items()
     ]
     return " ".join([*sizes, measured_on(rows)])
@@ -238,13 +257,16 @@ def note(rows: Sequence[Record]) -> str:
 def draw(rows: Sequence[Record], path: Path) -> None:
     """The loss of every method over what a worker sends per step once the dense start is over, with the spread of its seeds."""
     shown: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for own in groups(rows).values():
-        exact, methods = next(row for row in own if row["name"] == FIRST), shown.setdefault(size(own[0]), {})
+    for group, own in groups(rows).items():
+        exact, methods = (
+            next(row for row in own if row["name"] == FIRST),
+            shown.setdefault(f"{group}: {size(own[0])}".replace(" steps,", " steps,\n"), {}),
+        )
         for row in own:
             steps = row["steps"] - _dense(row, row["method"])
             sent = _without_start(row, row["method"], exact) / steps
             methods.setdefault(row["name"], []).append((sent / 1e3, row["loss"]))
-    loss_over_bytes(path, shown, title="Loss over bytes", below="KB sent per worker and step, after the dense start")
+    loss_over_bytes(path, shown, title="Loss over bytes, after the dense start", below="KB sent per worker and step")
 
 
 STUDY = Study("outer", KEY, lambda rows: COLUMNS, compared, note=note)
