@@ -8,6 +8,7 @@ described. What the loop did, and in which order, is recorded for those whose cl
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
@@ -133,8 +134,9 @@ class Lane:
 
     def _carry_out(self, flow: Flow[Any], ticket: Ticket[Any], record: FlowRecord) -> Process:
         reply: Any = None
+        counted = self._wire.processing.by_flow if self._wire.processing.costs else nullcontext
         while True:
-            with self._wire.processing.by_flow():
+            with counted():
                 try:
                     command = flow.send(reply)
                 except StopIteration as stop:

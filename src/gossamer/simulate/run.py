@@ -1,7 +1,8 @@
 """Run: a replica of a stand-in for the model, trained in virtual time on one cluster."""
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
@@ -63,6 +64,18 @@ class Training:
     steps: int | None
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, Python does not search for garbage in cycles: what a run records only grows, and each search goes through it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def run(training: Training, cluster: Cluster, levels: Levels) -> tuple[Totals, Program]:
     """What a step takes, in the mean over steps in steady state, where all workers compute for as long; and what they did."""
     clock = Clock()
@@ -94,5 +107,6 @@ def run(training: Training, cluster: Cluster, levels: Levels) -> tuple[Totals, P
     machines = len(levels.nodes)
     window = Window.of(replica.algorithm, levels.world, machines, training.warmup, training.steps, training.overlap_forward)
     costs = processing.costs
-    with Watched(processing.kernel) if costs else nullcontext(), Valueless(processing.wrote if costs else None):
+    kernels = Watched(processing.kernel) if costs else nullcontext()
+    with _uncollected(), kernels, Valueless(processing.wrote if costs else None):
         return per_step(step, runner, wire, window)

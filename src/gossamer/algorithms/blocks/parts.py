@@ -117,7 +117,8 @@ class Parts:
 
     def of(self, flat: Tensor, rank: int) -> Tensor:
         """The part of ``rank``; shorter, or empty, at the end."""
-        return flat[rank * self.size : (rank + 1) * self.size]
+        size = self.size
+        return flat[rank * size : (rank + 1) * size]
 
 
 def whole(part: Tensor, size: int) -> Tensor:
