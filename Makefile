@@ -30,10 +30,9 @@ peers: $(READY) ## install what gossamer bench can put beside gossamer
 demo: $(READY) ## train a GPT on 4 emulated hosts at 200 Mbit/s: DDP, then gossamer (about 3 minutes)
 	$(RUN) -m benchmarks.demo
 
-test: $(READY) ## run the tests: on all processors, file by file, then those that wait, then those that measure time
+test: $(READY) ## run the tests: on all processors, file by file, then the ones that measure time
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not slow and not alone' --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --quiet
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/processes -m 'not slow and alone' --numprocesses 3 --dist loadfile --quiet
-	$(RUN) -m pytest --ignore=tests/processes -m 'not slow and alone'
+	$(RUN) -m pytest -m 'not slow and alone'
 
 fuzz: $(READY) ## draw models, loops and algorithms from seeds and check what must hold of all (10 minutes; ARGS="--seed 7 --cases 1")
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(RUN) -m fuzz $(ARGS)

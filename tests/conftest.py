@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "slow: takes more than a few seconds of its own; run by `make test-slow`")
     config.addinivalue_line("markers", "processes: starts processes; its file begins before those in memory")
-    config.addinivalue_line("markers", "alone: counts seconds; beside other tests only in processes/, where all of them sleep")
+    config.addinivalue_line("markers", "alone: measures time; not beside other tests")
 
 
 PROCESSES = ("examples", "integrations", "lab", "processes")

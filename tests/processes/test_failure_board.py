@@ -16,8 +16,6 @@ from gossamer.comm.torch.board import FailureBoard
 from gossamer.comm.torch.store import StoreLostError, StoreSilentError
 from gossamer.errors import CommunicationError, CommunicationTimeout, PeerLeftError
 
-pytestmark = pytest.mark.alone
-
 
 class Shelf:
     """A store in this process."""

@@ -7,8 +7,6 @@ import pytest
 
 from processes.harness import Process, launch, launch_side_by_side, require
 
-pytestmark = pytest.mark.alone
-
 SECONDS = 30.0
 """Ten on a machine that has nothing else to do."""
 

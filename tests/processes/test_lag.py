@@ -9,8 +9,6 @@ import gossamer
 from gossamer import AllReduce, Gossip, Hierarchical, after, by_size
 from processes.harness import Process, launch_side_by_side, require
 
-pytestmark = pytest.mark.alone
-
 MODULE = "scenarios_lag"
 
 

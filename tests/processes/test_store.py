@@ -18,8 +18,6 @@ import torch.distributed as dist
 from gossamer.comm.torch import sockets
 from gossamer.comm.torch.store import QuietStore, StoreLostError, StoreSilentError, _Line
 
-pytestmark = pytest.mark.alone
-
 HOST = """
 import sys, torch.distributed as dist
 from datetime import timedelta

@@ -20,8 +20,6 @@ from gossamer.comm.torch.waiting import Opening, WaitPolicy
 from gossamer.errors import CommunicationError, CommunicationTimeout, ConfigurationError, PeerLeftError, UsageError
 from processes.test_failure_board import Gone, Shelf
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
