@@ -24,17 +24,15 @@ class Levels:
             per_site = cluster.machines.count // cluster.machines.sites
             levels, self.links = (machines // per_site, machines), (cluster.across, *self.links)
         self._everyone = tuple(range(self.world))
-        self._equal = self._everyone
-        """The last group that was found to be everyone: comparing thousands of ranks at each operation takes long."""
         self._all = Members(levels)
         self.members_of = lru_cache(maxsize=1024)(self._members)
 
     def members(self, group: Group) -> Members:
         """Where the members of a group are."""
-        if group is self._equal:
+        if group is self._everyone:
             return self._all
         if group == self._everyone:
-            self._equal = group
+            self._everyone = group  # known by its identity from now on: thousands of ranks take long to compare
             return self._all
         return self.members_of(group)
 
