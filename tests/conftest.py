@@ -30,7 +30,7 @@ PROCESSES = ("examples", "integrations", "lab", "processes")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where only tests are wanted that count seconds, other files are not imported: that would take most of the time."""
+    """Where only tests are wanted that measure time, other files are not imported: that would take most of the time."""
     if collection_path.suffix != ".py" or not config.option.markexpr.endswith(" and alone"):
         return None
     return None if collection_path.parent.name == "gpu" or "mark.alone" in collection_path.read_text() else True

@@ -28,8 +28,8 @@ class SparseLoCo(DiLoCo):
     next Δ, as in the paper: then each period learns again what is in e already.
 
     The paper has 64 elements of 4,096, e faded by 0.95, ``rate=1.0`` and no momentum. Defaults are others because of a small
-    GPT (4 workers, 57 outer steps of 30 after 300 dense ones): the paper's end at 1.930 nats, these at 1.574 (two seeds),
-    DiLoCo at 1.575, an all-reduce at 1.630. With fewer elements longer steps and less momentum are best: an eighth ends at
+    GPT (4 workers, 57 outer steps of 30 after 300 dense ones): the paper's end at 1.930 nats, these at 1.576, DiLoCo at
+    1.575, an all-reduce at 1.630 (three seeds). With fewer elements longer steps and less momentum are best: an eighth ends at
     1.587 at rate 1.5 and momentum 0.6.
 
     Per exchange p - 1 messages of 1.7 bits per weight, to all others: with 4 workers and ``every=30`` a worker sends a 280th of
@@ -38,7 +38,7 @@ class SparseLoCo(DiLoCo):
 
     Not the choice among more than a few workers, where every worker receives what all others send:
     ``DiLoCo(averaging=ScatterReduce(codec=Quantize(bits=2), decay=0.9))`` sends a 450th for any number of them, and ends at
-    1.581 there (one seed). Nor where replicas must be equal after an exchange.
+    1.579 there (three seeds). Nor where replicas must be equal after an exchange.
 
     Source: Sarfi et al. 2025 (arXiv 2508.15706); ``keep_unsent`` is ours.
     """
