@@ -11,7 +11,7 @@ from benchmarks.studies.harness import Study, console, parser_of, seconds_of
 from gossamer.bench.clock import clock_for
 from gossamer.bench.conditions import processor
 from gossamer.bench.rows import Column, Record, Store, number, text
-from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK
+from gossamer.codecs import Codec, Quantize, RandomK, Sign, TopChunks, TopK, TopPerChunk
 from gossamer.codecs.kernels import chunk_norms, kernels_for
 from gossamer.codecs.modulo import BLOCK as MODULO_BLOCK
 from gossamer.codecs.modulo import ModuloGrid
@@ -110,8 +110,11 @@ def works(memory: Memory, sparse: bool) -> dict[tuple[str, str], Callable[[], ob
         found |= {(name, kernel): work for kernel, work in (fused(codec, memory) | whole(codec, memory)).items()}
     for name, bits in PLACES.items():
         found |= {(name, kernel): work for kernel, work in modulo(bits, memory).items()}
-    for name, codec in SPARSE.items() if sparse else ():
-        found |= {(name, kernel): work for kernel, work in whole(codec, memory).items()}
+    largest, kernels = TopPerChunk(density=0.33), kernels_for(memory.x.device.type)
+    counts = largest.counts(memory.x.numel())[1:]
+    found["largest of each chunk", "encode"] = lambda: kernels.largest(memory.x, largest.chunk, *counts)
+    for name, sparse_codec in SPARSE.items() if sparse else ():
+        found |= {(name, kernel): work for kernel, work in whole(sparse_codec, memory).items()}
     return found
 
 

@@ -147,9 +147,9 @@ CALIBRATING = ((10, "bagua_allreduce"), (100, "bagua_allreduce"), (10, "qadam"),
 
 
 def vgg() -> Iterator[Row]:
-    """VGG-16. BAGUA's own all-reduce gives efficiency and ceiling of its transport; QAdam at the lower rate the efficiency of the
-    compressed collective; the exchange with neighbours at the higher one, which encodes and decodes most, the codec's speed.
-    The ceiling of DDP and Horovod is that of BERT's rows with DDP."""
+    """VGG-16. BAGUA's own all-reduce gives efficiency and ceiling of its transport; QAdam at the lower rate the efficiency of
+    the compressed collective; the exchange with neighbours at the higher one, which encodes and decodes most, the codec's
+    speed. The ceiling of DDP and Horovod is that of BERT's rows with DDP."""
     step = partial(on_bagua, "vgg16", VGG_COMPUTE)
     seconds = {gbit: {name: VGG_IMAGES / images for name, images in figures.items()} for gbit, figures in VGG.items()}
     share = solved(lambda share: step(LEADERS, link_of(10, share)), seconds[10]["bagua_allreduce"], 0.5, 1)
@@ -278,8 +278,8 @@ def limit() -> str:
         f"whole rate; the forward pass before them takes {VGG_COMPUTE / 3:.3f} s. Together that is {least:.3f} s, and "
         f"{published:.3f} s were published: with all else free, a prediction is {100 * (1 - published / least):.0f} % too low "
         f"in images/s. A quarter of the published step with an exact all-reduce, which sends four times as much, is "
-        f"{exact / 4:.3f} s. The bar is digitised, or the rate was not that of the exact row. QAdam at 100 Gbit/s sends as many "
-        f"bytes as ByteGrad and took {VGG_IMAGES / VGG[100]['qadam']:.3f} s a step instead of "
+        f"{exact / 4:.3f} s. The bar is digitised, or the rate was not that of the exact row. QAdam at 100 Gbit/s sends "
+        f"as many bytes as ByteGrad and took {VGG_IMAGES / VGG[100]['qadam']:.3f} s a step instead of "
         f"{VGG_IMAGES / VGG[100]['bytegrad']:.3f} s: what its optimizer computes before it sends is not in the prediction."
     )
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from gossamer.comm.operations import Traffic
 from gossamer.comm.ops import Flow, Group, Op, Port, drive, maximum, shown
 from gossamer.errors import CommunicationError, GossamerError
 from gossamer.memory import on_host
@@ -38,7 +39,10 @@ class Meter:
 
     def count(self, op: Op, world: int, rank: int | None = None) -> None:
         """Add one operation, of the ``rank``-th of its members (if it matters which)."""
-        traffic = op.traffic(world) if rank is None else op.sent(world, rank)
+        self.add(op.traffic(world) if rank is None else op.sent(world, rank))
+
+    def add(self, traffic: Traffic) -> None:
+        """Add what was sent."""
         self.bytes += traffic.bytes
         self.messages += traffic.rounds
 
@@ -151,6 +155,10 @@ class Runner(ABC):
     def now(self) -> float:
         """The time in seconds, of the clock by which this runner carries out flows. Only differences mean anything."""
         return time.perf_counter()
+
+    def flow_of(self, exchange: Callable[..., Flow[T]], *given: Any) -> Flow[T]:
+        """The flow of an algorithm's exchange. One that does the same may take its place."""
+        return exchange(*given)
 
     @abstractmethod
     def submit(self, make_flow: Callable[[], Flow[T]], label: str, lane: int = 0, *, prompt: bool = False) -> Ticket[T]:

@@ -122,22 +122,31 @@ class Exchange:
     def launch(self, step: int, when: str) -> None:
         """Start the flow of the bucket that is next; ``when`` describes the step. One that is not due stays as it is."""
         index = self.order[len(self._tickets)]
-        self._submit(index, self.handlers[index].exchange if self._due(index, step) else NOTHING.exchange, step, when)
+        self._submit(index, (self.handlers[index] if self._due(index, step) else NOTHING).exchange, step, when)
 
     def launch_due(self, index: int, step: int, when: str, number: int | None, samples: float | None) -> None:
         """Start the flow of one of :meth:`due_at`; the others have none. ``number``: of the optimizer, if all ranks say first
         that it is that one's turn. ``samples``: as in the context of its flow."""
-        exchange = self.handlers[index].exchange
-        self._submit(index, exchange if number is None else partial(in_turn, number, exchange), step, when, samples)
+        exchange: Callable[..., Flow[Any]] = self.handlers[index].exchange
+        self._submit(index, exchange, step, when, samples, number)
 
     def first_on_lanes(self, indices: Iterable[int]) -> set[int]:
         """The first bucket on each lane."""
         return set({self._lanes[index]: index for index in reversed(list(indices))}.values())
 
     def _submit(
-        self, index: int, exchange: Callable[..., Flow[Any]], step: int, when: str, samples: float | None = None
+        self,
+        index: int,
+        exchange: Callable[..., Flow[Any]],
+        step: int,
+        when: str,
+        samples: float | None = None,
+        number: int | None = None,
     ) -> None:
         bucket, self._step = self.buckets[index], step
+        exchange = partial(self.runner.flow_of, exchange)
+        if number is not None:
+            exchange = partial(in_turn, number, exchange)
         label = f"bucket {index} ({bucket.segments[0].name} …) {when}"
         make_flow = partial(self._checked, exchange, bucket, self.states[index], self.context(step, samples))
         self._tickets[index] = self.runner.submit(make_flow, label, self._lanes[index], prompt=self._prompt)

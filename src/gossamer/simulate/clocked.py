@@ -10,33 +10,50 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from gossamer.comm.echo import echoed
 from gossamer.comm.operations import Traffic
-from gossamer.comm.ops import Decide, Flow, Group, Op, Start, Wait, answer
+from gossamer.comm.ops import Broadcast, Decide, Flow, Group, Op, Permute, Push, Start, Wait, answer
 from gossamer.comm.runner import CONTROL, Meter, Runner, Ticket
+from gossamer.simulate.alike import AlikeExchanges, Ended
 from gossamer.simulate.clock import Clock, Event, Process, both
 from gossamer.simulate.levels import Levels
 from gossamer.simulate.line import SharedLine
 from gossamer.simulate.processor import Processing
 from gossamer.simulate.program import FlowRecord, Operation, Recorder
 from gossamer.simulate.sharing import traffic_of
-from gossamer.simulate.trace import LINKS, tell
+from gossamer.simulate.trace import LINKS, is_collecting, tell
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UnderWay:
-    """A started operation: its end, what it then gives, and what is recorded of it."""
+    """A started operation: its end, what is recorded of it, and among how many ranks it is."""
 
     done: Event
-    result: Tensor
     operation: Operation
+    give: Callable[[], Tensor]
+    """What it then gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What an operation among some ranks sends: the ``message`` of rank 0, what stays ``inside`` machines, the ``links``
+    that are crossed and by what, the seconds that all rounds wait, those of the busiest link, and the bytes and messages of the
+    transport's own work. ``pattern``: what it is known by."""
+
+    pattern: Any
+    message: Traffic
+    inside: int
+    links: list[tuple[str, SharedLine, Traffic]]
+    waits: float
+    busiest: float
+    transport: tuple[int, int]
 
 
 class Wire:
@@ -46,64 +63,96 @@ class Wire:
     of the unit that sends, or receives, most at any level.
     """
 
-    def __init__(self, clock: Clock, levels: Levels, processing: Processing) -> None:
+    def __init__(self, clock: Clock, levels: Levels, processing: Processing, records: bool = True) -> None:
+        """``records``: whether what flows do is recorded."""
+        self.records, self._traced = records, is_collecting()
         self.meter, self.most_seconds, self.inside_bytes = Meter(), 0.0, 0
         self.everyone = tuple(range(levels.world))
         self.processing = processing
         self._clock = clock
         self._levels = levels
         self._lines = [SharedLine(clock, link) for link in levels.links]
+        self._prices: dict[Any, Price] = {}
 
     def start(self, op: Op, group: Group | None = None) -> UnderWay:
         """Hand an operation over now. As on the real wire, empty tensors are not sent."""
-        everyone = group is None or group == self.everyone
-        group = self.everyone if group is None else group
-        self.meter.count(op, len(group), group.index(0))
-        sent = op.tensor.numel() > 0 and len(group) > 1
+        everyone = group is None or group is self.everyone or group == self.everyone
+        members = self.everyone if group is None or everyone else group
+        sent = op.tensor.numel() > 0 and len(members) > 1
         operation = Operation(op, None if everyone else group, sent)
-        done = self._send(op, group) if sent else Event()
+        done = Event()
         if not sent:
+            self.meter.count(op, len(members), members.index(0))
             done.set()
-        elif self.processing.costs:
-            done = both(done, self.processing.transport(op.traffic(len(group)).bytes, op.messages(len(group))))
+            return UnderWay(done, operation, partial(echoed, op, len(members)))
+        price = self._price(op, members, everyone)
+        self.meter.add(price.message)
+        self.inside_bytes += price.inside
+        self.most_seconds += price.busiest
+        done = self._send(op, price)
+        if not self.processing.costs:
+            self._note_end(operation, done)
+            return UnderWay(done, operation, partial(echoed, op, len(members)))
+        done = both(done, self.processing.transport(*price.transport))
         self._note_end(operation, done)
-        return UnderWay(done, echoed(op, len(group)), operation)
+        result = echoed(op, len(members))  # which counts as a copy, at its start
+        return UnderWay(done, operation, lambda: result)
 
-    def _send(self, op: Op, group: Group) -> Event:
-        """All levels at the same time: the bytes of each share its link, and the rounds of all follow each other."""
-        traffic = traffic_of(op, self._levels.members(group), self._levels.links)
-        self.inside_bytes += traffic[-1].bytes
-        self.most_seconds += max(
-            8 * each.bytes / line.link.goodput for each, line in zip(traffic[:-1], self._lines[:-1], strict=True)
+    def _price(self, op: Op, members: Group, everyone: bool) -> Price:
+        """Of operations of all, known by their kind, pattern and shape: large models have thousands that are alike."""
+        pattern = _pattern(op)
+        key = type(op), id(pattern), op.tensor.shape, op.tensor.dtype
+        if everyone and (known := self._prices.get(key)) is not None:
+            return known
+        world = len(members)
+        traffic = traffic_of(op, self._levels.members(members), self._levels.links)
+        links = list(zip(LINKS[-len(self._lines) :], self._lines, traffic, strict=True))
+        price = Price(
+            pattern,
+            op.sent(world, members.index(0)),
+            traffic[-1].bytes,
+            [link for link in links if link[-1].bytes] or [(*links[0][:2], Traffic(0, 0))],
+            sum(each.rounds * line.link.latency for each, line in zip(traffic, self._lines, strict=True)),
+            max(8 * each.bytes / line.link.goodput for each, line in zip(traffic[:-1], self._lines[:-1], strict=True)),
+            (op.traffic(world).bytes, op.messages(world)),
         )
-        waits = sum(each.rounds * line.link.latency for each, line in zip(traffic, self._lines, strict=True))
-        rows = LINKS[-len(self._lines) :]
-        done = [
-            self._told(row, op, line.send(each, waits))
-            for row, each, line in zip(rows, traffic, self._lines, strict=True)
-            if each.bytes
-        ]
-        return reduce(both, done) if done else self._told(rows[0], op, self._lines[0].send(Traffic(0, 0), waits))
+        if everyone:
+            self._prices[key] = price
+        return price
+
+    def _send(self, op: Op, price: Price) -> Event:
+        """All levels at the same time: the bytes of each share its link, and the rounds of all follow each other."""
+        done = [self._told(row, op, line.send(traffic, price.waits)) for row, line, traffic in price.links]
+        return reduce(both, done)
 
     def _told(self, row: str, op: Op, done: Event) -> Event:
         """Tell a trace when the transfer has ended."""
         begin = self._clock.now
-        if not done.happened:
+        if self._traced and not done.happened:
             done.then(lambda: tell(row, f"{type(op).__name__}, {op.nbytes / 1e6:.3g} MB", begin, self._clock.now))
         return done
 
     def _note_end(self, operation: Operation, done: Event) -> None:
         begin = self._clock.now
-        if not done.happened:
+        if self.records and not done.happened:
             done.then(lambda: setattr(operation, "seconds", self._clock.now - begin))
 
     def wait(self, handle: UnderWay) -> Tensor:
         """What it gives. That its moment has come is the lane's part."""
-        return handle.result
+        return handle.give()
 
     def decide(self, decision: Decide) -> Any:
         """There are no values to look at: the default."""
         return decision.default
+
+
+def _pattern(op: Op) -> Any:
+    """Who sends to whom, where the kind of an operation does not say it."""
+    if isinstance(op, Permute):
+        return op.permutation
+    if isinstance(op, Push):
+        return op.graph
+    return op.source if isinstance(op, Broadcast) else None
 
 
 class Lane:
@@ -134,27 +183,29 @@ class Lane:
 
     def _carry_out(self, flow: Flow[Any], ticket: Ticket[Any], record: FlowRecord) -> Process:
         reply: Any = None
-        counted = self._wire.processing.by_flow if self._wire.processing.costs else nullcontext
+        wire, processing = self._wire, self._wire.processing
+        counted = processing.by_flow if processing.costs else nullcontext
         while True:
-            with counted():
-                try:
+            try:
+                with counted():
                     command = flow.send(reply)
-                except StopIteration as stop:
-                    command, ticket.result = None, stop.value
-            if (asked := self._wire.processing.of_flow) > 0:
+            except StopIteration as stop:
+                command, ticket.result = None, stop.value
+            if processing.of_flow > 0:
                 begin = self._clock.now
-                yield self._wire.processing.serve(asked)
+                yield processing.serve(processing.of_flow)
                 record.work(self._clock.now - begin)
                 tell("codecs and copies", ticket.label, begin, self._clock.now)
             if command is None:
                 return
             if isinstance(command, Wait):
-                record.wait(command.handle.operation)
+                if wire.records:
+                    record.wait(command.handle.operation)
                 yield command.handle.done
-                reply = command.handle.result
+                reply = None if isinstance(command, Ended) else command.handle.give()
             else:
-                reply = answer(command, self._wire)
-                if isinstance(command, Start):
+                reply = answer(command, wire)
+                if wire.records and isinstance(command, Start):
                     record.start(reply.operation)
 
 
@@ -180,6 +231,7 @@ class ClockedRunner(Runner):
         self._begun_in: dict[int, int] = {}
         """Of each ticket, the step in which it was submitted."""
         self._tickets = 0
+        self._alike = AlikeExchanges(wire.processing)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -195,6 +247,10 @@ class ClockedRunner(Runner):
         self._wire.processing.compute(seconds)
         self.recorder.compute(seconds, self._clock.now - begin)
         tell("compute", "compute", begin, self._clock.now)
+
+    def flow_of(self, exchange: Callable[..., Flow[T]], *given: Any) -> Flow[T]:
+        """The flow of an exchange, or one that does what another of the same step has done."""
+        return self._alike.flow(exchange, *given)
 
     def run_out(self) -> None:
         """Let all flows that were submitted end."""

@@ -140,8 +140,9 @@ def _described(
 
 
 def _predicted(training: Training, cluster: Cluster, nodes: tuple[Group, ...]) -> StepTime:
-    found, program = run(training, cluster, Levels(cluster, nodes))
-    late = waiting_seconds(training, cluster, nodes, program)
+    differ = not cluster.stragglers.none or bool(cluster.own)
+    found, program = run(training, cluster, Levels(cluster, nodes), records=differ)
+    late = waiting_seconds(training, cluster, nodes, program) if differ else 0.0
     compute = training.compute.seconds
     return StepTime(
         step_seconds=found.seconds + late,

@@ -27,7 +27,7 @@ SHARES_OF_COPY: Mapping[str, float] = {
     "chunk norms, of the sum with a residual": 1.25, "chunk norms, adding a residual": 1.15,
     "last 8 bits of places, encode": 0.97, "last 8 bits of places, decode": 0.59,
     "last 4 bits of places, encode": 1.14, "last 4 bits of places, decode": 0.61,
-    "1 % largest, encode": 0.03,
+    "1 % largest, encode": 0.03, "largest of each chunk, encode": 0.03,
 }  # fmt: skip
 """Medians of ``benchmarks/results/kernels.jsonl``, on one thread of a processor."""
 
@@ -67,6 +67,15 @@ class Processing:
             yield
         finally:
             self._quiet = before
+
+    @property
+    def asked(self) -> float:
+        """Seconds that were asked for since they were last worked off; inside :meth:`by_flow`, by the flow alone."""
+        return self._asked
+
+    def ask(self, seconds: float) -> None:
+        """Ask for so many seconds."""
+        self._asked += seconds
 
     def ignore(self, whether: bool) -> None:
         """From now on, count nothing: the time of what comes is known."""

@@ -76,11 +76,14 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def run(training: Training, cluster: Cluster, levels: Levels) -> tuple[Totals, Program]:
-    """What a step takes, in the mean over steps in steady state, where all workers compute for as long; and what they did."""
+def run(training: Training, cluster: Cluster, levels: Levels, records: bool = True) -> tuple[Totals, Program]:
+    """What a step takes, in the mean over steps in steady state, where all workers compute for as long; and what they did.
+
+    Without ``records`` nobody asks what they did: the program does not say what flows do, and need not have all partners.
+    """
     clock = Clock()
     processing = Processing(clock, cluster.processor, max(map(len, levels.nodes)))
-    wire = Wire(clock, levels, processing)
+    wire = Wire(clock, levels, processing, records)
     algorithm, compute = training.algorithm, training.compute
     runner = ClockedRunner(clock, wire, training.lanes, levels.nodes, algorithm.cadence.lag if algorithm else 0)
     twin = stand_in(training.model, compute, runner.compute, training.without)
@@ -105,7 +108,10 @@ def run(training: Training, cluster: Cluster, levels: Levels) -> tuple[Totals, P
         processing.ignore(False)
 
     machines = len(levels.nodes)
-    window = Window.of(replica.algorithm, levels.world, machines, training.warmup, training.steps, training.overlap_forward)
+    alike = not records and machines == levels.world and cluster.across is None
+    window = Window.of(
+        replica.algorithm, levels.world, machines, training.warmup, training.steps, training.overlap_forward, alike
+    )
     costs = processing.costs
     kernels = Watched(processing.kernel) if costs else nullcontext()
     with _uncollected(), kernels, Valueless(processing.wrote if costs else None):

@@ -56,6 +56,11 @@ def collecting() -> Iterator[Spans]:
         _collecting.reset(token)
 
 
+def is_collecting() -> bool:
+    """Whether anyone asks what happens."""
+    return _collecting.get() is not None
+
+
 def tell(row: str, name: str, begin: float, end: float) -> None:
     """Something has ended, if anyone asks."""
     if (spans := _collecting.get()) is not None:

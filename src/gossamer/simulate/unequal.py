@@ -19,8 +19,6 @@ LEAST, MOST, DRAWS = 200, 4_000, 1_000_000
 def waiting_seconds(training: Training, cluster: Cluster, nodes: tuple[Group, ...], program: Program) -> float:
     """Seconds by which a step of unequal workers takes longer than one of equal workers, which ``program`` was recorded of."""
     stragglers = cluster.stragglers
-    if stragglers.none and not cluster.own:
-        return 0.0
     world = sum(map(len, nodes))
     steps = stragglers.steps or min(MOST, max(LEAST, DRAWS // world))
     quarter = -(-steps // (4 * len(program))) * len(program)  # whole cycles, of which each step has partners of its own

@@ -1,13 +1,18 @@
 """Window: the steps of a simulated run that its figures are the mean of."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from gossamer.algorithms.base import Algorithm
+from gossamer.algorithms.cadence import Beat, Cadence
+from gossamer.comm.topology import Topology, exchange_at
 from gossamer.simulate.clocked import ClockedRunner, Wire
 from gossamer.simulate.program import Program
-from gossamer.simulate.trace import tell_step
+from gossamer.simulate.trace import is_collecting, tell_step
 
 
 class Totals(NamedTuple):
@@ -56,25 +61,43 @@ class Window:
     exchanges: int | None
 
     @classmethod
-    def of(cls, algorithm: Algorithm, world: int, machines: int, warmup: int, steps: int | None, overlap: bool) -> "Window":
+    def of(
+        cls, algorithm: Algorithm, world: int, machines: int, warmup: int, steps: int | None, overlap: bool, alike: bool = False
+    ) -> "Window":
         """At least so many steps, once the last part's time has begun and everything was exchanged once.
 
         ``steps``: None: until two cycles are alike, at most ``USUAL``. ``overlap``: with the forward pass, before which a
-        replica learns in which order buckets are to leave.
+        replica learns in which order buckets are to leave. ``alike``: all workers are, and all links between them.
         """
         # The order of gradients is learned in the first step, and that of the buckets in the next one.
         learning = 0 if algorithm.part("gradients") is None else 3 if overlap else 2
         cadence = algorithm.cadence
-        cycle, period = cadence.cycle(world, machines), cadence.period
+        period, exchanged = cadence.period, math.lcm(*(beat.every for beat in cadence.beats))
+        cycle = (_without_partners(cadence, world) if alike else cadence).cycle(world, machines)
         cycle = cycle if cycle <= _LONGEST_CYCLE else period
         first = max(cadence.changes, default=0)
         return cls(
-            warmup=first + max(warmup + period * (1 + cadence.lag) - 1, learning),
+            warmup=first + max(warmup + exchanged * (1 + cadence.lag) - 1, learning),
             steps=-(-(steps or USUAL) // cycle) * cycle,
             cycle=cycle,
             until_alike=steps is None and not cadence.lag,  # where exchanges may lag, cycles differ in length
             exchanges=cycle // cadence.step_of(1) if cadence.lag else None,
         )
+
+
+def _without_partners(cadence: Cadence, world: int) -> Cadence:
+    """The same without partners that change, where each rank sends as many messages in every step, and as many arrive."""
+    return replace(cadence, beats=tuple(replace(beat, topology=None) if _even(beat, world) else beat for beat in cadence.beats))
+
+
+def _even(beat: Beat, world: int) -> bool:
+    """Whether every rank has as many partners in each step."""
+    topology = beat.topology
+    if not isinstance(topology, Topology) or not topology.repeats or beat.ranks_per_node != 1:
+        return False
+    steps = [exchange_at(topology, step, world).permutations for step in range(topology.cycle(world))]
+    everyone = np.arange(world)
+    return len(set(map(len, steps))) == 1 and all((np.array(each.to) != everyone).all() for step in steps for each in step)
 
 
 USUAL = 8
@@ -135,7 +158,8 @@ def per_step(step: Callable[[], object], runner: ClockedRunner, wire: Wire, wind
     tell_step(runner.now())
     (begin, _, before_totals), (end, _, after_totals) = marks
     mean = Totals(*((there - here) / (end - begin) for here, there in zip(before_totals, after_totals, strict=True)))
-    runner.recorder.begin_step()
-    step()  # beside which the last flows end as those before them did
-    runner.run_out()
+    if wire.records or is_collecting():
+        runner.recorder.begin_step()
+        step()  # beside which the last flows end as those before them did
+        runner.run_out()
     return mean, runner.recorder.steps[1:-1]
