@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context, check_gather_below
-from gossamer.algorithms.blocks.lossy import Lossy, check_codec, turn_over
+from gossamer.algorithms.blocks.lossy import Lossy, check_codec, turn_over, with_unsent
 from gossamer.algorithms.blocks.parts import Feedback, scatter_reduce
 from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
@@ -57,6 +57,9 @@ class ScatterReduce(Lossy):
     @property
     def traits(self) -> Traits:
         return Traits(keeps_unsent=self.worker_feedback or self.server_feedback)
+
+    def hand_over(self, flat: Tensor, state: State, ctx: Context) -> Tensor:
+        return with_unsent(flat, state, self.decay)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm, Context, changeable
@@ -12,7 +13,7 @@ from gossamer.buckets import Bucket
 from gossamer.codecs.top_per_chunk import TopPerChunk
 from gossamer.comm.ops import Flow
 from gossamer.memory import wide
-from gossamer.state import RESIDUAL, State
+from gossamer.state import State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +51,19 @@ class SparseLoCo(DiLoCo):
     keep_unsent: bool = True
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        had = self._kept(state)
+        had = self._unsent(bucket, state, ctx)
         if had is None:
             difference = yield from super().exchange(bucket, state, ctx)
         else:  # what a worker has learned is its way from x - e; e is no part of it, and counts as it is, whatever Δ counts
             difference = yield from super().exchange(bucket.holding(wide(bucket.flat) + had), state, ctx)
             difference = wide(difference).add_(had)
-        unsent = self._kept(state)
+        unsent = self._unsent(bucket, state, ctx)
         return (difference if unsent is None else wide(difference).sub_(unsent)).to(bucket.flat.dtype)
 
-    def _kept(self, state: State) -> Tensor | None:
-        """By how much this worker's weights are behind those at which all begin: its residual, as far as that stays."""
-        unsent = state.scoped(outer.AVERAGING).get(RESIDUAL) if self.keep_unsent else None
-        return None if unsent is None else wide(unsent) * getattr(self.averaging, "decay", 1.0)
+    def _unsent(self, bucket: Bucket, state: State, ctx: Context) -> Tensor | None:
+        """By how much this worker's weights are behind those at which all begin: what the average has not sent."""
+        if not self.keep_unsent:
+            return None
+        nothing = torch.zeros_like(wide(bucket.flat))
+        unsent = self.averaging.hand_over(nothing, state.scoped(outer.AVERAGING), ctx)
+        return None if unsent is nothing else unsent

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.algorithms.base import Context
-from gossamer.algorithms.blocks.lossy import Lossy, check_codec, turn_over
+from gossamer.algorithms.blocks.lossy import Lossy, check_codec, turn_over, with_unsent
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.error_feedback import check_decay, faded
@@ -36,6 +36,9 @@ class Gathered(Lossy, register=False):
         check_codec(self.codec)
         check_decay(self.decay)
         check_wire("residual", self.residual)
+
+    def hand_over(self, flat: Tensor, state: State, ctx: Context) -> Tensor:
+        return with_unsent(flat, state, self.decay)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:

@@ -11,7 +11,7 @@ from gossamer.algorithms.base import Algorithm, Context
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.contraction import check_contracts, check_hashable
-from gossamer.codecs.error_feedback import ErrorFeedback
+from gossamer.codecs.error_feedback import ErrorFeedback, faded
 from gossamer.codecs.wire import Wire, narrowed
 from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
@@ -43,8 +43,15 @@ class Lossy(Algorithm, register=False):
         unsent = state.get(RESIDUAL)
         if unsent is None:
             return gradient
+        whole = self.hand_over(gradient, state, ctx)
         state[RESIDUAL] = torch.zeros_like(unsent)  # and not nothing: part of it may be put back
-        return (wide(gradient) + unsent).to(gradient.dtype)
+        return whole.to(gradient.dtype)
+
+
+def with_unsent(flat: Tensor, state: State, decay: float) -> Tensor:
+    """``flat`` and the residual as it is sent next, times ``decay``: what an error feedback that fades hands over."""
+    unsent = faded(state.get(RESIDUAL), decay)
+    return flat if unsent is None else wide(flat) + unsent
 
 
 def check_codec(codec: object, *, remembers: bool = True) -> None:
