@@ -488,6 +488,12 @@ def test_streaming_needs_a_tenth_of_the_rate_of_diloco() -> None:
         (lambda: ErrorFeedback(decay="0.9"), "decay must be the share of the residual"),
         (lambda: sparta(AllReduce()), "takes an algorithm over weights"),
         (lambda: sparta(DiLoCo(dense=0), share=0), "density must be above 0"),
+        (lambda: sparta(DiLoCo(dense=0), topology="ring"), "topology must be None, or one such as Ring"),  # type: ignore[arg-type]
+        (lambda: sparta(after(3, DiLoCo(dense=0))), "is put inside of what averages gradients"),
+        (lambda: sparta(Hierarchical(DiLoCo(dense=0))), "is put inside of what averages gradients"),
+        (lambda: DiLoCo(rate=float("inf")), "must be a number above 0, and finite"),
+        (lambda: DiLoCo(nesterov="yes"), "nesterov, of the outer optimizer, must be True or False"),  # type: ignore[arg-type]
+        (lambda: SparseLoCo(keep_unsent=1), "keep_unsent must be True or False"),  # type: ignore[arg-type]
         (lambda: sparta(streaming_diloco(dense=0)), "under way for longer, or in parts"),
         (lambda: DESLOC(dense=0, first=0), "first must be a number of steps, at least 1"),
         (lambda: in_parts(2, Gossip(), strides=0), "strides must be a number"),

@@ -50,7 +50,7 @@ class DiLoCo(LocalSGD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        outer.check_optimizer(self.rate, self.momentum)
+        outer.check_optimizer(self.rate, self.momentum, self.nesterov)
         outer.check_averaging(self.averaging, self.outlier)
 
     def _fields(self) -> dict[str, Algorithm]:

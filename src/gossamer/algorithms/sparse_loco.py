@@ -12,6 +12,7 @@ from gossamer.algorithms.diloco import DiLoCo
 from gossamer.buckets import Bucket
 from gossamer.codecs.top_per_chunk import TopPerChunk
 from gossamer.comm.ops import Flow
+from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
 from gossamer.state import State
 
@@ -49,6 +50,11 @@ class SparseLoCo(DiLoCo):
     momentum: float = changeable(0.85)
     averaging: Algorithm = field(default_factory=lambda: Gathered(codec=TopPerChunk(density=0.33), clip=True, residual="fp32"))
     keep_unsent: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.keep_unsent, bool):
+            raise ConfigurationError(f"keep_unsent must be True or False; got {self.keep_unsent!r}")
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         had = self._unsent(bucket, state, ctx)

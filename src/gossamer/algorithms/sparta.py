@@ -34,7 +34,7 @@ def sparta(algorithm: Algorithm, *, share: float = 0.005, topology: Topology | N
     Source: Beton et al. 2025 (SPARTA: Distributed training with sparse parameter averaging).
 
     Raises:
-        ConfigurationError: ``share`` is no share, or ``algorithm`` exchanges gradients, may lag, or is added late.
+        ConfigurationError: ``share`` is no share; or ``algorithm`` exchanges any gradients, may lag, or is added late.
     """
     return Sparta(algorithm=algorithm, share=share, topology=topology)
 
@@ -48,15 +48,21 @@ class Sparta(Algorithm, register=False):
     topology: Topology | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.algorithm, Algorithm) or self.algorithm.subject != "weights":
-            raise ConfigurationError(f"sparta() takes an algorithm over weights, such as DiLoCo(); got {self.algorithm!r}")
+        algorithm = self.algorithm
+        if not isinstance(algorithm, Algorithm) or algorithm.subject != "weights" or algorithm.part("gradients") is not None:
+            raise ConfigurationError(
+                "sparta() takes an algorithm over weights, such as DiLoCo(), and is put inside of what averages gradients too, "
+                f"as in after(300, sparta(DiLoCo())) and Hierarchical(sparta(DiLoCo())); got {algorithm!r}"
+            )
         super().__post_init__()
         check_density(self.share)
-        refuse_lag(self.algorithm, "sparta()")
-        cadence = self.algorithm.cadence
+        if self.topology is not None and not isinstance(self.topology, Topology):
+            raise ConfigurationError(f"sparta(): topology must be None, or one such as Ring(); got {self.topology!r}")
+        refuse_lag(algorithm, "sparta()")
+        cadence = algorithm.cadence
         if cadence.late or cadence.parts > 1 or any(beat.delay > 1 for beat in cadence.beats):
             raise ConfigurationError(
-                f"sparta(): weights are exchanged in every step, and {self.algorithm!r} has them under way for longer, or in "
+                f"sparta(): weights are exchanged in every step, and {algorithm!r} has them under way for longer, or in "
                 "parts: take delay=1 or 0, and no parts"
             )
 

@@ -1,5 +1,9 @@
 """Outer: one step of an outer optimizer, from the weights at which workers began to where they begin again."""
 
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -131,12 +135,14 @@ def refuse_divergence(start: Tensor, after: Tensor, bucket: Bucket, state: State
         )
 
 
-def check_optimizer(rate: float, momentum: float) -> None:
+def check_optimizer(rate: float, momentum: float, nesterov: bool) -> None:
     """Raise ConfigurationError unless an outer optimizer can have them."""
-    if not is_number(rate) or not rate > 0:
-        raise ConfigurationError(f"rate, of the outer optimizer, must be a number above 0; got {rate!r}")
+    if not is_number(rate) or not 0 < rate < math.inf:
+        raise ConfigurationError(f"rate, of the outer optimizer, must be a number above 0, and finite; got {rate!r}")
     if not is_number(momentum) or not 0 <= momentum < 1:
         raise ConfigurationError(f"momentum, of the outer optimizer, must be from 0 to below 1; got {momentum!r}")
+    if not isinstance(nesterov, bool):
+        raise ConfigurationError(f"nesterov, of the outer optimizer, must be True or False; got {nesterov!r}")
 
 
 def check_averaging(averaging: object, outlier: object = None) -> None:
