@@ -27,8 +27,8 @@ from gossamer import (
 )
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.blocks.outer import START, VELOCITY
-from gossamer.bucket_plan import buffer_name
 from gossamer.codecs import Quantize
+from gossamer.comm.topology import Complete
 from gossamer.errors import ConfigurationError
 from gossamer.optim import MasterWeights
 from gossamer.pieces import cut
@@ -277,10 +277,76 @@ def test_without_delay_exact_weights_and_their_model_are_equal_after_an_exchange
     assert torch.equal(first, second)
 
 
-def test_buffers_become_their_mean() -> None:
-    """A running variance that an outer momentum carries on could be negative."""
-    handler = DiLoCo(every=5, delay=0).route(buffer_name("running_var"), torch.zeros(3))
-    assert handler == LocalSGD(every=5, delay=0, bucket_bytes=handler.bucket_bytes)
+class Normed(nn.Module):
+    """Statistics of what each worker sees; weights that do not matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(SIZE, dtype=torch.float64)
+
+    def forward(self, step: int, rank: int) -> Tensor:
+        return self.norm(noise(1, 4 * SIZE, torch.float64, seed=10 * step + rank)[0].view(4, SIZE) + rank).square().mean()
+
+    def statistics(self) -> Tensor:
+        return torch.cat([self.norm.running_mean, self.norm.running_var])  # type: ignore[list-item]
+
+
+EVERYONE = Gossip(wire="fp32", topology=Complete())
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("averaging", [AllReduce(), FOUR_BITS, EVERYONE], ids=repr)
+def test_buffers_become_their_mean_at_the_times_of_the_weights(averaging: Algorithm, delay: int) -> None:
+    """As in one loop where nothing travels. A running variance that an outer momentum carries on could be negative."""
+
+    def body(rank: int) -> Tensor:
+        model, seen = Normed(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, DiLoCo(every=4, delay=delay, averaging=averaging))
+        for step in range(1, STEPS):
+            model(step, rank).backward()
+            optimizer.step()
+            seen.append(model.statistics())
+        replica.close()
+        return torch.stack(seen)
+
+    models, due, expected = [Normed() for _ in range(WORLD)], 0, []
+    for step in range(1, STEPS):
+        for rank, model in enumerate(models):
+            model(step, rank)
+        own = torch.stack([model.statistics() for model in models])
+        if step % 4 == 0:
+            due, change = step + delay, own.mean(0) - own
+        if step == due:
+            own += change
+            for model, there in zip(models, own, strict=True):
+                model.norm.running_mean, model.norm.running_var = there.clone().chunk(2)
+        expected.append(own)
+    found = torch.stack(loopback(body, WORLD), 1)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-12)
+
+
+def test_buffers_of_a_worker_that_is_left_out_are_left_out() -> None:
+    """Its weights are no numbers, and so are the statistics of what it computes."""
+
+    def body(rank: int) -> Tensor:
+        model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, DiLoCo(every=3, outlier=5.0))
+        for step in range(7):
+            if step == 4 and rank == 1:
+                with torch.no_grad():
+                    model[0].weight.fill_(torch.nan)
+            optimizer.zero_grad()
+            model(noise(1, 4 * SIZE, seed=10 * step + rank)[0].view(4, SIZE)).square().mean().backward()
+            optimizer.step()
+        replica.close()
+        return torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
+
+    found = torch.stack(loopback(body, WORLD))
+    assert found[[0, 2, 3]].isfinite().all()
+    assert not found[1].isfinite().all()
 
 
 @pytest.mark.parametrize("averaging", [AllReduce(), FOUR_BITS, PowerSGD(rank=1), PowerSGD(rank=1, residual="fp32")], ids=repr)

@@ -76,9 +76,9 @@ class DiLoCo(LocalSGD):
         averaging = self.averaging.route(name, tensor)
         if not is_buffer(part_of(name)[0]):
             return replace(self, averaging=averaging)
-        if outer.gossips(self.averaging):
-            return replace(averaging, every=self.every, lag=self.lag)  # type: ignore[call-arg]
-        return LocalSGD(**{name: getattr(self, name) for name in outer.TIMES})
+        if outer.gossips(averaging):
+            return outer.AtTimes(averaging=averaging, times=self.cadence)
+        return DiLoCo(**{name: getattr(self, name) for name in outer.OF_BUFFERS}, rate=1.0, momentum=0.0)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:

@@ -11,6 +11,7 @@ from gossamer.algorithms.base import Algorithm, Context, finishes, parts_of
 from gossamer.algorithms.blocks.difference import computed
 from gossamer.algorithms.blocks.mean import mean_of
 from gossamer.algorithms.blocks.shares import check_outlier
+from gossamer.algorithms.cadence import Cadence
 from gossamer.buckets import Bucket
 from gossamer.checks import is_number
 from gossamer.comm.ops import Flow
@@ -19,8 +20,8 @@ from gossamer.state import State
 
 START, VELOCITY, AVERAGING, PEERS = "start", "velocity", "averaging ", "peers "
 
-TIMES = ("every", "delay", "merge", "lag", "bucket_bytes")
-"""The fields by which buffers are averaged at the same times as weights."""
+OF_BUFFERS = ("every", "delay", "merge", "lag", "outlier", "bucket_bytes")
+"""The fields that hold for buffers as well, which become their mean at the times of the weights."""
 
 GROWING = 5
 
@@ -29,6 +30,21 @@ _GROWTH = "growth"
 
 _BEGUN = "begun"
 """The extra of each parameter whose start is known: one that a loaded state did not know has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtTimes(Algorithm, register=False):
+    """``averaging`` with peers at the ``times`` of outer steps: for buffers, of which the average alone is wanted."""
+
+    averaging: Algorithm
+    times: Cadence
+
+    @property
+    def cadence(self) -> Cadence:
+        return self.times
+
+    def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
+        return self.averaging.exchange(bucket, state, replace(ctx, step=ctx.step // self.times.beats[0].every))
 
 
 def begin_at(start: Tensor, bucket: Bucket, state: State) -> None:
