@@ -36,6 +36,7 @@ class DiLoCo(LocalSGD):
 
     Per exchange the messages and bytes of ``averaging``, with gossip twice those (``outlier``: and one number to each worker).
     Memory: x and v before and after it, in full precision, and the state of ``averaging``. Not the choice for few steps alone.
+    v carries on what is frozen in the middle of a run: close the replica and replicate the model again then.
 
     Source: Douillard et al. 2023 (arXiv 2311.08105); Wang et al. 2019 (1910.00643), SlowMo; Kolehmainen et al. 2025,
     NoLoCo (2506.10911), whose gossip has the difference of the x within v.
@@ -91,9 +92,8 @@ class DiLoCo(LocalSGD):
         learned = torch.sub(start, weights, out=state.fresh(outer.VELOCITY, start))
         learned = yield from in_line(learned, bucket, state, ctx, self.outlier)
         start = yield from outer.shared(self.averaging, bucket, start, state, ctx)
-        gradient = yield from outer.averaged(self.averaging, bucket, learned, state.scoped(outer.AVERAGING), ctx)
-        sgd = (self.rate, self.momentum, self.nesterov)
-        return outer.step_from(start, gradient, weights, bucket, state, sgd, known is None)
+        mean = yield from outer.averaged(self.averaging, bucket, learned, state.scoped(outer.AVERAGING), ctx)
+        return outer.step_from(start, mean, weights, bucket, state, (self.rate, self.momentum, self.nesterov), known is None)
 
     def begin(self, bucket: Bucket, state: State, ctx: Context) -> None:
         if ctx.world > 1:

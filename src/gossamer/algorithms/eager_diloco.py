@@ -27,7 +27,8 @@ class EagerDiLoCo(DiLoCo):
     period before (none in the first).
 
     Each worker has outer weights x and a velocity v of its own. They differ by what the last deltas of the workers do, and no
-    more: every delta enters every worker's x, with the same weight, at most one period later.
+    more: every delta enters every worker's x, with the same weight, at most one period later; at the end of a run,
+    what the others have learned in its last period is in nobody's.
 
     The messages and bytes of DiLoCo per exchange, spread over ``every - 1`` steps: deltas leave in the step after the outer
     step. Memory: as DiLoCo, and two more deltas in full precision. Not the choice where the average is there after a few steps:
