@@ -81,6 +81,7 @@ def test_little_is_enough(tmp_path: Path) -> None:
         ('rate = "0gbit"', r"line 4, links\.between\.rate: bandwidth must be a positive number"),
         ('rate = "1gbit"\nefficiency = 1.2', r"line 5, links\.between\.efficiency: efficiency must be a share"),
         ('rate = "1gbit"\nall_reduce = ["star"]', r"line 5, links\.between\.all_reduce: all_reduce must be"),
+        ('rate = "1gbit"\nall_reduce = [["ring"]]', r"line 5, links\.between\.all_reduce: all_reduce must be"),
         ("count = 0", r"line 2, machines\.count: count must be a whole number, at least 1; got 0"),
         ("count = 4\nsites = 3", "line 1, machines: 4 machines cannot stand in 3 sites"),
         ("devices = 4", "line 1, machines: does not say count"),
@@ -96,8 +97,9 @@ def test_little_is_enough(tmp_path: Path) -> None:
 def test_what_is_wrong_is_told_with_file_line_and_key(tmp_path: Path, wrong: str, complaint: str) -> None:
     """``wrong`` takes the place of the rate, of the number of machines, or of the first line."""
     before = 'rate = "1gbit"' if wrong.startswith("rate") else "[machines]" if wrong.startswith("[") else "count = 4"
-    with pytest.raises(ConfigurationError, match=f"cluster.toml.*{complaint}"):
+    with pytest.raises(ConfigurationError, match=f"cluster.toml.*{complaint}") as raised:
         read(tmp_path, LEAST.replace(before, wrong))
+    assert str(raised.value).count("cluster.toml") == 1, "the place is said once"
 
 
 @pytest.mark.parametrize(
@@ -126,3 +128,10 @@ def test_another_number_of_machines_keeps_what_is_said_of_those_that_are_left(tm
 def test_a_name_that_is_not_known_is_refused_with_those_that_are() -> None:
     with pytest.raises(ConfigurationError, match=r"no file bagau; did you mean bagua\?"):
         find_cluster("bagau")
+
+
+def test_a_script_in_the_place_of_a_cluster_is_told_where_it_belongs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    with pytest.raises(ConfigurationError, match=r"train\.py is no cluster: write .* --model .*train\.py"):
+        find_cluster(str(script))

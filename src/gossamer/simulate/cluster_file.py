@@ -36,6 +36,8 @@ def find_cluster(text: str) -> Cluster:
     """The cluster of a file, or one that is shipped, by its name. Raises ConfigurationError."""
     known = shipped()
     path = known.get(text, Path(text))
+    if path.suffix == ".py":
+        raise ConfigurationError(f"{text} is no cluster: write gossamer simulate CLUSTER --model {text}")
     if not path.is_file():
         near = get_close_matches(text, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -188,12 +190,12 @@ def _made(kind: Callable[..., Any], reads: Mapping[str, Read]) -> Read:
     def read(table: Table, key: str) -> Any:
         inner = table.table(key)
         said = inner.fields(reads)
-        with inner.telling():
-            try:
+        try:
+            with inner.telling():
                 return kind(**said)
-            except TypeError as error:  # a field without a default
-                missing = str(error).partition("argument: ")[2] or str(error).partition("arguments: ")[2]
-                raise inner.error("", f"does not say {missing.replace(chr(39), '')}") from None
+        except TypeError as error:  # a field without a default
+            missing = str(error).partition("argument: ")[2] or str(error).partition("arguments: ")[2]
+            raise inner.error("", f"does not say {missing.replace(chr(39), '')}") from None
 
     return read
 

@@ -39,7 +39,7 @@ class Transport:
             if not (_is_number(getattr(self, name)) and getattr(self, name) > 0):
                 raise ConfigurationError(f"{name} must be a positive number of {unit}; got {getattr(self, name)!r}")
         forms = self.all_reduce
-        if not (isinstance(forms, tuple) and forms and set(forms) <= set(FORMS)):
+        if not (isinstance(forms, tuple) and forms and all(form in tuple(FORMS) for form in forms)):
             raise ConfigurationError(f"all_reduce must be a tuple of some of {', '.join(FORMS)}; got {forms!r}")
 
 
