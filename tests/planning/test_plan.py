@@ -131,6 +131,13 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
         (lambda text: text.replace('fidelity = "loose"', 'fidelity = "lose"'), "'exact', 'close', 'loose'"),
         (lambda text: text.replace("[choice]", "[choose]"), "'choice' is missing"),
         (lambda text: re.sub(r"\nforward = ", r"\nforward = -", text, count=1), "forward"),
+        (
+            lambda text: re.sub(r"\nstep_seconds = .*", '\nstep_seconds = "5ms"', text),
+            "step_seconds must be a number; got '5ms'",
+        ),
+        (lambda text: re.sub(r"\nlatency = .*", '\nlatency = "5us"', text), "latency must be a number; got '5us'"),
+        (lambda text: re.sub(r"\nbytes = .*", '\nbytes = "many"', text), "bytes must be a whole number; got 'many'"),
+        (lambda text: re.sub(r"\nmethod = .*", "\nmethod = 3", text), "method must be a text; got 3"),
         (lambda text: text + "x = = 1", "line"),
         (lambda text: text.replace('method = "', 'method = "No', 1), "No"),
     ],

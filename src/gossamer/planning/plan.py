@@ -4,13 +4,14 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from torch import nn
 from torch.optim import Optimizer
 
 from gossamer._version import __version__
 from gossamer.algorithms.base import Algorithm
+from gossamer.checks import is_number
 from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import values_of_all
 from gossamer.errors import ConfigurationError
@@ -184,12 +185,13 @@ def loads(text: str, where: str) -> Plan:
     try:
         choice, training = dict(found["choice"]), dict(found["training"])
         check_fidelity(choice["fidelity"])
-        plan = Plan(
+        said = {
             **choice,
             **training | {"left_out": tuple(training["left_out"])},
-            facts=_facts(found["measured"]),
-            table=tuple(_of(Row, each) for each in found["table"]),
-        )
+            "facts": _facts(found["measured"]),
+            "table": tuple(_of(Row, each) for each in found["table"]),
+        }
+        plan: Plan = _of(Plan, said)
         plan.algorithm.check(plan.facts.world)
         plan.row  # noqa: B018  (raises where the table lacks it)
     except (KeyError, TypeError, ValueError, StopIteration, ConfigurationError) as error:
@@ -221,9 +223,16 @@ def _rates(found: Mapping[str, Any]) -> Rates:
     return rates
 
 
+_PLAIN = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
+
+
 def _of(kind: type[Any], found: Mapping[str, Any]) -> Any:
     known = {each.name for each in fields(kind)}
     unknown = sorted(set(found) - known)
     if unknown:
         raise ConfigurationError(f"{unknown[0]!r} is not known; known: {', '.join(sorted(known))}")
+    for name, wanted in get_type_hints(kind).items():
+        value = found.get(name)
+        if name in found and wanted in _PLAIN and not (is_number(value) if wanted is float else type(value) is wanted):
+            raise ConfigurationError(f"{name} must be {_PLAIN[wanted]}; got {value!r}")
     return kind(**found)
