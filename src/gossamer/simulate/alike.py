@@ -112,7 +112,8 @@ class AlikeExchanges:
         """Do what another exchange has done."""
         started: list[Any] = []
         for asked, command in zip(script.asked, script.commands, strict=False):
-            self._processing.ask(asked)
+            if asked:
+                self._processing.ask(asked)
             if isinstance(command, int):
                 yield Ended(started[command])
             else:

@@ -8,7 +8,6 @@ described. What the loop did, and in which order, is recorded for those whose cl
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, TypeVar
@@ -91,10 +90,12 @@ class Wire:
         self.most_seconds += price.busiest
         done = self._send(op, price)
         if not self.processing.costs:
-            self._note_end(operation, done)
+            if self.records:
+                self._note_end(operation, done)
             return UnderWay(done, operation, partial(echoed, op, len(members)))
         done = both(done, self.processing.transport(*price.transport))
-        self._note_end(operation, done)
+        if self.records:
+            self._note_end(operation, done)
         result = echoed(op, len(members))  # which counts as a copy, at its start
         return UnderWay(done, operation, lambda: result)
 
@@ -122,19 +123,21 @@ class Wire:
 
     def _send(self, op: Op, price: Price) -> Event:
         """All levels at the same time: the bytes of each share its link, and the rounds of all follow each other."""
-        done = [self._told(row, op, line.send(traffic, price.waits)) for row, line, traffic in price.links]
+        done = [line.send(traffic, price.waits) for _, line, traffic in price.links]
+        if self._traced:
+            for (row, _, _), event in zip(price.links, done, strict=True):
+                self._tell_end(row, op, event)
         return reduce(both, done)
 
-    def _told(self, row: str, op: Op, done: Event) -> Event:
+    def _tell_end(self, row: str, op: Op, done: Event) -> None:
         """Tell a trace when the transfer has ended."""
         begin = self._clock.now
-        if self._traced and not done.happened:
+        if not done.happened:
             done.then(lambda: tell(row, f"{type(op).__name__}, {op.nbytes / 1e6:.3g} MB", begin, self._clock.now))
-        return done
 
     def _note_end(self, operation: Operation, done: Event) -> None:
         begin = self._clock.now
-        if self.records and not done.happened:
+        if not done.happened:
             done.then(lambda: setattr(operation, "seconds", self._clock.now - begin))
 
     def wait(self, handle: UnderWay) -> Tensor:
@@ -184,11 +187,10 @@ class Lane:
     def _carry_out(self, flow: Flow[Any], ticket: Ticket[Any], record: FlowRecord) -> Process:
         reply: Any = None
         wire, processing = self._wire, self._wire.processing
-        counted = processing.by_flow if processing.costs else nullcontext
+        send = processing.counted(flow.send) if processing.costs else flow.send
         while True:
             try:
-                with counted():
-                    command = flow.send(reply)
+                command = send(reply)
             except StopIteration as stop:
                 command, ticket.result = None, stop.value
             if processing.of_flow > 0:

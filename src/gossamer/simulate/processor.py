@@ -4,7 +4,7 @@ Kernels are priced by the names under which ``benchmarks/studies/kernels.py`` me
 or where no speed is given as a share of a memory copy. All other operations on tensors count as copies of what they write.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,7 +70,7 @@ class Processing:
 
     @property
     def asked(self) -> float:
-        """Seconds that were asked for since they were last worked off; inside :meth:`by_flow`, by the flow alone."""
+        """Seconds that were asked for since they were last worked off; inside :meth:`counted`, by the flow alone."""
         return self._asked
 
     def ask(self, seconds: float) -> None:
@@ -89,15 +89,18 @@ class Processing:
         nbytes = sum(each.numel() * each.element_size() for each in tensors if isinstance(each, torch.Tensor) and each.is_meta)
         self._asked += nbytes / (self._speed("1 % largest, encode") if func is _TOP_K else self._processor.copy)
 
-    @contextmanager
-    def by_flow(self) -> Iterator[None]:
-        """Inside, a flow computes, and not the loop: ``of_flow`` is what it then has asked for."""
-        asked, quiet = self._asked, self._quiet
-        self._asked, self._quiet = 0.0, False
-        try:
-            yield
-        finally:
-            self.of_flow, self._asked, self._quiet = self._asked, asked, quiet
+    def counted(self, go_on: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The same, called by a flow and not by the loop: ``of_flow`` is what it then has asked for."""
+
+        def call(reply: Any) -> Any:
+            asked, quiet = self._asked, self._quiet
+            self._asked, self._quiet = 0.0, False
+            try:
+                return go_on(reply)
+            finally:
+                self.of_flow, self._asked, self._quiet = self._asked, asked, quiet
+
+        return call
 
     def _speed(self, name: str) -> float:
         speed = self._processor.kernels.get(name)
