@@ -5,8 +5,8 @@ backward pass produces the gradients when they are ready, on ``meta`` tensors. S
 model's modules and parameters are called as in training.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ def stand_in(model: nn.Module, compute: Compute, pass_time: PassTime, without: C
     ``without``: names of buffers that it does not have.
     """
     twin = _twin(model, "", frozenset(without), {})
-    twin.forward = partial(_forward, twin, compute, pass_time)  # type: ignore[method-assign]
+    uses = sorted(_uses(twin, compute), key=lambda use: use[0])
+    twin.forward = partial(_forward, uses, cache(partial(_loss, twin, compute, pass_time)), compute, pass_time)  # type: ignore[method-assign]
     return twin
 
 
@@ -59,14 +60,16 @@ def _blank(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta", requires_grad=False)
 
 
-def _forward(twin: Twin, compute: Compute, pass_time: PassTime) -> Tensor:
+def _forward(
+    uses: Sequence[tuple[float, nn.Module]], loss: Callable[[], Tensor], compute: Compute, pass_time: PassTime
+) -> Tensor:
     now = 0.0
-    for moment, module in sorted(_uses(twin, compute), key=lambda use: use[0]):
+    for moment, module in uses:
         pass_time(moment - now)
         now = moment
         module()
     pass_time(compute.forward - now)
-    return _loss(twin, compute, pass_time)
+    return loss().clone()  # the graph is made once, as nothing in it is freed; each step has an output of its own
 
 
 def _uses(twin: Twin, compute: Compute) -> Iterator[tuple[float, nn.Module]]:
