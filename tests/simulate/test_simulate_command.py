@@ -212,3 +212,18 @@ def test_a_file_may_have_any_optimizer_of_torch(cluster: str, model: str, kind: 
     Path(model).write_text(f"{FILE}\n{made}")
     found = told(cluster, "--model", model, "--method", "Gossip()", "--compute", "10ms", "--machines", "1")["model"]
     assert found["memory_bytes"]["optimizer"] == pytest.approx(states * 4 * found["parameters"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "def build_optimizer(net): return [torch.optim.SGD(net.parameters(), lr=0.1)]",
+        "def loss(outputs, targets): return outputs['loss']",
+    ],
+)
+def test_a_file_whose_step_fails_is_told_in_one_line(cluster: str, model: str, wrong: str) -> None:
+    path = Path(model)
+    path.write_text(f"{path.read_text()}\n{wrong}\n")
+    result = simulate(cluster, "--model", model, "--compute", "10ms")
+    assert result.exit_code == 2
+    assert f"{path}: a step of its model, on tensors without values, raises" in result.output

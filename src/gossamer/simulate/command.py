@@ -26,6 +26,7 @@ from gossamer._version import __version__
 from gossamer.algorithms import AllReduce
 from gossamer.bench.catalogue import load_workload
 from gossamer.bench.methods import PLAIN, algorithm_of, optimizer_of, overlaps_forward, parse_method
+from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.simulate.cluster import Cluster
 from gossamer.simulate.cluster_file import find_cluster, shipped, with_machines
@@ -36,7 +37,7 @@ from gossamer.simulate.pictures import draw
 from gossamer.simulate.profile import Compute
 from gossamer.simulate.report import BASELINE, COLUMNS, Row, Way, cells, price_of, record, rows, sampled, spans_of
 from gossamer.simulate.run import like
-from gossamer.simulate.task import DTYPES, Task, device_of, task_of
+from gossamer.simulate.task import DTYPES, Task, device_of, length_of, on_meta, task_of
 from gossamer.simulate.trace import write_trace
 from gossamer.simulate.trained import Curve
 from gossamer.simulate.trained import train as trained
@@ -177,28 +178,25 @@ def _of_file(path: Path, batch: int | None, dtype: torch.dtype) -> Task:
     if batch is not None:
         raise ConfigurationError(f"{path} says itself what its batch is, in random_batch(): leave --batch out")
     workload = load_workload(path)
+    try:
+        return _task_of(workload, path.name, dtype)
+    except GossamerError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"{path}: a step of its model, on tensors without values, raises {type(error).__name__}: {error}"
+        ) from error
+
+
+def _task_of(workload: Workload, name: str, dtype: torch.dtype) -> Task:
     model = workload.build_model()
     optimizer = like(workload.build_optimizer(model))
-    inputs, targets = tree_map(_on_meta(dtype), workload.random_batch(torch.Generator().manual_seed(0)))
+    inputs, targets = tree_map(on_meta(dtype), workload.random_batch(torch.Generator().manual_seed(0)))
 
     return task_of(
-        path.name, model.to("meta", dtype), inputs, lambda outputs: workload.loss(outputs, targets),
-        batch=_length(inputs), samples="samples", optimizer=optimizer,
+        name, model.to("meta", dtype), inputs, lambda outputs: workload.loss(outputs, targets),
+        batch=length_of(inputs), samples="samples", optimizer=optimizer,
     )  # fmt: skip
-
-
-def _on_meta(dtype: torch.dtype) -> Any:
-    def moved(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.to("meta", dtype) if value.is_floating_point() else value.to("meta")
-
-    return moved
-
-
-def _length(inputs: Any) -> int:
-    first = torch.utils._pytree.tree_leaves(inputs)[0]
-    return int(first.shape[0]) if first.ndim else 1
 
 
 def profiled(task: Task, cluster: Cluster, seconds: float | None, precision: str, utilisation: float) -> Compute:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from gossamer.errors import ConfigurationError
 from gossamer.simulate.cluster import Cluster
@@ -100,3 +101,20 @@ def device_of(cluster: Cluster, compute_seconds: float | None) -> str:
             f"device to its [machines], one of {', '.join(DEVICES)}"
         )
     return cluster.machines.device
+
+
+def on_meta(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """What takes a tensor of a batch to ``meta``, and leaves anything else."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to("meta", dtype) if value.is_floating_point() else value.to("meta")
+
+    return moved
+
+
+def length_of(inputs: Any) -> int:
+    """Samples of a batch."""
+    first = tree_leaves(inputs)[0]
+    return int(first.shape[0]) if first.ndim else 1
