@@ -2,7 +2,8 @@
 
 The runs are in ``outer.toml``, in groups of one size each. All workers are in one process (loopback), on one thread; the model
 is the GPT of ``examples/01_gpt.py`` in another width. Every run is written down when it ends, and is not done again; with
-``--keep`` one that was cut goes on from its last checkpoint.
+``--keep`` one that was cut goes on from its last checkpoint. In a group with ``shared = true`` the dense start is trained once
+for each seed and inner optimizer, and kept; all runs but those in ``whole`` begin from its weights and the optimizer's state.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from gossamer.comm.loopback import loopback
 RUNS = Path(__file__).with_suffix(".toml")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "01_gpt.py"
 
-KEY = ("name", "method", "workers", "steps", "seed", "layers", "width", "batch")
+KEY = ("name", "method", "workers", "steps", "dense", "seed", "layers", "width", "batch")
 TOOK = "processor_seconds"
 FIRST = "all-reduce"
 """What all others are compared with."""
@@ -88,6 +89,11 @@ class Checkpoints:
         self._folder, self._row = folder, json.dumps([row[name] for name in KEY])
         self._workers = row["workers"]
 
+    @property
+    def kept(self) -> bool:
+        """Whether there is a folder for them."""
+        return self._folder is not None
+
     def last(self) -> tuple[int, Path] | None:
         """The step of the last whole checkpoint of this run, and where it is."""
         steps = [] if self._folder is None else [int(path.name) for path in self._folder.glob("[0-9]*") if self._whole(path)]
@@ -96,6 +102,11 @@ class Checkpoints:
     def _whole(self, path: Path) -> bool:
         told = path / "run"
         return told.exists() and told.read_text() == self._row and len(list(path.glob("*.pt"))) == self._workers
+
+    def forget(self) -> None:
+        """Remove them: the run has ended."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def save(self, step: int, rank: int, state: Any) -> None:
         """Keep this rank's state, and forget those of earlier steps when the last rank has written its own."""
@@ -117,60 +128,83 @@ EVERY = 500
 
 def train(row: Record, keep: Path | None = None) -> Record:
     """The validation loss of the averaged model, in nats per byte, and the bytes that a worker has sent."""
-    gpt, begun = example(row), time.process_time()
-    saved = Checkpoints(keep, row)
+    saved = Checkpoints(keep and keep / f"{row['group']}, {row['name']}, seed {row['seed']}", row)
     last = saved.last()
-
-    def body(rank: int) -> Record:
-        torch.manual_seed(row["seed"])
-        model = gpt.build_model()
-        optimizers = optimizers_of(row, gpt, model)
-        begin, before, used = 0, 0.0, 0.0
-        if last is not None:
-            begin, state = last[0], torch.load(last[1] / f"{rank}.pt", weights_only=False)
-            for optimizer, own in zip(optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(own)
-        schedules = schedules_of(row, optimizers, begin)
-        replica = gossamer.replicate(model, optimizers, algorithm_of(parse_method(row["method"])))
-        if last is not None:
-            model.load_state_dict(state["model"])
-            replica.load_state_dict(state["replica"])
-            before, used = state["bytes"], state.get("seconds", 0.0)
-        batches = gpt.training_batches(rank, row["workers"], row["seed"])
-        for step, (inputs, targets) in enumerate(islice(batches, begin, row["steps"]), begin):
-            if keep and step % EVERY == 0 and step > begin:
-                states = [optimizer.state_dict() for optimizer in optimizers]
-                sent = before + replica.metrics()["bytes_sent"]
-                state = {"model": model.state_dict(), "optimizers": states, "replica": replica.state_dict(), "bytes": sent}
-                saved.save(step, rank, state | {"seconds": used + time.process_time() - begun})
-            model.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=row.get("autocast") == "bfloat16", cache_enabled=False):
-                error = gpt.loss(model(inputs), targets)
-            error.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            for schedule in schedules:
-                schedule.step()
-        metrics = replica.metrics()
-        with replica.consensus():
-            found = gpt.quality(model.eval()) if rank == 0 else {}
-        replica.close()
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        seconds = used + time.process_time() - begun
-        return {**found, "bytes": before + metrics["bytes_sent"], "parameters": parameters, TOOK: seconds}
-
-    ranks = loopback(body, row["workers"])
+    if last is None and row.get("shared"):
+        last = _dense_start(row, keep)
+    ranks = loopback(lambda rank: _steps(row, rank, last, row["steps"], saved), row["workers"])
+    saved.forget()
     return ranks[0] | {"bytes": statistics.mean(rank["bytes"] for rank in ranks)}
+
+
+def _dense_start(row: Record, keep: Path | None) -> tuple[int, Path]:
+    """The states after the steps of an exact all-reduce that runs of this seed and inner optimizer begin with."""
+    if keep is None:
+        raise SystemExit("outer: runs that share their dense start need --keep, where it lies")
+    inner = row.get("inner", "AdamW")
+    exact = row | {"name": f"dense start, {inner}", "method": "AllReduce()"}
+    saved = Checkpoints(keep / f"{row['group']}, {row['dense']} dense steps of {inner}, seed {row['seed']}", exact)
+    last = saved.last()
+    if last is None or last[0] < row["dense"]:
+        loopback(lambda rank: _steps(exact, rank, last, row["dense"], saved), row["workers"])
+        last = saved.last()
+    assert last is not None
+    return last
+
+
+def _steps(row: Record, rank: int, last: tuple[int, Path] | None, until: int, saved: Checkpoints) -> Record:
+    """One worker's steps up to ``until``, from ``last`` on: a checkpoint of this run, or of its dense start."""
+    gpt, begun = example(row), time.process_time()
+    torch.manual_seed(row["seed"])
+    model = gpt.build_model()
+    optimizers = optimizers_of(row, gpt, model)
+    begin, state = last[0] if last else 0, torch.load(last[1] / f"{rank}.pt", weights_only=False) if last else {}
+    for optimizer, own in zip(optimizers, state.get("optimizers", ()), strict=bool(state)):
+        optimizer.load_state_dict(own)
+    schedules = schedules_of(row, optimizers, begin)
+    if state:
+        model.load_state_dict(state["model"])
+    replica = gossamer.replicate(model, optimizers, algorithm_of(parse_method(row["method"])))
+    if state and state["method"] == row["method"]:
+        replica.load_state_dict(state["replica"])
+    before, used = state.get("bytes", 0.0), state.get("seconds", 0.0)
+
+    def save(step: int) -> None:
+        states = [optimizer.state_dict() for optimizer in optimizers]
+        sent, seconds = before + replica.metrics()["bytes_sent"], used + time.process_time() - begun
+        kept = {"model": model.state_dict(), "optimizers": states, "replica": replica.state_dict(), "method": row["method"]}
+        saved.save(step, rank, kept | {"bytes": sent, "seconds": seconds})
+
+    batches = gpt.training_batches(rank, row["workers"], row["seed"])
+    for step, (inputs, targets) in enumerate(islice(batches, begin, until), begin):
+        if saved.kept and step % EVERY == 0 and step > begin:
+            save(step)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=row.get("autocast") == "bfloat16", cache_enabled=False):
+            error = gpt.loss(model(inputs), targets)
+        error.backward()
+        for each in (*optimizers, *schedules):
+            each.step()
+    if until < row["steps"]:
+        save(until)
+    metrics = replica.metrics()
+    with replica.consensus():
+        found = gpt.quality(model.eval()) if rank == 0 else {}
+    replica.close()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    seconds = used + time.process_time() - begun
+    return {**found, "bytes": before + metrics["bytes_sent"], "parameters": parameters, TOOK: seconds}
 
 
 def runs() -> Iterator[Record]:
     """All runs: of each group, every method with the first seed, then with the next one."""
     for group in tomllib.loads(RUNS.read_text())["groups"]:
-        same = {name: value for name, value in group.items() if name not in ("methods", "seeds", "muon")}
+        same = {name: value for name, value in group.items() if name not in ("methods", "seeds", "muon", "whole", "shared")}
         for seed in range(group["seeds"]):
             for name, method in group["methods"].items():
                 inner = {"inner": "Muon"} if name in group.get("muon", ()) else {}
-                yield {"name": name, "method": method, "seed": seed, **same, **inner}
+                shared = {"shared": True} if group.get("shared") and name not in group.get("whole", ()) else {}
+                yield {"name": name, "method": method, "seed": seed, **same, **inner, **shared}
 
 
 def measure(options: argparse.Namespace, store: Store) -> Iterator[Record]:
@@ -209,20 +243,20 @@ def _compared(group: str, rows: Sequence[Record]) -> Iterator[Record]:
             "loss": statistics.mean(row["loss"] for row in own),
             "difference": interval([row["loss"] - other["loss"] for row, other in pairs]) if pairs else "",
             "fewer": statistics.mean(other["bytes"] / row["bytes"] for row, other in pairs) if pairs else None,
-            "later": statistics.mean(_without_start(other, method) / _without_start(row, method, other) for row, other in pairs)
+            "later": statistics.mean(_after_start(other, row, other) / _after_start(row, row, other) for row, other in pairs)
             if pairs else None,
             "seconds": statistics.mean(seconds) if (seconds := [row[TOOK] for row in own if TOOK in row]) else None,
         }  # fmt: skip
 
 
-def _dense(row: Record, method: str) -> int:
-    """The dense steps that a run with this method begins with."""
-    return int(row["dense"]) if f"after({row['dense']}, " in method else 0
+def _dense(row: Record) -> int:
+    """The dense steps that a run begins with."""
+    return int(row["dense"]) if row.get("shared") or f"after({row['dense']}, " in row["method"] else 0
 
 
-def _without_start(row: Record, method: str, exact: Record | None = None) -> float:
-    """The bytes of a run without those of the dense start that its method begins with, which are those of an all-reduce."""
-    return float(row["bytes"] - (exact or row)["bytes"] * _dense(row, method) / row["steps"])
+def _after_start(sender: Record, row: Record, exact: Record) -> float:
+    """The bytes of a run without those of the dense start that ``row`` begins with, which are those of an all-reduce."""
+    return float(sender["bytes"] - exact["bytes"] * _dense(row) / row["steps"])
 
 
 COLUMNS = (
@@ -263,8 +297,7 @@ def draw(rows: Sequence[Record], path: Path) -> None:
             shown.setdefault(f"{group}: {size(own[0])}".replace(" steps,", " steps,\n"), {}),
         )
         for row in own:
-            steps = row["steps"] - _dense(row, row["method"])
-            sent = _without_start(row, row["method"], exact) / steps
+            sent = _after_start(row, row, exact) / (row["steps"] - _dense(row))
             methods.setdefault(row["name"], []).append((sent / 1e3, row["loss"]))
     loss_over_bytes(path, shown, title="Loss over bytes, after the dense start", below="KB sent per worker and step")
 
