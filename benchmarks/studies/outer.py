@@ -183,8 +183,10 @@ def _steps(row: Record, rank: int, last: tuple[int, Path] | None, until: int, sa
         with torch.autocast("cpu", torch.bfloat16, enabled=row.get("autocast") == "bfloat16", cache_enabled=False):
             error = gpt.loss(model(inputs), targets)
         error.backward()
-        for each in (*optimizers, *schedules):
-            each.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        for schedule in schedules:
+            schedule.step()
     if until < row["steps"]:
         save(until)
     metrics = replica.metrics()
