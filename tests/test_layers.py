@@ -230,7 +230,7 @@ def test_the_reader_sees_what_unpickles(tmp_path: Path) -> None:
 
 def test_only_what_a_user_starts_knows_the_tools() -> None:
     tools = ("gossamer.lab", "gossamer.bench", "gossamer.cli")
-    simulating = ("simulate/command.py", "simulate/pictures.py")
+    simulating = ("simulate/command.py", "simulate/named.py", "simulate/pictures.py")
     started = ("lab/", "bench/", "cli.py", "planning/command.py", "__main__.py", *simulating)
     assert [line for line in offenders("", *tools) if not line.startswith(started)] == []
 

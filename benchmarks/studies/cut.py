@@ -24,7 +24,7 @@ from gossamer.bench.methods import algorithm_of, overlaps_forward, parse_method
 from gossamer.bench.rows import Column, Record, Store, code, number, text
 from gossamer.simulate import Cluster, Compute, Link, Machines, step_time
 from gossamer.simulate.cluster_file import find_cluster, shipped
-from gossamer.simulate.command import find_task
+from gossamer.simulate.named import find_task
 from gossamer.simulate.task import Task, device_of
 
 MODELS = ("vgg16",)

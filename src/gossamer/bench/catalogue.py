@@ -34,6 +34,18 @@ def find_workload(text: str | Path) -> Workload:
     return made
 
 
+def is_workload(path: Path) -> bool:
+    """Whether a file is to be loaded as a workload: it has the functions of one, or there is no such Python file."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return True  # so that loading it says what is wrong
+    names = {each.name for each in body if isinstance(each, ast.FunctionDef)}
+    names |= {alias.asname or alias.name for each in body if isinstance(each, ast.ImportFrom) for alias in each.names}
+    names |= {name.id for each in body if isinstance(each, ast.Assign) for name in each.targets if isinstance(name, ast.Name)}
+    return names.issuperset(_FUNCTIONS)
+
+
 def canonical_workload(text: str) -> str:
     """A workload as it is compared: ``./mine.py`` is ``mine.py``."""
     return canonical(text) if is_emulated(text) else os.path.normpath(text)

@@ -2,5 +2,6 @@
 
 ``gossamer.integrations.lightning``, ``.fabric``, ``.accelerate``, ``.transformers``: strategies for Lightning's ``Trainer``
 and for ``Fabric``, an ``Accelerator``, a ``Trainer`` for Transformers;
-``.logging``: rates for TensorBoard, W&B and MLflow; ``.launchers``: process groups under ``mpirun`` and ``srun``.
+``.logging``: rates for TensorBoard, W&B and MLflow; ``.launchers``: process groups under ``mpirun`` and ``srun``;
+``.script``: the first step of a training script, for ``gossamer simulate``.
 """

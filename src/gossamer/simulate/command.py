@@ -13,31 +13,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch.utils._pytree import tree_map
 
 from gossamer import units
 from gossamer._version import __version__
 from gossamer.algorithms import AllReduce
 from gossamer.bench.catalogue import load_workload
 from gossamer.bench.methods import PLAIN, algorithm_of, optimizer_of, overlaps_forward, parse_method
-from gossamer.bench.workload import Workload
 from gossamer.errors import ConfigurationError, GossamerError
 from gossamer.simulate.cluster import Cluster
 from gossamer.simulate.cluster_file import find_cluster, shipped, with_machines
-from gossamer.simulate.counted import as_mean
 from gossamer.simulate.devices import FORMATS, UTILISATION
 from gossamer.simulate.models import MODELS
+from gossamer.simulate.named import find_task
 from gossamer.simulate.pictures import draw
 from gossamer.simulate.profile import Compute
 from gossamer.simulate.report import BASELINE, COLUMNS, Row, Way, cells, price_of, record, rows, sampled, spans_of
-from gossamer.simulate.run import like
-from gossamer.simulate.task import DTYPES, Task, device_of, length_of, on_meta, task_of
+from gossamer.simulate.task import Task, device_of
 from gossamer.simulate.trace import write_trace
 from gossamer.simulate.trained import Curve
 from gossamer.simulate.trained import train as trained
@@ -47,7 +43,10 @@ METHODS_OF_NODES = ("Hierarchical(ScatterReduce())", "Hierarchical(Gossip(wire='
 """What is compared with DDP unless methods are named; the second ones where machines have several devices."""
 
 _CLUSTER = f"A file, or a shipped cluster: {', '.join(shipped())}."
-_MODEL = f"A shipped model ({', '.join(MODELS)}), or a Python file with build_model and random_batch."
+_MODEL = (
+    f"A shipped model ({', '.join(MODELS)}), a Python file with build_model and random_batch, or a training script with its "
+    "arguments: 'train.py --layers 4'."
+)
 _METHOD = "A way to train, beside DDP: AllReduce(), Gossip(wire='bf16') …; may be given several times."
 
 
@@ -156,47 +155,6 @@ def way(name: str) -> Way:
     return Way(
         name=name, algorithm=algorithm_of(method), optimizer=optimizer_of(method), overlap_forward=overlaps_forward(method)
     )
-
-
-def find_task(model: str, batch: int | None, dtype: str) -> Task:
-    """A shipped model, or that of a Python file. Raises ConfigurationError."""
-    if dtype not in DTYPES:
-        raise ConfigurationError(f"--dtype {dtype}: parameters may be {', '.join(DTYPES)}")
-    if model in MODELS:
-        known, size = MODELS[model], batch or MODELS[model].batch
-        inputs = known.inputs(size)
-        inputs = inputs.to(DTYPES[dtype]) if inputs.is_floating_point() else inputs
-        return task_of(
-            model, known.model(DTYPES[dtype]), inputs, as_mean, batch=size, samples=known.samples, optimizer=known.optimizer
-        )
-    if not model.endswith(".py"):
-        raise ConfigurationError(f"unknown model {model!r}: it may be a Python file, or one of {', '.join(MODELS)}")
-    return _of_file(Path(model), batch, DTYPES[dtype])
-
-
-def _of_file(path: Path, batch: int | None, dtype: torch.dtype) -> Task:
-    if batch is not None:
-        raise ConfigurationError(f"{path} says itself what its batch is, in random_batch(): leave --batch out")
-    workload = load_workload(path)
-    try:
-        return _task_of(workload, path.name, dtype)
-    except GossamerError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(
-            f"{path}: a step of its model, on tensors without values, raises {type(error).__name__}: {error}"
-        ) from error
-
-
-def _task_of(workload: Workload, name: str, dtype: torch.dtype) -> Task:
-    model = workload.build_model()
-    optimizer = like(workload.build_optimizer(model))
-    inputs, targets = tree_map(on_meta(dtype), workload.random_batch(torch.Generator().manual_seed(0)))
-
-    return task_of(
-        name, model.to("meta", dtype), inputs, lambda outputs: workload.loss(outputs, targets),
-        batch=length_of(inputs), samples="samples", optimizer=optimizer,
-    )  # fmt: skip
 
 
 def profiled(task: Task, cluster: Cluster, seconds: float | None, precision: str, utilisation: float) -> Compute:

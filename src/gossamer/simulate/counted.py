@@ -7,6 +7,7 @@ time, as its share of a step is in the utilisation at which devices are taken to
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -67,8 +68,11 @@ Loss = Callable[[Any], Tensor]
 """Of the model's outputs."""
 
 
-def count_step(model: nn.Module, inputs: Sequence[Any], loss: Loss) -> Counted:
-    """Count one forward and backward pass of ``model``, whose tensors are on ``meta`` as ``inputs`` are.
+def count_step(
+    model: nn.Module, inputs: Sequence[Any], loss: Loss, named: Mapping[str, Any] = MappingProxyType({}), passes: int = 1
+) -> Counted:
+    """Count one forward and backward pass of ``model``, whose tensors are on ``meta`` as ``inputs`` are, and those that are
+    ``named``. Where a step has several ``passes``, the others come before these.
 
     Parameters without a gradient are ready when backward ends.
     """
@@ -85,10 +89,11 @@ def count_step(model: nn.Module, inputs: Sequence[Any], loss: Loss) -> Counted:
     try:
         with Counting(count):
             with _counting_saved(found, model):
-                value = loss(model(*inputs))
+                value = loss(model(*inputs, **named))
             found.forward = done
             value.backward()
             found.backward = done - found.forward
+        found.forward += (passes - 1) * found.total
     finally:
         for handle in handles:
             handle.remove()
