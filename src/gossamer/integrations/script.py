@@ -94,11 +94,13 @@ def _run(path: Path) -> Step:
             runpy.run_path(str(path), run_name="__main__")
         raise ConfigurationError(f"{path} ended before an optimizer of it took a step with gradients of a module's call")
     except _Taken as taken:
-        traceback.clear_frames(taken.__traceback__)
+        traceback.clear_frames(taken.__traceback__)  # they hold what the script made: see _alone
         return _step_of(seen, path)
-    except ConfigurationError:
+    except ConfigurationError as error:
+        traceback.clear_frames(error.__traceback__)
         raise
     except SystemExit as error:
+        traceback.clear_frames(error.__traceback__)
         raise ConfigurationError(f"{path} exited before its first step, with {error.code!r}") from None
     except Exception as error:
         places = [each for each in traceback.extract_tb(error.__traceback__) if each.filename == str(path)]
