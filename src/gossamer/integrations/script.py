@@ -93,23 +93,20 @@ def _run(path: Path) -> Step:
         with _watching(seen), contextlib.redirect_stdout(sys.stderr):
             runpy.run_path(str(path), run_name="__main__")
         raise ConfigurationError(f"{path} ended before an optimizer of it took a step with gradients of a module's call")
-    except _Taken as taken:
-        traceback.clear_frames(taken.__traceback__)  # they hold what the script made: see _alone
-        return _step_of(seen, path)
-    except ConfigurationError as error:
-        traceback.clear_frames(error.__traceback__)
+    except _Taken:
+        pass
+    except ConfigurationError:
         raise
     except SystemExit as error:
-        traceback.clear_frames(error.__traceback__)
         raise ConfigurationError(f"{path} exited before its first step, with {error.code!r}") from None
     except Exception as error:
         places = [each for each in traceback.extract_tb(error.__traceback__) if each.filename == str(path)]
         line = f", line {places[-1].lineno}" if places else ""
-        traceback.clear_frames(error.__traceback__)
         raise ConfigurationError(
             f"{path}{line}: {type(error).__name__}: {error} (before its first step; it runs alone, on this machine: what it "
             "needs must be there, or give --model a file with build_model and random_batch)"
         ) from None
+    return _step_of(seen, path)
 
 
 @contextlib.contextmanager
@@ -130,6 +127,10 @@ def _alone(path: Path, arguments: Sequence[str]) -> Iterator[None]:
     ):
         try:
             yield
+        except BaseException as error:
+            for each in filter(None, (error, error.__context__)):
+                traceback.clear_frames(each.__traceback__)  # they hold what the script made
+            raise
         finally:
             gc.collect()  # torch's DDP may wait forever for a group that is destroyed before it
             if dist.is_initialized() and not was_there:
