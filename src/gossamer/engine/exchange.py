@@ -127,8 +127,7 @@ class Exchange:
     def launch_due(self, index: int, step: int, when: str, number: int | None, samples: float | None) -> None:
         """Start the flow of one of :meth:`due_at`; the others have none. ``number``: of the optimizer, if all ranks say first
         that it is that one's turn. ``samples``: as in the context of its flow."""
-        exchange: Callable[..., Flow[Any]] = self.handlers[index].exchange
-        self._submit(index, exchange, step, when, samples, number)
+        self._submit(index, self.handlers[index].exchange, step, when, samples, number)
 
     def first_on_lanes(self, indices: Iterable[int]) -> set[int]:
         """The first bucket on each lane."""

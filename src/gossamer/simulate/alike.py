@@ -6,9 +6,9 @@ and for what is kept. A large model has the same layer many times: predicting GP
 workers takes a fourth of the time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from gossamer.buckets import Bucket
 from gossamer.comm.ops import Command, Decide, Flow, Start, Wait
 from gossamer.simulate.processor import Processing
 from gossamer.state import State
+
+T = TypeVar("T")
 
 OWN = "gossamer."
 """Where algorithms are defined of which that is known; one of the user's may look at anything."""
@@ -148,18 +150,19 @@ def _is_clean(state: State) -> bool:
 def _kept(state: State, bucket: Bucket) -> Any:
     """What an exchange may find in its state."""
     flats = tuple((name, each.dtype) for name, each in state.flats.kept.items())
-    if not state.extras.kept:
-        return flats
+    extras = _by_place(state.extras.kept, bucket) if state.extras.kept else {}
+    return flats, tuple((key, each.shape, each.dtype) for key, each in extras.items())
+
+
+def _by_place(extras: Mapping[tuple[str, str], T], bucket: Bucket) -> dict[tuple[str, int | str], T]:
+    """Extras by the places of parameters in the bucket in place of their names."""
     places = {name: place for place, name in enumerate(bucket.layout.names)}
-    extras = [(key, places.get(owner, owner), each.shape, each.dtype) for (key, owner), each in state.extras.kept.items()]
-    return flats, tuple(extras)
+    return {(key, places.get(owner, owner)): each for (key, owner), each in extras.items()}
 
 
 def _note(script: Script, result: Any, bucket: Bucket, state: State) -> None:
     """Note what an exchange has left behind, and what it gave."""
-    places = {name: place for place, name in enumerate(bucket.layout.names)}
-    script.flats = dict(state.flats.draft)
-    script.extras = {(key, places.get(owner, owner)): each for (key, owner), each in state.extras.draft.items()}
+    script.flats, script.extras = dict(state.flats.draft), _by_place(state.extras.draft, bucket)
     written = (*script.flats.values(), *script.extras.values())
     script.whole = script.whole and all(each is None or each.is_meta for each in written)
     script.given, flat = bucket._given, bucket.flat

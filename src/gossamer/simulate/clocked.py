@@ -30,14 +30,13 @@ from gossamer.simulate.trace import LINKS, is_collecting, tell
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class UnderWay:
-    """A started operation: its end, what is recorded of it, and among how many ranks it is."""
+    """A started operation: its end, what is recorded of it, and what it then gives."""
 
     done: Event
     operation: Operation
     give: Callable[[], Tensor]
-    """What it then gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +78,17 @@ class Wire:
         members = self.everyone if group is None or everyone else group
         sent = op.tensor.numel() > 0 and len(members) > 1
         operation = Operation(op, None if everyone else group, sent)
-        done = Event()
+        done = self._send(op, self._price(op, members, everyone)) if sent else Event()
         if not sent:
             self.meter.count(op, len(members), members.index(0))
             done.set()
-            return UnderWay(done, operation, partial(echoed, op, len(members)))
-        price = self._price(op, members, everyone)
-        self.meter.add(price.message)
-        self.inside_bytes += price.inside
-        self.most_seconds += price.busiest
-        done = self._send(op, price)
-        if not self.processing.costs:
-            if self.records:
-                self._note_end(operation, done)
-            return UnderWay(done, operation, partial(echoed, op, len(members)))
-        done = both(done, self.processing.transport(*price.transport))
-        if self.records:
+        elif self.records:
             self._note_end(operation, done)
-        result = echoed(op, len(members))  # which counts as a copy, at its start
-        return UnderWay(done, operation, lambda: result)
+        give = partial(echoed, op, len(members))
+        if self.processing.costs:
+            result = give()  # which counts as a copy, at its start
+            return UnderWay(done, operation, lambda: result)
+        return UnderWay(done, operation, give)
 
     def _price(self, op: Op, members: Group, everyone: bool) -> Price:
         """Of operations of all, known by their kind, pattern and shape: large models have thousands that are alike."""
@@ -123,11 +114,15 @@ class Wire:
 
     def _send(self, op: Op, price: Price) -> Event:
         """All levels at the same time: the bytes of each share its link, and the rounds of all follow each other."""
+        self.meter.add(price.message)
+        self.inside_bytes += price.inside
+        self.most_seconds += price.busiest
         done = [line.send(traffic, price.waits) for _, line, traffic in price.links]
         if self._traced:
             for (row, _, _), event in zip(price.links, done, strict=True):
                 self._tell_end(row, op, event)
-        return reduce(both, done)
+        sent = reduce(both, done)
+        return both(sent, self.processing.transport(*price.transport)) if self.processing.costs else sent
 
     def _tell_end(self, row: str, op: Op, done: Event) -> None:
         """Tell a trace when the transfer has ended."""
