@@ -224,6 +224,24 @@ def test_gossip_with_an_outer_optimizer_moves_the_mean_by_the_mean_outer_step(wo
     torch.testing.assert_close(gossiped, plain, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize(("world", "exchanges"), [(2, 1), (4, 2), (8, 3)])
+def test_what_workers_learned_in_one_period_is_shared_after_a_cycle_of_peers(world: int, exchanges: int) -> None:
+    """Also what the outer momentum remembers of it: no worker goes on by a velocity of its own."""
+
+    def plain(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.03)
+
+    def first_period(model: nn.Module, _: gossamer.Replica, rank: int, step: int) -> Tensor:
+        return model(rank) * (1.0 if step < 4 else 0.0)
+
+    gossip = DiLoCo(dense=0, every=4, delay=0, averaging=Gossip(topology=OnePeerExponential(), wire="fp32"))
+    seen = resuming.trained(gossip, world, 4 * (exchanges + 2), Pull, plain, first_period)
+    spread = (seen - seen.mean(0)).abs().amax(dim=(0, 2))
+    assert spread[4 * exchanges - 2] > 0.1
+    assert spread[4 * exchanges - 1 :].max() < 1e-12
+    assert (seen[:, -1] - seen[:, 4 * exchanges - 1]).abs().max() > 0.1, "the momentum moves all of them on"
+
+
 def test_gossip_with_an_outer_optimizer_has_no_collective() -> None:
     """And peers change from one outer step to the next, also where the steps between two are a multiple of the cycle."""
     (steps, _), _ = trace(DiLoCo(dense=0, every=4, averaging=Gossip(topology=OnePeerExponential())), 4)

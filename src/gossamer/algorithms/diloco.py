@@ -30,16 +30,16 @@ class DiLoCo(LocalSGD):
     ``rate`` 1 and ``momentum`` 0 are :class:`LocalSGD`; ``rate=1.0, momentum=0.5, nesterov=False`` is SlowMo. Where the first
     x is not known (:func:`after`), the first exchange is an average. ``delay``, ``merge``, ``lag``, ``dense``: as there.
     ``averaging``: an algorithm over gradients without a step of its own. ``ScatterReduce(codec=Quantize(bits=4))`` sends an
-    eighth of the bytes. Or one over weights: ``Gossip()`` is gossip with an outer optimizer, without any collective. Workers
-    have their own x and v; x and Δ become averages with the peers' before each outer step, and the mean x makes the mean step.
-    ``outlier``: a worker whose ‖Δ‖ in a bucket is not finite, or has a modified z-score above it, is left out with a warning.
+    eighth of the bytes. Or one over weights: ``Gossip()`` is gossip with an outer optimizer, without any collective: after
+    each worker's outer step x and v become averages with its peers', and the mean x makes the mean step. ``outlier``: a worker
+    whose ‖Δ‖ in a bucket is not finite, or has a modified z-score above it, is left out with a warning.
 
     Per exchange the messages and bytes of ``averaging``, with gossip twice those (``outlier``: and one number to each worker).
     Memory: x and v before and after it, in full precision, and the state of ``averaging``. Not the choice for few steps alone.
     v carries on what is frozen in the middle of a run: close the replica and replicate the model again then.
 
-    Source: Douillard et al. 2023 (arXiv 2311.08105); Wang et al. 2019 (1910.00643), SlowMo; Kolehmainen et al. 2025,
-    NoLoCo (2506.10911), whose gossip has the difference of the x within v.
+    Source: Douillard et al. 2023 (arXiv 2311.08105); Wang et al. 2019 (1910.00643), SlowMo; for gossip Yu et al. 2019
+    (1905.03817), who average the momentum; NoLoCo (Kolehmainen et al. 2025, 2506.10911) averages Δ, and has the x within v.
     """
 
     every: int = changeable(32)
@@ -85,15 +85,19 @@ class DiLoCo(LocalSGD):
         if ctx.world == 1:
             return bucket.flat.zero_()
         ctx = replace(ctx, step=ctx.step // self.every)
-        weights, known = wide(bucket.flat), outer.start_of(bucket, state)
-        if known is None and not outer.gossips(self.averaging):
+        weights, known, gossips = wide(bucket.flat), outer.start_of(bucket, state), outer.gossips(self.averaging)
+        if known is None and not gossips:
             return (yield from outer.begin_at_mean(bucket, weights, state, ctx))
         start = weights.clone() if known is None else known  # peers do not know what this worker knows: as many messages
         learned = torch.sub(start, weights, out=state.fresh(outer.VELOCITY, start))
-        learned = yield from in_line(learned, bucket, state, ctx, self.outlier)
-        start = yield from outer.shared(self.averaging, bucket, start, state, ctx)
-        mean = yield from outer.averaged(self.averaging, bucket, learned, state.scoped(outer.AVERAGING), ctx)
-        return outer.step_from(start, mean, weights, bucket, state, (self.rate, self.momentum, self.nesterov), known is None)
+        if not gossips:
+            learned = yield from in_line(learned, bucket, state, ctx, self.outlier)
+            start = yield from outer.shared(bucket, start, state, ctx)
+            learned = yield from self.averaging.exchange(bucket.holding(learned), state.scoped(outer.AVERAGING), ctx)
+        outer.step(start, learned, bucket, state, self.rate, self.momentum, self.nesterov)
+        if gossips:
+            yield from outer.average_with_peers(self.averaging, bucket, state, ctx)
+        return outer.landed(weights, bucket, state, unknown=known is None)
 
     def begin(self, bucket: Bucket, state: State, ctx: Context) -> None:
         if ctx.world > 1:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.blocks import outer
-from gossamer.algorithms.blocks.outer import AVERAGING, averaged, begin_at_mean, gossips, start_of
+from gossamer.algorithms.blocks.outer import AVERAGING, begin_at_mean, gossips, start_of
 from gossamer.algorithms.cadence import Cadence
 from gossamer.algorithms.diloco import DiLoCo
 from gossamer.algorithms.traits import Traits
@@ -74,13 +74,14 @@ class EagerDiLoCo(DiLoCo):
             return (yield from begin_at_mean(bucket, weights, state, ctx))
         state[OWN] = own = start - weights
         gradient = state[OTHERS].add(own, alpha=1 / ctx.world)
-        return outer.step_from(start, gradient, weights, bucket, state, (self.rate, self.momentum, self.nesterov))
+        outer.step(start, gradient, bucket, state, self.rate, self.momentum, self.nesterov)
+        return outer.landed(weights, bucket, state)
 
     def _send(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         """Average the deltas of the last outer step, if there was one; nothing is added to the weights."""
         unsent = state.get(OWN)
         if unsent is not None:
-            mean = yield from averaged(self.averaging, bucket, unsent.clone(), state.scoped(AVERAGING), ctx)
+            mean = yield from self.averaging.exchange(bucket.holding(unsent.clone()), state.scoped(AVERAGING), ctx)
             state[OTHERS] = mean - unsent / ctx.world
             state.keep_where(~torch.linalg.vector_norm(mean).isfinite())
             state.scoped(OWN).forget()

@@ -76,36 +76,26 @@ def gossips(averaging: Algorithm) -> bool:
     return averaging.subject == "weights"
 
 
-def shared(averaging: Algorithm, bucket: Bucket, start: Tensor, state: State, ctx: Context) -> Flow[Tensor]:
-    """The outer weights before an outer step: their average with the peers'; in the first exchange of all workers, which began
-    at the same weights, the mean of all."""
-    if gossips(averaging):
-        return (yield from averaged(averaging, bucket, start, state.scoped(PEERS), ctx))
+def shared(bucket: Bucket, start: Tensor, state: State, ctx: Context) -> Flow[Tensor]:
+    """The outer weights before an outer step: in the first exchange of all workers, which began at the same weights, the mean
+    of all."""
     return start if VELOCITY in state else (yield from mean_of(bucket, start, ctx))
 
 
-def averaged(averaging: Algorithm, bucket: Bucket, values: Tensor, state: State, ctx: Context) -> Flow[Tensor]:
-    """``values``, flat and like the bucket's, averaged by an algorithm over gradients, or over weights with its peers."""
-    if not gossips(averaging):
-        mean: Tensor = yield from averaging.exchange(bucket.holding(values), state, ctx)
-        return mean
-    difference = yield from averaging.exchange(bucket.holding(values.clone()), state, ctx)  # which may write to it
-    return values + computed(difference, values.dtype)
+def average_with_peers(averaging: Algorithm, bucket: Bucket, state: State, ctx: Context) -> Flow[None]:
+    """The outer weights and the velocity after an outer step of this worker's own become averages with its peers': so the mean
+    of all takes the mean step, whoever meets. ``averaging`` is over weights."""
+    for name, own in ((START, PEERS), (VELOCITY, AVERAGING)):
+        values = state[name]
+        difference = yield from averaging.exchange(bucket.holding(values.clone()), state.scoped(own), ctx)  # may write to it
+        state[name] = values + computed(difference, values.dtype)
 
 
-def step_from(
-    start: Tensor,
-    gradient: Tensor,
-    weights: Tensor,
-    bucket: Bucket,
-    state: State,
-    optimizer: tuple[float, float, bool],
-    unknown: bool = False,
-) -> Tensor:
-    """What an outer step adds to ``weights``, which are given away; nothing is kept of one that is not finite. ``optimizer``:
-    rate, momentum and whether it is Nesterov's. ``unknown``: the worker did not know where it began, and does from here on."""
-    broken = ~(torch.linalg.vector_norm(gradient) + torch.linalg.vector_norm(start)).isfinite()
-    after = step(start, gradient, bucket, state, *optimizer)
+def landed(weights: Tensor, bucket: Bucket, state: State, unknown: bool = False) -> Tensor:
+    """What leads from ``weights``, which are given away, to the outer weights after a step, of which nothing is kept where they
+    are not finite. ``unknown``: the worker did not know where it began, and does from here on."""
+    after = state[START]
+    broken = ~(torch.linalg.vector_norm(after) + torch.linalg.vector_norm(state[VELOCITY])).isfinite()
     if unknown and (broken.device.type == "meta" or not broken):
         begin_at(after, bucket, state)
     torch.sub(after, weights, out=weights)
@@ -113,11 +103,8 @@ def step_from(
     return weights.to(bucket.flat.dtype)
 
 
-def step(start: Tensor, gradient: Tensor, bucket: Bucket, state: State, rate: float, momentum: float, nesterov: bool) -> Tensor:
-    """v ← momentum·v + g; x ← x - rate·(g + momentum·v), or x - rate·v: the new x, which is kept as v is.
-
-    ``gradient`` is given away. What is not finite is in the result; remembered, here or by what averages, it would stay.
-    """
+def step(start: Tensor, gradient: Tensor, bucket: Bucket, state: State, rate: float, momentum: float, nesterov: bool) -> None:
+    """v ← momentum·v + g; x ← x - rate·(g + momentum·v), or x - rate·v: both are kept. ``gradient`` is given away."""
     before, after = state[VELOCITY], state.fresh(START, start)
     if nesterov:
         torch.sub(start, gradient, alpha=rate, out=after)
@@ -127,7 +114,6 @@ def step(start: Tensor, gradient: Tensor, bucket: Bucket, state: State, rate: fl
     after.sub_(velocity, alpha=rate * (momentum if nesterov else 1))
     state[START], state[VELOCITY] = after, velocity
     refuse_divergence(start, after, bucket, state, f"rate={rate}, momentum={momentum}")
-    return after
 
 
 def refuse_divergence(start: Tensor, after: Tensor, bucket: Bucket, state: State, fields: str) -> None:
