@@ -30,6 +30,11 @@ def test_a_cluster_has_the_workers_of_all_its_machines() -> None:
         (lambda: Processor(machines=0), "machines must be a whole number"),
         (lambda: Processor(message=-1), "message must be a number of seconds"),
         (lambda: Processor(copy=-1), "copy must be a number above 0"),
+        (lambda: Machines(count=2**18, devices=8), "262144 machines of 8 devices are more than the 1,048,576 workers"),
+        (
+            lambda: Processor(kernels={"7 bits, encode": 1e9}),
+            "kernels has '7 bits, encode', which is none of 'memory copy",
+        ),
         (lambda: Processor(kernels={"8 bits, encode": 0}), r"kernels\['8 bits, encode'\] must be a number above 0"),
         (lambda: Pauses(every=0, seconds=1), "every must be a number above 0"),
         (lambda: Stragglers(jitter=2), "jitter must be a share"),

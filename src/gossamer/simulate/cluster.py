@@ -7,7 +7,11 @@ from typing import Literal
 
 from gossamer.checks import is_number, is_whole
 from gossamer.errors import ConfigurationError
+from gossamer.simulate.kernels import SHARES_OF_COPY
 from gossamer.simulate.profile import Link
+
+MOST_WORKERS = 2**20
+"""Of one cluster: as many as anybody will train with soon. With more, a prediction would not end, or not fit into memory."""
 
 Distribution = Literal["lognormal", "exponential"]
 
@@ -35,6 +39,11 @@ class Machines:
         _check_above_zero(speed=self.speed)
         if self.count % self.sites:
             raise ConfigurationError(f"{self.count} machines cannot stand in {self.sites} sites of as many machines each")
+        if self.world > MOST_WORKERS:
+            raise ConfigurationError(
+                f"{self.count} machines of {self.devices} devices are more than the {MOST_WORKERS:,} workers that can be "
+                "predicted; give a smaller count"
+            )
 
     @property
     def world(self) -> int:
@@ -66,6 +75,9 @@ class Processor:
         for name in ("cores", "machines"):
             if not is_whole(getattr(self, name), 1):
                 raise ConfigurationError(f"{name} must be a whole number, at least 1; got {getattr(self, name)!r}")
+        unknown = [name for name in self.kernels if name not in SHARES_OF_COPY]
+        if unknown:
+            raise ConfigurationError(f"kernels has {unknown[0]!r}, which is none of {', '.join(map(repr, SHARES_OF_COPY))}")
         _check_above_zero(
             copy=self.copy,
             transport=self.transport,
