@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from gossamer.algorithms.all_reduce import AllReduce
@@ -35,11 +34,10 @@ class DiLoCo(LocalSGD):
     whose ‖Δ‖ in a bucket is not finite, or has a modified z-score above it, is left out with a warning.
 
     Per exchange the messages and bytes of ``averaging``, with gossip twice those (``outlier``: and one number to each worker).
-    Memory: x and v before and after it, in full precision, and the state of ``averaging``. Not the choice for few steps alone.
-    v carries on what is frozen in the middle of a run: close the replica and replicate the model again then.
+    Memory: x and v before and after it, in full precision, and the state of ``averaging``. Not the choice for few steps alone,
+    nor where parameters are frozen in mid-run, as v carries those on: close the replica and replicate the model again then.
 
-    Source: Douillard et al. 2023 (arXiv 2311.08105); Wang et al. 2019 (1910.00643), SlowMo; for gossip Yu et al. 2019
-    (1905.03817), who average the momentum; NoLoCo (Kolehmainen et al. 2025, 2506.10911) averages Δ, and has the x within v.
+    Source: Douillard et al. 2023 (arXiv 2311.08105); Wang et al. 2019 (1910.00643), SlowMo; gossip: Yu et al. 2019, 1905.03817.
     """
 
     every: int = changeable(32)
@@ -88,12 +86,10 @@ class DiLoCo(LocalSGD):
         weights, known, gossips = wide(bucket.flat), outer.start_of(bucket, state), outer.gossips(self.averaging)
         if known is None and not gossips:
             return (yield from outer.begin_at_mean(bucket, weights, state, ctx))
-        start = weights.clone() if known is None else known  # peers do not know what this worker knows: as many messages
-        learned = torch.sub(start, weights, out=state.fresh(outer.VELOCITY, start))
+        start, learned = outer.learned_from(known, weights, state)
         if not gossips:
             learned = yield from in_line(learned, bucket, state, ctx, self.outlier)
-            start = yield from outer.shared(bucket, start, state, ctx)
-            learned = yield from self.averaging.exchange(bucket.holding(learned), state.scoped(outer.AVERAGING), ctx)
+            start, learned = yield from outer.average_with_all(self.averaging, bucket, start, learned, state, ctx)
         outer.step(start, learned, bucket, state, self.rate, self.momentum, self.nesterov)
         if gossips:
             yield from outer.average_with_peers(self.averaging, bucket, state, ctx)

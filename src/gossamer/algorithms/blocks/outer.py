@@ -76,10 +76,22 @@ def gossips(averaging: Algorithm) -> bool:
     return averaging.subject == "weights"
 
 
-def shared(bucket: Bucket, start: Tensor, state: State, ctx: Context) -> Flow[Tensor]:
-    """The outer weights before an outer step: in the first exchange of all workers, which began at the same weights, the mean
-    of all."""
-    return start if VELOCITY in state else (yield from mean_of(bucket, start, ctx))
+def learned_from(known: Tensor | None, weights: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """The weights at which a worker began, and its Δ. Where it does not know them, 0: its peers do not know that, and expect as
+    much as ever."""
+    start = weights.clone() if known is None else known
+    return start, torch.sub(start, weights, out=state.fresh(VELOCITY, start))
+
+
+def average_with_all(
+    averaging: Algorithm, bucket: Bucket, start: Tensor, delta: Tensor, state: State, ctx: Context
+) -> Flow[tuple[Tensor, Tensor]]:
+    """The outer weights before an outer step, in the first exchange of all workers, which began at the same weights, the mean
+    of all; and the mean of what all have learned. ``averaging`` is over gradients."""
+    if VELOCITY not in state:
+        start = yield from mean_of(bucket, start, ctx)
+    mean = yield from averaging.exchange(bucket.holding(delta), state.scoped(AVERAGING), ctx)
+    return start, mean
 
 
 def average_with_peers(averaging: Algorithm, bucket: Bucket, state: State, ctx: Context) -> Flow[None]:
