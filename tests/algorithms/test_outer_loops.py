@@ -505,7 +505,7 @@ def test_streaming_needs_a_tenth_of_the_rate_of_diloco() -> None:
         (lambda: ScatterReduce(decay=-0.1), "decay must be the share of the residual"),
         (lambda: ErrorFeedback(decay="0.9"), "decay must be the share of the residual"),
         (lambda: sparta(AllReduce()), "takes an algorithm over weights"),
-        (lambda: sparta(DiLoCo(dense=0), share=0), "density must be above 0"),
+        (lambda: sparta(DiLoCo(dense=0), share=0), "share must be above 0"),
         (lambda: sparta(DiLoCo(dense=0), topology="ring"), "topology must be None, or one such as Ring"),  # type: ignore[arg-type]
         (lambda: sparta(after(3, DiLoCo(dense=0))), "is put inside of what averages gradients"),
         (lambda: sparta(Hierarchical(DiLoCo(dense=0))), "is put inside of what averages gradients"),

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import ConfigurationError, DiLoCo, EagerDiLoCo, Gossip, LocalSGD, SparseLoCo, loopback, streaming_diloco
+from gossamer import (
+    ConfigurationError,
+    DiLoCo,
+    EagerDiLoCo,
+    Gossip,
+    LocalSGD,
+    ScatterReduce,
+    SparseLoCo,
+    loopback,
+    streaming_diloco,
+)
 from gossamer.algorithms import Algorithm
 from gossamer.errors import DisagreementError
 
@@ -68,6 +78,43 @@ def test_without_delay_streaming_diloco_has_the_arithmetic_of_torchft(count: int
 def test_an_outer_rate_that_diverges_is_named_after_a_few_rounds(algorithm: Algorithm) -> None:
     with pytest.raises(ConfigurationError, match=r"outer optimizer diverges with rate=16\.0, momentum=0\.9: .* weight"):
         trained(algorithm, steps=60)
+
+
+@pytest.mark.parametrize("seed", [2, 5])
+def test_weights_that_stay_near_zero_do_not_diverge(seed: int) -> None:
+    """Biases in a bucket of their own, of which noise makes a step that is longer than all before now and then."""
+    true = torch.randn(16, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64) / 4
+
+    def body(rank: int) -> float:
+        torch.manual_seed(0)
+        model = nn.Linear(16, 8).double()
+        nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        drawn = torch.Generator().manual_seed(100 * seed + rank)
+        replica = gossamer.replicate(model, optimizer, DiLoCo(every=10, dense=0, averaging=ScatterReduce()))
+        for _ in range(500):
+            inputs, errors = (torch.randn(8, size, generator=drawn, dtype=torch.float64) for size in (16, 8))
+            optimizer.zero_grad()
+            (model(inputs) - inputs @ true - errors).square().mean().backward()
+            optimizer.step()
+        replica.close()
+        return float(model.bias.detach().norm())
+
+    assert max(loopback(body, 4)) < 1
+
+
+def test_what_is_not_finite_in_one_worker_shows_in_all_of_eager_diloco() -> None:
+    def body(rank: int) -> bool:
+        model = Pull()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        gossamer.replicate(model, optimizer, EagerDiLoCo(dense=0, every=3))
+        for step in range(9):
+            optimizer.zero_grad()
+            (model(rank) * (torch.nan if rank == 1 and step == 2 else 1)).backward()
+            optimizer.step()
+        return bool(model.weight.isfinite().all())
+
+    assert loopback(body, WORLD) == [False] * WORLD
 
 
 def test_weights_that_grow_from_zero_with_the_learning_rate_do_not_diverge() -> None:

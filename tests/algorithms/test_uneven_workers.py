@@ -1,7 +1,7 @@
 """Uneven workers: batches of different sizes, workers of different speed, and workers that are out of line."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -485,6 +485,74 @@ def test_workers_in_line_are_averaged_as_ever() -> None:
     assert [left_out for _, left_out in alike] == [0, 0, 0, 0]
 
 
+def pulled(strengths: Sequence[float], outlier: float | None, counts: Sequence[int] | None = None) -> Tensor:
+    """Twelve steps of workers whose gradients are of these strengths: their average at the end. ``counts``: of samples."""
+
+    def body(rank: int) -> Tensor:
+        model = nn.Linear(6, 3, bias=False).double()
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        outer = DiLoCo(every=3, dense=0, rate=1.0, momentum=0.0, delay=0, outlier=outlier)
+        replica = gossamer.replicate(model, optimizer, outer)
+        for _ in range(12):
+            if counts is not None:
+                replica.weigh(counts[rank])
+            optimizer.zero_grad()
+            (strengths[rank] * model(torch.ones(1, 6, dtype=torch.float64)).sum()).backward()
+            optimizer.step()
+        replica.close(average=True)
+        return weights(model)
+
+    return loopback(body, len(strengths))[0]
+
+
+@pytest.mark.parametrize(
+    ("strengths", "counts"),
+    [
+        ([1, 1.6, 1, 1.6], None),
+        ([1, 1, 1.6, 1.6, 1, 1.6], None),
+        ([0, 1, 0], [0, 4, 0]),
+        ([1, 1.6, 9], [3, 4, 0]),
+        ([0, 0, 1], None),
+    ],
+)  # fmt: skip
+def test_half_of_the_workers_and_those_that_alone_have_samples_are_in_line(
+    strengths: list[float], counts: list[int] | None
+) -> None:
+    torch.testing.assert_close(
+        pulled(strengths, 5.0, counts), pulled(strengths, None, counts), rtol=0, atol=1e-12, msg="somebody was left out"
+    )
+
+
+def test_a_worker_out_of_line_among_an_even_number_is_left_out() -> None:
+    torch.testing.assert_close(pulled([1, 1.6, 1, 90], 5.0), pulled([1, 1.6, 1], None), rtol=0, atol=1e-12)
+
+
+def test_a_worker_that_is_not_finite_when_the_outer_loop_begins_is_left_out_and_told_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """After a dense start the first exchange is an average of weights."""
+
+    def body(rank: int) -> Tensor:
+        model = model_of()
+        optimizer = sgd(model)
+        gossamer.replicate(model, optimizer, DiLoCo(every=3, dense=4, outlier=5.0))
+        for step in range(12):
+            optimizer.zero_grad()
+            loss(model, batch(rank, step)).backward()
+            optimizer.step()
+            if step == 4 and rank == 1:
+                with torch.no_grad():
+                    next(model.parameters()).fill_(torch.nan)
+        return weights(model)
+
+    with caplog.at_level(logging.WARNING, logger="gossamer"):
+        found = loopback(body, 4)
+    assert [bool(each.isfinite().all()) for each in found] == [True, False, True, True]
+    assert "of rank 1 is left out" in caplog.text
+    assert "load those of another rank into its model, or resume from a checkpoint" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -495,7 +563,8 @@ def test_workers_in_line_are_averaged_as_ever() -> None:
         (lambda: trained(DiLoCo(every=3, outlier=5.0), 2), "takes three workers"),
         (lambda: LocalSGD(lag=-1), "lag must be a number of steps"),
         (lambda: EagerDiLoCo(lag=3), "neither delay nor merge, lag or outlier"),
-        (lambda: trained(DiLoCo(every=3, dense=2, lag=3), 2), "lets them lag; set lag=0"),
+        (lambda: DiLoCo(every=3, dense=2, lag=3), "dense=2 averages .* lag=3 lets them lag; set dense=0 or lag=0"),
+        (lambda: sparta(DiLoCo(every=3, outlier=5.0)), "or leaves some out: .* no outlier"),
         (lambda: in_parts(2, DiLoCo(every=3, lag=3)), "lets them lag; set lag=0"),
         (lambda: SparseLoCo(outlier=-1.0), "must be the z-score above which"),
     ],

@@ -29,13 +29,13 @@ class DiLoCo(LocalSGD):
     ``rate`` 1 and ``momentum`` 0 are :class:`LocalSGD`; ``rate=1.0, momentum=0.5, nesterov=False`` is SlowMo. Where the first
     x is not known (:func:`after`), the first exchange is an average. ``delay``, ``merge``, ``lag``, ``dense``: as there.
     ``averaging``: an algorithm over gradients without a step of its own. ``ScatterReduce(codec=Quantize(bits=4))`` sends an
-    eighth of the bytes. Or one over weights: ``Gossip()`` is gossip with an outer optimizer, without any collective: after
-    each worker's outer step x and v become averages with its peers', and the mean x makes the mean step. ``outlier``: a worker
-    whose ‖Δ‖ in a bucket is not finite, or has a modified z-score above it, is left out with a warning.
+    eighth of the bytes. Or one over weights: ``Gossip()`` is gossip with an outer optimizer, without any collective: after each
+    outer step of workers x and v become averages with their peers', and the mean x makes the mean step. ``outlier``: a worker
+    whose ‖Δ‖ in a bucket is not finite (for good), or has a modified z-score above it, is left out with a warning.
 
-    Per exchange the messages and bytes of ``averaging``, with gossip twice those (``outlier``: and one number to each worker).
+    Per exchange the messages and bytes of ``averaging``, with gossip twice those (``outlier``: and two numbers to each worker).
     Memory: x and v before and after it, in full precision, and the state of ``averaging``. Not the choice for few steps alone,
-    nor where parameters are frozen in mid-run, as v carries those on: close the replica and replicate the model again then.
+    16-bit weights without ``MasterWeights`` (what x is rounded by counts as learned), or freezing in mid-run: v carries on.
 
     Source: Douillard et al. 2023 (arXiv 2311.08105); Wang et al. 2019 (1910.00643), SlowMo; gossip: Yu et al. 2019, 1905.03817.
     """
@@ -85,7 +85,7 @@ class DiLoCo(LocalSGD):
         ctx = replace(ctx, step=ctx.step // self.every)
         weights, known, gossips = wide(bucket.flat), outer.start_of(bucket, state), outer.gossips(self.averaging)
         if known is None and not gossips:
-            return (yield from outer.begin_at_mean(bucket, weights, state, ctx))
+            return (yield from outer.begin_at_mean(bucket, weights, state, ctx, self.outlier))
         start, learned = outer.learned_from(known, weights, state)
         if not gossips:
             learned = yield from in_line(learned, bucket, state, ctx, self.outlier)

@@ -72,17 +72,21 @@ class EagerDiLoCo(DiLoCo):
         weights, start = wide(bucket.flat), start_of(bucket, state)
         if start is None:
             return (yield from begin_at_mean(bucket, weights, state, ctx))
-        state[OWN] = own = start - weights
+        own = start - weights
         gradient = state[OTHERS].add(own, alpha=1 / ctx.world)
         outer.step(start, gradient, bucket, state, self.rate, self.momentum, self.nesterov)
-        return outer.landed(weights, bucket, state)
+        difference = outer.landed(weights, bucket, state)
+        state[OWN] = own  # whatever it is: the others see it
+        return difference
 
     def _send(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
-        """Average the deltas of the last outer step, if there was one; nothing is added to the weights."""
-        unsent = state.get(OWN)
+        """Average the deltas of the last outer step, if there was one; nothing is added to the weights, but what is not finite
+        shows in those of all workers."""
+        unsent, shown = state.get(OWN), bucket.flat.zero_()
         if unsent is not None:
             mean = yield from self.averaging.exchange(bucket.holding(unsent.clone()), state.scoped(AVERAGING), ctx)
             state[OTHERS] = mean - unsent / ctx.world
             state.keep_where(~torch.linalg.vector_norm(mean).isfinite())
             state.scoped(OWN).forget()
-        return bucket.flat.zero_()
+            shown.masked_fill_(~mean.isfinite(), torch.nan)
+        return shown

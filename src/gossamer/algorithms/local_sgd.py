@@ -62,6 +62,11 @@ class LocalSGD(Spaced):
         check_steps("lag", self.lag, least=0)
         if self.dense is not None and not is_whole(self.dense, 0):
             raise ConfigurationError(f"dense must be a number of steps, or 0 for none; got {self.dense!r}")
+        if self.dense and self.lag:
+            raise ConfigurationError(
+                f"dense={self.dense} averages the gradients of all workers in the same step, and lag={self.lag} lets them lag; "
+                "set dense=0 or lag=0"
+            )
         if self.merge is not None and not (is_number(self.merge) and 0 <= self.merge < 1):
             raise ConfigurationError(
                 "merge must be the share of its own weights that a worker keeps, from 0 to below 1, or None; got "

@@ -10,6 +10,7 @@ from gossamer.algorithms import cadence as cadences
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.blocks.refusals import refuse_lag
 from gossamer.algorithms.cadence import Cadence, every
+from gossamer.algorithms.diloco import DiLoCo
 from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket
 from gossamer.codecs.kernels.layout import keys
@@ -34,7 +35,7 @@ def sparta(algorithm: Algorithm, *, share: float = 0.005, topology: Topology | N
     Source: Beton et al. 2025 (SPARTA: Distributed training with sparse parameter averaging).
 
     Raises:
-        ConfigurationError: ``share`` is no share; or ``algorithm`` exchanges any gradients, may lag, or is added late.
+        ConfigurationError: ``share`` is none; or ``algorithm`` exchanges gradients, may lag, is added late, or has ``outlier``.
     """
     return Sparta(algorithm=algorithm, share=share, topology=topology)
 
@@ -55,15 +56,16 @@ class Sparta(Algorithm, register=False):
                 f"as in after(300, sparta(DiLoCo())) and Hierarchical(sparta(DiLoCo())); got {algorithm!r}"
             )
         super().__post_init__()
-        check_density(self.share)
+        check_density(self.share, "share")
         if self.topology is not None and not isinstance(self.topology, Topology):
             raise ConfigurationError(f"sparta(): topology must be None, or one such as Ring(); got {self.topology!r}")
         refuse_lag(algorithm, "sparta()")
         cadence = algorithm.cadence
-        if cadence.late or cadence.parts > 1 or any(beat.delay > 1 for beat in cadence.beats):
+        chooses = isinstance(algorithm, DiLoCo) and algorithm.outlier is not None
+        if cadence.late or cadence.parts > 1 or any(beat.delay > 1 for beat in cadence.beats) or chooses:
             raise ConfigurationError(
-                f"sparta(): weights are exchanged in every step, and {algorithm!r} has them under way for longer, or in "
-                "parts: take delay=1 or 0, and no parts"
+                f"sparta(): weights of all workers are averaged in each step, and {algorithm!r} has them under way for longer, "
+                "or in parts, or leaves some out: take delay=1 or 0, no parts, and no outlier"
             )
 
     @property

@@ -31,10 +31,10 @@ def aligned(payload: Tensor) -> Tensor:
     return payload.clone() if payload.storage_offset() % 8 or payload.data_ptr() % 8 else payload
 
 
-def check_density(density: object) -> None:
+def check_density(density: object, name: str = "density") -> None:
     """Raise ConfigurationError unless it is a share that can be sent."""
     if not (is_number(density) and 0 < density <= 1):
-        raise ConfigurationError(f"density must be above 0 and at most 1 (the share that is sent); got {density!r}")
+        raise ConfigurationError(f"{name} must be above 0 and at most 1 (the share that is sent); got {density!r}")
 
 
 def check_chunk(chunk: object) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer.algorithms.base import Algorithm, Context, finishes, parts_of
 from gossamer.algorithms.blocks.difference import computed
 from gossamer.algorithms.blocks.mean import mean_of
-from gossamer.algorithms.blocks.shares import check_outlier
+from gossamer.algorithms.blocks.shares import check_outlier, in_line
 from gossamer.algorithms.cadence import Cadence
 from gossamer.buckets import Bucket
 from gossamer.checks import is_number
@@ -26,7 +26,7 @@ OF_BUFFERS = ("every", "delay", "merge", "lag", "outlier", "bucket_bytes")
 GROWING = 5
 
 _GROWTH = "growth"
-"""The extra of a bucket: how many outer steps were longer than all before and than the weights, and the longest one."""
+"""The extra of a bucket: how many outer steps were twice as long as all before and longer than the weights, and the longest."""
 
 _BEGUN = "begun"
 """The extra of each parameter whose start is known: one that a loaded state did not know has none."""
@@ -61,10 +61,14 @@ def start_of(bucket: Bucket, state: State) -> Tensor | None:
     return state.get(START)
 
 
-def begin_at_mean(bucket: Bucket, weights: Tensor, state: State, ctx: Context) -> Flow[Tensor]:
+def begin_at_mean(bucket: Bucket, weights: Tensor, state: State, ctx: Context, outlier: float | None = None) -> Flow[Tensor]:
     """Where the weights at which workers began are not known: what brings them to their mean, where the outer optimizer
-    begins."""
-    mean = yield from mean_of(bucket, weights, ctx)
+    begins. ``outlier``: as for deltas, of the weights themselves."""
+    if outlier is None:
+        mean = yield from mean_of(bucket, weights, ctx)
+    else:
+        own = yield from in_line(weights.clone(), bucket, state, ctx, outlier)
+        mean = yield from mean_of(bucket, own, replace(ctx, samples=None))
     if mean.device.type == "meta" or mean.isfinite().all():  # the same on all workers
         begin_at(mean, bucket, state)
         state[VELOCITY] = torch.zeros_like(mean)
@@ -129,23 +133,25 @@ def step(start: Tensor, gradient: Tensor, bucket: Bucket, state: State, rate: fl
 
 
 def refuse_divergence(start: Tensor, after: Tensor, bucket: Bucket, state: State, fields: str) -> None:
-    """Raise ConfigurationError after ``GROWING`` outer steps that were each longer than all before and than the weights that
-    they began at.
+    """Raise ConfigurationError after ``GROWING`` outer steps that were each more than twice as long as all before, and longer
+    than the weights that they began at.
 
     No healthy training makes so many: weights that begin at zero are longer than a step after two or three, also where the
-    learning rate grows linearly. On a device the host waits here, once in a period.
+    learning rate grows linearly; and those that stay near zero have steps as long as they are, of which noise makes a longer
+    one now and then, but none a multiple of all. On a device the host waits here, once in a period.
     """
     if start.device.type == "meta":
         return
     length, had = torch.dist(after, start), state.extra(_GROWTH)
     count, most = (length * 0, length * 0) if had is None else had.to(length).unbind()
-    grows = (length > most) & (length > torch.linalg.vector_norm(start))
+    grows = (length > 2 * most) & (length > torch.linalg.vector_norm(start))
     growth = torch.stack([count + grows, torch.fmax(most, length)])
     state.set_extra(_GROWTH, growth)
     if growth[0] >= GROWING:
         raise ConfigurationError(
             f"the outer optimizer diverges with {fields}: {GROWING} outer steps from {bucket.layout.names[0]} on were each "
-            "longer than all before and than the weights; take a smaller rate, or a smaller inner learning rate"
+            "more than twice as long as all before, and longer than the weights; take a smaller rate, or a smaller inner "
+            "learning rate"
         )
 
 

@@ -20,6 +20,10 @@ LEAST_SPREAD = 0.1
 """The spread of norms that is taken for usual, relative to their median, where they are closer: equal workers are in line."""
 
 
+BROKEN = "its weights are no longer finite, and stay so: load those of another rank into its model, or resume from a checkpoint"
+"""What is said of a worker that cannot come back by itself: what is added to NaN is NaN."""
+
+
 def by_samples(values: Tensor, ctx: Context) -> Flow[Tensor]:
     """``values``, given away, such that their plain mean over the workers is the mean by samples. One small message to each."""
     if ctx.samples is None:
@@ -35,26 +39,32 @@ def in_line(delta: Tensor, bucket: Bucket, state: State, ctx: Context, outlier: 
         return (yield from by_samples(delta, ctx))
     count = delta.new_full((), 1.0 if ctx.samples is None else ctx.samples, dtype=torch.float64)
     counts, norms = (yield from all_gather(torch.stack([count, torch.linalg.vector_norm(delta).double()]))).unbind(1)
-    out = out_of_line(norms, outlier)
+    out = out_of_line(norms, counts, outlier)
     state.set_extra(LEFT_OUT, _so_far(state, out) + out[ctx.rank])
     if ctx.rank == 0 and out.device.type != "meta" and out.any():
-        _name(out, norms, bucket, ctx)
+        _name(out, norms, counts, bucket, ctx)
     delta = torch.where(out[ctx.rank], torch.zeros_like(delta), delta)
     return delta.mul_(factor(torch.where(out, 0.0, counts), ctx.rank))
 
 
-def out_of_line(norms: Tensor, limit: float) -> Tensor:
+def out_of_line(norms: Tensor, counts: Tensor, limit: float) -> Tensor:
     """``bool[p]``: whose norm is not finite, or above the median by more than ``limit`` standard deviations, estimated by the
     median of absolute deviations (the modified z-score): a mean and its deviation would follow the outlier, so that among
-    four workers no z-score is above 1.5.
+    four workers no z-score is above 1.5. Workers that count nothing, of ``counts`` 0, have learned nothing, and are not asked;
+    of two that are left nobody knows which one is out of line.
 
     Source: Iglewicz and Hoaglin 1993, How to Detect and Handle Outliers.
     """
-    finite = norms.isfinite()
-    there = torch.where(finite, norms, torch.nan)
-    median = there.nanmedian()
-    spread = torch.maximum(1.4826 * (there - median).abs().nanmedian(), LEAST_SPREAD * median)
-    return ~finite | (norms - median > limit * spread)
+    there, median = _asked(norms, counts)
+    spread = torch.maximum(1.4826 * (there - median).abs().nanquantile(0.5), LEAST_SPREAD * median)
+    judged = (there.isfinite().sum() > 2) & (median > 0)  # where most have learned nothing, one that has is not out of line
+    return ~norms.isfinite() | ((there - median > limit * spread) & judged)
+
+
+def _asked(norms: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The norms of the workers that count, NaN for the others, and their median: of an even number the mean of the two."""
+    there = torch.where(norms.isfinite() & (counts > 0), norms, torch.nan)
+    return there, there.nanquantile(0.5)
 
 
 def check_outlier(outlier: object) -> None:
@@ -83,14 +93,15 @@ def _so_far(state: State, like: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=like.device) if had is None else had.to(like.device)
 
 
-def _name(out: Tensor, norms: Tensor, bucket: Bucket, ctx: Context) -> None:
+def _name(out: Tensor, norms: Tensor, counts: Tensor, bucket: Bucket, ctx: Context) -> None:
     for index in out.nonzero().flatten().tolist():
         _logger.warning(
             "the outer delta of rank %d is left out of the average of %s … after period %d: its norm is %.3g, the median of "
-            "all ranks is %.3g",
+            "all ranks is %.3g%s",
             ctx.members[index],
             bucket.layout.names[0],
             ctx.step,
             float(norms[index]),
-            float(norms[norms.isfinite()].median()),
+            float(_asked(norms, counts)[1]),
+            "" if norms[index].isfinite() else f"; {BROKEN}",
         )
