@@ -14,6 +14,12 @@ K = TypeVar("K")
 RESIDUAL = "residual"
 """The name under which algorithms keep what they have not sent yet."""
 
+MOMENTUM, OUTER_WEIGHTS = "momentum", "outer weights"
+"""The endings of names under which they keep what follows from means: ranks of another number take the mean of it."""
+
+BEGUN = "begun"
+"""The extra of a parameter whose outer weights are known: one that a loaded state did not know has none."""
+
 WHOLE = ""
 """The owner of an extra that belongs to the bucket as it is cut, and not to one of its parameters."""
 

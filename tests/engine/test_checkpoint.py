@@ -10,10 +10,22 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import AllReduce, ChunkSparse, Gossip, Hierarchical, PowerSGD, ScatterReduce, after, loopback
+from gossamer import (
+    AllReduce,
+    ChunkSparse,
+    DiLoCo,
+    Gossip,
+    Hierarchical,
+    PowerSGD,
+    ScatterReduce,
+    SparseLoCo,
+    after,
+    loopback,
+)
 from gossamer.algorithms import Algorithm
 from gossamer.codecs import Quantize, Sign
-from gossamer.engine.checkpoint import _entries, _mean_momenta
+from gossamer.engine.checkpoint import _entries
+from gossamer.engine.other_ranks import means
 from gossamer.errors import ConfigurationError
 
 
@@ -130,6 +142,60 @@ def test_an_exchange_of_weights_begins_anew() -> None:
     state = saved(Gossip(), 3)
     with pytest.warns(UserWarning, match="begins anew"):
         assert all(not entry for entry in reloaded(Gossip(), state, 2))
+
+
+def outer_steps(algorithm: Algorithm, world: int, state: dict[str, Any] | None, average: Tensor | None) -> list[Any]:
+    """Of each rank: eight steps of training, its weights and its state; or with a ``state``, from their ``average``, six steps
+    without a gradient, and the weights after each."""
+
+    def run(rank: int) -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        seen = []
+        if state is not None:
+            nn.utils.vector_to_parameters(average.clone(), model.parameters())
+            replica.load_state_dict(state)
+        for number in range(8 if state is None else 6):
+            inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * number + rank), dtype=torch.float64)
+            optimizer.zero_grad()
+            ((model(inputs).square().mean() + model.bias.sum()) * (state is None)).backward()
+            optimizer.step()
+            seen.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+        found = copy.deepcopy(replica.state_dict()) if state is None else {}
+        replica.close()
+        return torch.stack(seen), found
+
+    return loopback(run, world)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        DiLoCo(dense=0, every=2, delay=0),
+        DiLoCo(dense=0, every=3, delay=0),
+        after(2, DiLoCo(dense=0, every=2, delay=0)),
+        DiLoCo(dense=0, every=2, delay=0, averaging=Gossip(wire="fp32")),
+        DiLoCo(dense=0, every=2, delay=0, averaging=ScatterReduce(residual="fp32", gather_below=0)),
+        SparseLoCo(dense=0, every=2, delay=0),
+        Hierarchical(DiLoCo(dense=0, every=2, delay=0), ranks_per_node=2),
+    ],
+    ids=repr,
+)
+@pytest.mark.filterwarnings("ignore:rank .. the model has not the weights")
+@pytest.mark.parametrize("now", [3, 6])
+def test_outer_weights_and_momentum_go_on_with_another_number_of_ranks(algorithm: Algorithm, now: int) -> None:
+    """Whether they left in the middle of a period or not: the mean goes on by the outer momentum as with as many ranks."""
+    trained = outer_steps(algorithm, 4, None, None)
+    merged = {key: value for _, state in trained for key, value in state.items()}
+    average = torch.stack([seen[-1] for seen, _ in trained]).mean(0)
+    with pytest.warns(UserWarning, match="outer weights and momenta become their means"):
+        found = torch.stack([seen for seen, _ in outer_steps(algorithm, now, merged, average)]).mean(0)
+    kept = torch.stack([seen for seen, _ in outer_steps(algorithm, 4, merged, average)]).mean(0)
+    assert (kept[-1] - average).abs().max() > 1e-2, "nothing goes on"
+    bound = 1e-2 if isinstance(algorithm, SparseLoCo) or "Scatter" in repr(algorithm) else 1e-9
+    torch.testing.assert_close(found, kept, rtol=0, atol=bound)
 
 
 def test_the_same_number_of_ranks_needs_no_warning() -> None:
@@ -308,6 +374,6 @@ def test_a_plan_with_several_dtypes_is_restored() -> None:
 
 def test_momenta_that_only_leaders_of_nodes_have_keep_their_size() -> None:
     held = {"outer: momentum": {"bias": torch.full((2,), 3.0)}, "residual": {"weight": torch.ones(1)}}
-    found = _mean_momenta([held, {}, held, {}])
+    found = means([held, {}, held, {}])
     assert found.keys() == {"outer: momentum"}
     assert torch.equal(found["outer: momentum"]["bias"], torch.full((2,), 3.0))

@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer.algorithms.base import Algorithm, Context
 from gossamer.algorithms.blocks.chunks import Chosen, evenly, mask_of_largest, take_share
 from gossamer.algorithms.blocks.lossy import Lossy, Memories, bounded, check_codec, leave_out, turn_over
-from gossamer.algorithms.blocks.momentum_all_reduce import MOMENTUM, MomentumAllReduce, without_momentum
+from gossamer.algorithms.blocks.momentum_all_reduce import MomentumAllReduce, without_momentum
 from gossamer.algorithms.blocks.parts import scatter_reduce
 from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket, Segment
@@ -24,7 +24,7 @@ from gossamer.codecs.wire import Wire, check_wire
 from gossamer.comm.ops import AllReduce, Flow, decide, start, total, wait
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
-from gossamer.state import RESIDUAL, State
+from gossamer.state import MOMENTUM, RESIDUAL, State
 
 CHOSEN, NORMS = "chosen chunks", "chunk norms"
 

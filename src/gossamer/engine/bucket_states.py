@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.algorithms.blocks.momentum_all_reduce import MOMENTUM
 from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.engine.unsent import INHERITED
 from gossamer.memory import wide
-from gossamer.state import RESIDUAL, WHOLE, Ledger, State, Unsettled, named
+from gossamer.state import MOMENTUM, RESIDUAL, WHOLE, Ledger, State, Unsettled, named
 
 Kept = dict[str, dict[str, Tensor]]
 """``{key: {parameter name: tensor}}``."""

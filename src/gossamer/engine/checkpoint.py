@@ -7,7 +7,6 @@ a new replica already has, which remembers nothing yet. A tuple it writes and re
 """
 
 import ast
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,20 +14,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.algorithms.blocks.momentum_all_reduce import MOMENTUM
-from gossamer.algorithms.blocks.node_groups import consecutive
-from gossamer.algorithms.hierarchical import OUTER
 from gossamer.comm.ops import Group
 from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree, checksum
 from gossamer.engine.bucket_states import Kept
 from gossamer.engine.gradients import GradientSync
 from gossamer.engine.optimizers import OptimizerSync
+from gossamer.engine.other_ranks import OF_MEANS, grouped, means, shared_out
 from gossamer.engine.settings import other_settings
 from gossamer.engine.weights import WeightSync
 from gossamer.errors import ConfigurationError
-from gossamer.memory import wide
-from gossamer.state import RESIDUAL
+from gossamer.state import BEGUN, RESIDUAL
 
 FORMAT = 3
 
@@ -144,10 +140,10 @@ def restore(
     """Put a collected state back; returns the step.
 
     One that was saved by another number of ranks must hold the entries of all of them. Then residuals of the old ranks are
-    summed onto rank modulo the new number, and scaled so that their mean stays. Of momenta every rank takes the mean (as many
-    ranks on other machines: none). State in other shapes comes from rank modulo the old number, but not that of machines,
-    which may be others now. State of an exchange of weights is dropped. So is everything but residuals and momenta where the
-    algorithm has other settings now.
+    summed onto rank modulo the new number, and scaled so that their mean stays. Of momenta and outer weights every rank takes
+    the mean (as many ranks on other machines: none). State in other shapes comes from rank modulo the old number, but not that
+    of machines, which may be others now. Other state of an exchange of weights is dropped. Where the algorithm has other
+    settings now, so is all of that, and everything but residuals and momenta of gradients.
     """
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
@@ -211,26 +207,30 @@ def _entries(
     own, extras, _ = own_of(state, rank % saved)
     if not regrouped and not others:
         return own, extras
+    travels = [isinstance(sync, WeightSync) for sync in _syncs(gradients, weights)]
     if rank == 0 and others:
-        warnings.warn(
-            f"the saved run had other settings ({'; '.join(others)}): what was not sent yet is kept, all else begins anew",
-            stacklevel=3,
-        )
+        kept = "what was not sent yet is kept, all else begins anew"
+        if any(travels):
+            kept = "what was not sent yet of gradients is kept, all else begins anew, outer weights and momenta too"
+        warnings.warn(f"the saved run had other settings ({'; '.join(others)}): {kept}", stacklevel=3)
     if rank == 0 and regrouped:
-        who = "ranks on other machines" if saved == now else now
         warnings.warn(
-            f"a state of {saved} ranks is loaded by {who}: what was not sent yet is shared out among them, and an exchange "
-            "of weights begins anew",
+            f"a state of {saved} ranks is loaded by {'ranks on other machines' if saved == now else now}: what was not sent "
+            "yet is shared out among them, outer weights and momenta become their means, and all else of an exchange of "
+            "weights begins anew",
             stacklevel=3,
         )
     if regrouped:
         own = _share_of_all(state, runner, algorithm)
     # A leader of now may have led no node before, and has not what the others would go on with.
     anew = others or (regrouped and algorithm.traits.nodes)
-    travels = [isinstance(sync, WeightSync) for sync in _syncs(gradients, weights)]
+    of_any = () if others or saved == now else (RESIDUAL, *OF_MEANS)
+    begun: dict[str, Any] = {}
     if any(travels):
-        own = {key: tensors for key, tensors in own.items() if not key.startswith(_prefix(gradients))}
-    return own, [{} if anew or of_weights else kept for of_weights, kept in zip(travels, extras, strict=True)]
+        own = {key: each for key, each in own.items() if not key.startswith(_prefix(gradients)) or key.endswith(of_any)}
+    for entry in [each for rank in range(saved) for each in own_of(state, rank).extras] if of_any else ():
+        begun |= {key: each for key, each in entry.items() if key.endswith(BEGUN)}  # of nodes, only leaders have it
+    return own, [begun if of_weights else {} if anew else kept for of_weights, kept in zip(travels, extras, strict=True)]
 
 
 def _share_of_all(state: Mapping[str, Any], runner: Runner, algorithm: Algorithm) -> Kept:
@@ -239,51 +239,21 @@ def _share_of_all(state: Mapping[str, Any], runner: Runner, algorithm: Algorithm
     machines, before = _machines(runner, repr(algorithm)), _machines_then(state)
     # The residual of a node's leader counts as often as there are workers on the largest machine.
     leaders = max(map(len, before)) / max(map(len, machines))
-    own = _shared_out([own_of(state, each).kept for each in range(runner.rank, saved, now)], now / saved, leaders)
-    own = {key: tensors for key, tensors in own.items() if not key.endswith(MOMENTUM)}
+    own = shared_out([own_of(state, each).kept for each in range(runner.rank, saved, now)], now / saved, leaders)
+    own = {key: tensors for key, tensors in own.items() if not key.endswith(OF_MEANS)}
     if saved != now:  # all ranks, because what follows from means is the same on all
-        own |= _mean_momenta([own_of(state, each).kept for each in range(saved)])
+        own |= means([own_of(state, each).kept for each in range(saved)])
     return own
 
 
 def _machines(runner: Runner, algorithm: str) -> Sequence[Group]:
     """The ranks of each machine, as the algorithm of this ``repr`` sees them."""
-    return _grouped(runner.nodes, algorithm, runner.world)
+    return grouped(runner.nodes, algorithm, runner.world)
 
 
 def _machines_then(state: Mapping[str, Any]) -> Sequence[Group]:
     """The same of a saved state."""
-    return _grouped(ast.literal_eval(state.get("machines", "None")), state["algorithm"], int(state["world"]))
-
-
-def _grouped(launched: Sequence[Group] | None, algorithm: str, world: int) -> Sequence[Group]:
-    given = re.search(r"ranks_per_node=(\d+)", algorithm)
-    if given:
-        return consecutive(world, int(given[1]))
-    return launched or consecutive(world, 1)
-
-
-def _shared_out(entries: Sequence[Kept], scale: float, leaders: float = 1) -> Kept:
-    """The sum of elementwise state, scaled so that its mean over the ranks stays what it was; that of leaders of nodes
-    is scaled by ``leaders`` as well."""
-    total: Kept = {}
-    for entry in entries:
-        for key, tensors in entry.items():
-            here, factor = total.setdefault(key, {}), scale * leaders if OUTER in key else scale
-            for name, tensor in tensors.items():
-                share = factor * (wide(tensor) if key.endswith(RESIDUAL) else tensor)  # of many ranks, 16 bits would lose some
-                here[name] = here[name] + share if name in here else share
-    return total
-
-
-def _mean_momenta(entries: Sequence[Kept]) -> Kept:
-    """The mean of each momentum over the ranks that have one."""
-    held: dict[str, list[Kept]] = {}
-    for entry in entries:
-        for key, tensors in entry.items():
-            if key.endswith(MOMENTUM):
-                held.setdefault(key, []).append({key: tensors})
-    return {key: tensors for each in held.values() for key, tensors in _shared_out(each, 1 / len(each)).items()}
+    return grouped(ast.literal_eval(state.get("machines", "None")), state["algorithm"], int(state["world"]))
 
 
 def _prefix(gradients: GradientSync | None) -> str:

@@ -11,9 +11,7 @@ from gossamer.algorithms.traits import Traits
 from gossamer.buckets import Bucket, Segment
 from gossamer.comm.ops import Flow
 from gossamer.memory import wide
-from gossamer.state import State
-
-MOMENTUM = "momentum"
+from gossamer.state import MOMENTUM, State
 
 
 @dataclass(frozen=True, kw_only=True)

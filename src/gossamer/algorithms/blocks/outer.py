@@ -16,9 +16,9 @@ from gossamer.buckets import Bucket
 from gossamer.checks import is_number
 from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
-from gossamer.state import State
+from gossamer.state import BEGUN, MOMENTUM, OUTER_WEIGHTS, State
 
-START, VELOCITY, AVERAGING, PEERS = "start", "velocity", "averaging ", "peers "
+START, VELOCITY, AVERAGING, PEERS = OUTER_WEIGHTS, f"outer {MOMENTUM}", "averaging ", "peers "
 
 OF_BUFFERS = ("every", "delay", "merge", "lag", "outlier", "bucket_bytes")
 """The fields that hold for buffers as well, which become their mean at the times of the weights."""
@@ -27,9 +27,6 @@ GROWING = 5
 
 _GROWTH = "growth"
 """The extra of a bucket: how many outer steps were twice as long as all before and longer than the weights, and the longest."""
-
-_BEGUN = "begun"
-"""The extra of each parameter whose start is known: one that a loaded state did not know has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +48,12 @@ def begin_at(start: Tensor, bucket: Bucket, state: State) -> None:
     """The outer optimizer begins at these weights."""
     state[START] = start
     for segment in bucket.segments:
-        state.set_extra(_BEGUN, torch.ones((), device=start.device), segment.name)
+        state.set_extra(BEGUN, torch.ones((), device=start.device), segment.name)
 
 
 def start_of(bucket: Bucket, state: State) -> Tensor | None:
     """The weights at which the worker began; None where those of any parameter are not known."""
-    if any(state.extra(_BEGUN, segment.name) is None for segment in bucket.segments):
+    if any(state.extra(BEGUN, segment.name) is None for segment in bucket.segments):
         return None
     return state.get(START)
 
@@ -100,7 +97,7 @@ def average_with_all(
 
 def average_with_peers(averaging: Algorithm, bucket: Bucket, state: State, ctx: Context) -> Flow[None]:
     """The outer weights and the velocity after an outer step of this worker's own become averages with its peers': so the mean
-    of all takes the mean step, whoever meets. ``averaging`` is over weights."""
+    of all takes the mean step, with any topology. ``averaging`` is over weights."""
     for name, own in ((START, PEERS), (VELOCITY, AVERAGING)):
         values = state[name]
         difference = yield from averaging.exchange(bucket.holding(values.clone()), state.scoped(own), ctx)  # may write to it
