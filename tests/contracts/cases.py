@@ -123,7 +123,7 @@ def mixed() -> list[Algorithm]:
         in_parts(2, DiLoCo(every=1)),
         Hierarchical(DiLoCo(every=2, averaging=ScatterReduce()), ranks_per_node=2),
         after(2, LocalSGD(every=2)),
-        streaming_diloco(every=4, fragments=2, delay=3),
+        streaming_diloco(every=4, fragments=2, delay=3, merge=0.5),
         sparta(DiLoCo(every=3), share=0.1),
         Hierarchical(streaming_diloco(every=4, fragments=2, delay=3), ranks_per_node=2),
         DiLoCo(every=2, averaging=LowPrecisionDecentralized(codec=TopPerChunk(density=0.3, chunk=64))),

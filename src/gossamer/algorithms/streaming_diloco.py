@@ -14,7 +14,7 @@ def streaming_diloco(
     every: int = 32,
     fragments: int = 4,
     delay: int = 4,
-    merge: float | None = 0.5,
+    merge: float | None = None,
     strides: int = 1,
     dense: int | None = None,
     **outer: Any,
@@ -22,10 +22,11 @@ def streaming_diloco(
     """:class:`DiLoCo` whose outer steps take place for one of so many ``fragments`` of the weights at a time, evenly spaced, so
     that each fragment has one every ``every`` steps.
 
-    A fragment's outer deltas leave after its step and travel for ``delay`` steps, while the worker trains on; then its
-    weights become ``merge·w + (1 - merge)·x``, with w what they are by then and x where the outer step leads. ``merge=None``
-    keeps all that was learned meanwhile: what the outer step changes of the weights that were sent is added. With one fragment,
-    ``delay=0`` and ``merge=0.0`` it is :class:`DiLoCo`. ``dense``: as for DiLoCo.
+    A fragment's outer deltas leave after its step and travel for ``delay`` steps, while the worker trains on; then what the
+    outer step changes of the weights that were sent is added, so that all that was learned meanwhile is kept. With ``merge``
+    its weights become ``merge·w + (1 - merge)·x`` instead, with w what they are by then and x where the outer step leads. The
+    paper has ``merge=0.5``; a small GPT (4 workers, 1,700 steps after 300 dense ones, three seeds) then ends at 1.659 nats,
+    and at 1.589 without. With one fragment and ``delay=0`` it is :class:`DiLoCo`. ``dense``: as for DiLoCo.
 
     ``strides``: as for :func:`in_parts`; with more, a fragment has layers
     from all over the model. ``outer``: any field of :class:`DiLoCo`: ``averaging=ScatterReduce(codec=Quantize(bits=4))`` sends
