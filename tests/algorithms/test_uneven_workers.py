@@ -531,12 +531,13 @@ def test_a_worker_out_of_line_among_an_even_number_is_left_out() -> None:
 def test_a_worker_that_is_not_finite_when_the_outer_loop_begins_is_left_out_and_told_what_to_do(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """After a dense start the first exchange is an average of weights."""
+    """After a dense start the first exchange is an average of weights. It is no average of the replicas, where its weights
+    count as ever: there it is named too."""
 
     def body(rank: int) -> Tensor:
         model = model_of()
         optimizer = sgd(model)
-        gossamer.replicate(model, optimizer, DiLoCo(every=3, dense=4, outlier=5.0))
+        replica = gossamer.replicate(model, optimizer, DiLoCo(every=3, dense=4, outlier=5.0))
         for step in range(12):
             optimizer.zero_grad()
             loss(model, batch(rank, step)).backward()
@@ -544,13 +545,17 @@ def test_a_worker_that_is_not_finite_when_the_outer_loop_begins_is_left_out_and_
             if step == 4 and rank == 1:
                 with torch.no_grad():
                     next(model.parameters()).fill_(torch.nan)
-        return weights(model)
+        found = weights(model).clone()
+        replica.close(average=True)
+        return found
 
     with caplog.at_level(logging.WARNING, logger="gossamer"):
         found = loopback(body, 4)
     assert [bool(each.isfinite().all()) for each in found] == [True, False, True, True]
     assert "of rank 1 is left out" in caplog.text
     assert "load those of another rank into its model, or resume from a checkpoint" in caplog.text
+    assert "rank 1: 4 parameters ('0.weight'" in caplog.text
+    assert "are not finite, so that the average of the replicas is not either: load" in caplog.text
 
 
 @pytest.mark.parametrize(

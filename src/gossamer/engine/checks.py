@@ -259,6 +259,12 @@ def some(names: Sequence[str]) -> str:
     return f"parameter {shown}" if len(names) == 1 else f"{len(names)} parameters ({shown}{', …' if len(names) > 3 else ''})"
 
 
+def they_are(names: Sequence[str], past: bool = False) -> str:
+    """These parameters, and the verb: "parameter 'weight' is"."""
+    one = len(names) == 1
+    return f"{some(names)} {('was' if one else 'were') if past else ('is' if one else 'are')}"
+
+
 def release(parameters: Iterable[Parameter]) -> None:
     """They are replicated no more, and may be again."""
     for parameter in parameters:

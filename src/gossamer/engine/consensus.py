@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gossamer.comm.ops import all_gather
 from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import agree, checksum, digest
-from gossamer.engine.checks import held_by
+from gossamer.engine.checks import held_by, they_are
 from gossamer.engine.exact import changing, exact
 from gossamer.engine.module_buffers import average, floating
 from gossamer.engine.sharding import local, sum_of_parts
@@ -42,12 +42,23 @@ def at_average(runner: Runner, optimizers: Iterable[Optimizer], tensors: Mapping
     places = {name: tensor.detach() for name, tensor in tensors.items()}
     own = [place.clone() for place in places.values()]
     try:
+        _name_broken(runner, places)
         weigh(places)
         average(runner, list(places.values()), WHAT)
         yield
     finally:
         with torch.no_grad():
             torch._foreach_copy_([*places.values(), *copies], [*own, *kept])
+
+
+def _name_broken(runner: Runner, tensors: Mapping[str, Tensor]) -> None:
+    """Tell, on the rank that has it, of what makes the average NaN."""
+    broken = [name for name, tensor in tensors.items() if tensor.device.type != "meta" and not tensor.isfinite().all()]
+    if broken:
+        _logger.warning(
+            "rank %d: %s not finite, so that %s is not either: load the weights of another rank into its model, or resume all "
+            "from a checkpoint", runner.rank, they_are(broken), WHAT
+        )  # fmt: skip
 
 
 @torch.no_grad()
@@ -66,6 +77,7 @@ def become_average(
             kept |= {id(parameter): exact(optimizer, parameter) for parameter in held_by(optimizer)}
         places = floating({name: kept.get(id(parameter), parameter).detach() for name, parameter in parameters.items()})
         travelling = once({**places, **buffers})
+        _name_broken(runner, travelling)
         weigh(travelling)
         average(runner, list(travelling.values()), WHAT)
 

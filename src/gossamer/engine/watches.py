@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
 from gossamer.comm.runner import Runner
-from gossamer.engine.checks import release, replicated, some
+from gossamer.engine.checks import release, replicated, they_are
 from gossamer.engine.loop import Subscriber
 from gossamer.engine.sharding import local, reshard
 from gossamer.errors import UsageError
@@ -70,18 +70,18 @@ class ModelWatch(Subscriber):
             rows = zip(self._paths, self._places, self._before, strict=True)
             changed = [(key, path) for path, now, old in rows for key in {**now, **old} if now.get(key) is not old.get(key)]
             if changed:  # and not only put in another order
-                what, path = some([key for key, _ in changed]), changed[0][1]
+                what, path = they_are([key for key, _ in changed], past=True), changed[0][1]
                 where = f"module {path!r}" if path else "the model"
-                raise UsageError(f"{what} was added, replaced or removed in {where} after replicate(); {_again}")
+                raise UsageError(f"{what} added, replaced or removed in {where} after replicate(); {_again}")
         for optimizer, before_ids in self._groups:
             if _held(optimizer) != before_ids:
                 raise UsageError(f"the parameters of {type(optimizer).__name__} changed after replicate(); {_again}")
         unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if unfrozen:
-            raise UsageError(f"{some(unfrozen)} was unfrozen after replicate(); {_again}")
+            raise UsageError(f"{they_are(unfrozen, past=True)} unfrozen after replicate(); {_again}")
         frozen = [name for name, parameter in self._not_to_freeze.items() if not parameter.requires_grad]
         if frozen:
-            raise UsageError(f"{some(frozen)} was frozen, with an optimizer that communicates by itself; {_again}")
+            raise UsageError(f"{they_are(frozen, past=True)} frozen, with an optimizer that communicates by itself; {_again}")
         if _attributes("dtype", self._own) != self._dtypes or _attributes("device", self._own) != self._devices:
             before = zip(self._names, self._own, self._dtypes, self._devices, strict=True)
             name, p, dtype, device = next(row for row in before if (row[1].dtype, row[1].device) != row[2:])
