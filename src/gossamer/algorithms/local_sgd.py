@@ -22,9 +22,9 @@ class LocalSGD(Spaced):
 
     The weights travel while the next forward and backward pass go on, and the mean is there just before the update that
     follows: its gradient is the only one that was computed on weights of before. With ``delay=0`` each worker waits at the end
-    of the step instead, and goes on from the mean itself, as in the papers. With a ``delay`` of more steps, at most ``every``,
-    so many steps hide the exchange; counted in steps, whatever the network does. What a worker learns meanwhile is kept: the
-    difference that the exchange makes to the weights that were sent is added; with ``merge`` the weights become
+    of the step instead, and goes on from the mean (to rounding), as in the papers. With a ``delay`` of more steps, at most
+    ``every``, so many steps hide the exchange; counted in steps, whatever the network does. What a worker learns meanwhile is
+    kept: the difference that the exchange makes to the weights that were sent is added; with ``merge`` the weights become
     ``merge·w + (1 − merge)·mean`` instead. The optimizer's state stays each worker's own.
 
     ``lag``: workers of different speed. Nobody waits for a late worker until so many further steps: the others train on, and go
