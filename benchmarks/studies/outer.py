@@ -37,7 +37,7 @@ from gossamer.comm.loopback import loopback
 RUNS = Path(__file__).with_suffix(".toml")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "01_gpt.py"
 
-KEY = ("name", "method", "workers", "steps", "dense", "seed", "layers", "width", "batch")
+KEY = ("group", "name", "method", "workers", "steps", "dense", "seed", "layers", "width", "batch")
 TOOK = "processor_seconds"
 FIRST = "all-reduce"
 """What all others are compared with."""
@@ -225,7 +225,7 @@ def groups(rows: Sequence[Record]) -> dict[str, list[Record]]:
     """The rows of each size."""
     found: dict[str, list[Record]] = {}
     for row in rows:
-        found.setdefault(row.get("group", "small"), []).append(row)
+        found.setdefault(row["group"], []).append(row)
     return found
 
 
@@ -290,14 +290,16 @@ def note(rows: Sequence[Record]) -> str:
     return " ".join([*sizes, measured_on(rows)])
 
 
+DRAWN = ("small", "large")
+"""The groups with every method; the others vary one thing of a few methods, and are in the table alone."""
+
+
 def draw(rows: Sequence[Record], path: Path) -> None:
     """The loss of every method over what a worker sends per step once the dense start is over, with the spread of its seeds."""
     shown: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for group, own in groups(rows).items():
-        exact, methods = (
-            next(row for row in own if row["name"] == FIRST),
-            shown.setdefault(f"{group}: {size(own[0])}".replace(" steps,", " steps,\n"), {}),
-        )
+    for group, own in groups([row for row in rows if row["group"] in DRAWN]).items():
+        exact = next(row for row in own if row["name"] == FIRST)
+        methods = shown.setdefault(f"{group}: {size(own[0])}", {})
         for row in own:
             sent = _after_start(row, row, exact) / (row["steps"] - _dense(row))
             methods.setdefault(row["name"], []).append((sent / 1e3, row["loss"]))
