@@ -144,24 +144,28 @@ def test_an_exchange_of_weights_begins_anew() -> None:
         assert all(not entry for entry in reloaded(Gossip(), state, 2))
 
 
-def outer_steps(algorithm: Algorithm, world: int, state: dict[str, Any] | None, average: Tensor | None) -> list[Any]:
+def outer_steps(
+    algorithm: Algorithm, world: int, state: dict[str, Any] | None, average: Tensor | None, optimizers: int
+) -> list[Any]:
     """Of each rank: eight steps of training, its weights and its state; or with a ``state``, from their ``average``, six steps
-    without a gradient, and the weights after each."""
+    without a gradient, and the weights after each. ``optimizers``: among how many the parameters are dealt out."""
 
     def run(rank: int) -> Any:
         torch.manual_seed(0)
         model = nn.Linear(6, 3).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        replica = gossamer.replicate(model, optimizer, algorithm)
+        parameters = list(model.parameters())
+        own = [torch.optim.SGD(parameters[number::optimizers], lr=0.1) for number in range(optimizers)]
+        replica = gossamer.replicate(model, own, algorithm)
         seen = []
         if state is not None:
             nn.utils.vector_to_parameters(average.clone(), model.parameters())
             replica.load_state_dict(state)
         for number in range(8 if state is None else 6):
             inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * number + rank), dtype=torch.float64)
-            optimizer.zero_grad()
+            model.zero_grad()
             ((model(inputs).square().mean() + model.bias.sum()) * (state is None)).backward()
-            optimizer.step()
+            for optimizer in own:
+                optimizer.step()
             seen.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
         found = copy.deepcopy(replica.state_dict()) if state is None else {}
         replica.close()
@@ -184,15 +188,15 @@ def outer_steps(algorithm: Algorithm, world: int, state: dict[str, Any] | None, 
     ids=repr,
 )
 @pytest.mark.filterwarnings("ignore:rank .. the model has not the weights")
-@pytest.mark.parametrize("now", [3, 6])
-def test_outer_weights_and_momentum_go_on_with_another_number_of_ranks(algorithm: Algorithm, now: int) -> None:
+@pytest.mark.parametrize(("now", "optimizers"), [(3, 1), (6, 1), (3, 2)])
+def test_outer_weights_and_momentum_go_on_with_another_number_of_ranks(algorithm: Algorithm, now: int, optimizers: int) -> None:
     """Whether they left in the middle of a period or not: the mean goes on by the outer momentum as with as many ranks."""
-    trained = outer_steps(algorithm, 4, None, None)
+    trained = outer_steps(algorithm, 4, None, None, optimizers)
     merged = {key: value for _, state in trained for key, value in state.items()}
     average = torch.stack([seen[-1] for seen, _ in trained]).mean(0)
     with pytest.warns(UserWarning, match="outer weights and momenta become their means"):
-        found = torch.stack([seen for seen, _ in outer_steps(algorithm, now, merged, average)]).mean(0)
-    kept = torch.stack([seen for seen, _ in outer_steps(algorithm, 4, merged, average)]).mean(0)
+        found = torch.stack([seen for seen, _ in outer_steps(algorithm, now, merged, average, optimizers)]).mean(0)
+    kept = torch.stack([seen for seen, _ in outer_steps(algorithm, 4, merged, average, optimizers)]).mean(0)
     assert (kept[-1] - average).abs().max() > 1e-2, "nothing goes on"
     bound = 1e-2 if isinstance(algorithm, SparseLoCo) or "Scatter" in repr(algorithm) else 1e-9
     torch.testing.assert_close(found, kept, rtol=0, atol=bound)

@@ -225,11 +225,12 @@ def _entries(
     # A leader of now may have led no node before, and has not what the others would go on with.
     anew = others or (regrouped and algorithm.traits.nodes)
     of_any = () if others or saved == now else (RESIDUAL, *OF_MEANS)
-    begun: dict[str, Any] = {}
+    begun: Kept = {}
     if any(travels):
         own = {key: each for key, each in own.items() if not key.startswith(_prefix(gradients)) or key.endswith(of_any)}
     for entry in [each for rank in range(saved) for each in own_of(state, rank).extras] if of_any else ():
-        begun |= {key: each for key, each in entry.items() if key.endswith(BEGUN)}  # of nodes, only leaders have it
+        for key in (key for key in entry if key.endswith(BEGUN)):  # of nodes, only leaders have it
+            begun.setdefault(key, {}).update(entry[key])  # of several optimizers each has its own parameters
     return own, [begun if of_weights else {} if anew else kept for of_weights, kept in zip(travels, extras, strict=True)]
 
 
