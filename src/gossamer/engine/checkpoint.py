@@ -240,8 +240,9 @@ def _share_of_all(state: Mapping[str, Any], runner: Runner, algorithm: Algorithm
     machines, before = _machines(runner, repr(algorithm)), _machines_then(state)
     # The residual of a node's leader counts as often as there are workers on the largest machine.
     leaders = max(map(len, before)) / max(map(len, machines))
-    own = shared_out([own_of(state, each).kept for each in range(runner.rank, saved, now)], now / saved, leaders)
-    own = {key: tensors for key, tensors in own.items() if not key.endswith(OF_MEANS)}
+    entries = [own_of(state, each).kept for each in range(runner.rank, saved, now)]
+    summed = [{key: each for key, each in entry.items() if not key.endswith(OF_MEANS)} for entry in entries]
+    own = shared_out(summed, now / saved, leaders)
     if saved != now:  # all ranks, because what follows from means is the same on all
         own |= means([own_of(state, each).kept for each in range(saved)])
     return own
