@@ -141,18 +141,23 @@ def test_several_values_are_read_together(tmp_path: object, host: tuple[subproce
 
 
 def test_the_thread_that_asks_ends_with_its_store() -> None:
-    def asking() -> int:
-        return sum(thread.name == "gossamer-store" for thread in threading.enumerate())
+    """One asks; that which made the store's connection ends when that is there."""
+    others = set(threading.enumerate())
 
-    before = asking()
+    def asking(until: int) -> int:
+        """How many there are of this store, once there are ``until``, or after ten seconds."""
+        end = time.monotonic() + 10
+        while (there := sum(each.name == "gossamer-store" for each in {*threading.enumerate()} - others)) != until:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.01)
+        return there
+
     store = QuietStore(dist.HashStore())  # type: ignore[attr-defined]
     store.set("key", "value")
-    assert asking() == before + 1
+    assert asking(1) == 1
     del store
-    end = time.monotonic() + 10
-    while asking() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert asking() == before
+    assert asking(0) == 0
 
 
 @pytest.fixture
