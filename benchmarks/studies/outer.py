@@ -166,13 +166,15 @@ def _steps(row: Record, rank: int, last: tuple[int, Path] | None, until: int, sa
         model.load_state_dict(state["model"])
     replica = gossamer.replicate(model, optimizers, algorithm_of(parse_method(row["method"])))
     if state and state["method"] == row["method"]:
+        model.load_state_dict(state["model"])  # anew: replicate() copies rank 0's weights to all workers
         replica.load_state_dict(state["replica"])
+        state["bytes"] -= replica.metrics()["bytes_sent"]  # that copy, which was counted before the cut
     before, used = state.get("bytes", 0.0), state.get("seconds", 0.0)
 
     def save(step: int) -> None:
         states = [optimizer.state_dict() for optimizer in optimizers]
-        sent, seconds = before + replica.metrics()["bytes_sent"], used + time.process_time() - begun
         kept = {"model": model.state_dict(), "optimizers": states, "replica": replica.state_dict(), "method": row["method"]}
+        sent, seconds = before + replica.metrics()["bytes_sent"], used + time.process_time() - begun
         saved.save(step, rank, kept | {"bytes": sent, "seconds": seconds})
 
     batches = gpt.training_batches(rank, row["workers"], row["seed"])
