@@ -270,6 +270,14 @@ def adding_is_decoding_and_adding(codec: Codec, tensor: Tensor) -> None:
         assert same_bits(total, expected)
 
 
+def the_norm_is_that_of_what_is_decoded(codec: Codec, tensor: Tensor) -> None:
+    """Up to the order in which squares are added."""
+    payload = codec.encode(tensor)
+    expected = torch.linalg.vector_norm(codec.decode(payload, tensor.numel(), torch.float64))
+    for dtype in (torch.float64, torch.float32):
+        torch.testing.assert_close(codec.norm(payload, tensor.numel(), dtype), expected.to(dtype))
+
+
 def the_rest_stays_finite(codec: Codec, tensor: Tensor, poison: float) -> None:
     """With and without a residual, which stays as it was where the tensor is not finite."""
     place = tensor.numel() // 2

@@ -52,6 +52,7 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
         laws.the_same_seed_gives_the_same_payload,
         laws.sent_and_kept_is_what_it_had,
         laws.adding_is_decoding_and_adding,
+        laws.the_norm_is_that_of_what_is_decoded,
         laws.the_rest_may_take_the_place_of_the_tensor,
         laws.error_feedback_loses_nothing,
     ],

@@ -211,6 +211,13 @@ class Doubling(Cast):
         super().add_decoded(payload, total)
 
 
+class Squared(Cast):
+    """Leaves out the square root."""
+
+    def norm(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return super().norm(payload, numel, dtype).square()
+
+
 class Hasty(Cast):
     """Clears the rest before it has read the tensor."""
 
@@ -249,6 +256,7 @@ class Misaligned(Quantize):
         (Forgetful, laws.sent_and_kept_is_what_it_had),
         (Forgetful, laws.error_feedback_loses_nothing),
         (Doubling, laws.adding_is_decoding_and_adding),
+        (Squared, laws.the_norm_is_that_of_what_is_decoded),
         (Hasty, laws.the_rest_may_take_the_place_of_the_tensor),
     ],
     ids=lambda case: getattr(case, "__name__", ""),

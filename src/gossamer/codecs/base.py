@@ -67,6 +67,10 @@ class Codec(ABC):
         """Add what a payload stands for to ``total``, in place."""
         total.add_(self.decode(payload, total.numel(), total.dtype))
 
+    def norm(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """The L2 norm of what a payload stands for."""
+        return torch.linalg.vector_norm(self.decode(payload, numel, dtype))
+
     def send(self, tensor: Tensor, state: State, key: str, seed: int = 0) -> Tensor:
         """The payload of ``tensor``, with whatever the codec remembers under ``key``; plain codecs remember nothing."""
         return self.encode(tensor, seed)

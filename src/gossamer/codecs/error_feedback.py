@@ -82,6 +82,9 @@ class ErrorFeedback(Codec):
     def add_decoded(self, payload: Tensor, total: Tensor) -> None:
         self.codec.add_decoded(payload, total)
 
+    def norm(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.codec.norm(payload, numel, dtype)
+
     def send(self, tensor: Tensor, state: State, key: str, seed: int = 0) -> Tensor:
         flat, unsent = wide(tensor), state.get(key)
         if unsent is not None and unsent.dtype.itemsize > flat.dtype.itemsize:

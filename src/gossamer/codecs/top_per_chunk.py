@@ -74,18 +74,25 @@ class TopPerChunk(Sparse):
         return pack(sent.index_fill_(1, self._elements(places, counts), 1), 1)
 
     def unpacked(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        counts = self.counts(numel)
+        told, values = self._parted(payload, numel)
         if not numel:
-            return payload.long(), payload.float()
-        payload, sent = aligned(payload), counts[0] * counts[1] + counts[2]
-        bitwise = _bitwise(sent, numel)
-        end = _HEADER + (-(-numel // 8) if bitwise else 3 * -(-sent // 2))
+            return told.long(), values
+        if _bitwise(len(values), numel):  # of a known size, so that no host waits to learn it
+            return torch.nonzero_static(unpack(told[None], 1, numel)[0], size=len(values)).flatten(), values
+        return self._elements(_unpacked(told)[: len(values)], self.counts(numel)), values
+
+    def norm(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.linalg.vector_norm(self._parted(payload, numel)[1].to(dtype))
+
+    def _parted(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """What tells the elements that are sent, and their values."""
+        if not numel:
+            return payload, payload.float()
+        payload, counts = aligned(payload), self.counts(numel)
+        sent = counts[0] * counts[1] + counts[2]
+        end = _HEADER + (-(-numel // 8) if _bitwise(sent, numel) else 3 * -(-sent // 2))
         means, told, codes = payload[:_HEADER].view(torch.float32), payload[_HEADER:end], payload[end:]
-        if bitwise:  # of a known size, so that no host waits to learn it
-            elements = torch.nonzero_static(unpack(told[None], 1, numel)[0], size=sent).flatten()
-        else:
-            elements = self._elements(_unpacked(told)[:sent], counts)
-        return elements, means[unpack(codes[None], 2, sent)[0].long()]
+        return told, means[unpack(codes[None], 2, sent)[0].long()]
 
     def error_bound(self, tensor: Tensor) -> Tensor:
         return pad(tensor.abs(), (0, 1)).amax().expand_as(tensor)

@@ -57,8 +57,7 @@ class Gathered(Lossy, register=False):
         """With what each message counts: NaN where one is not finite."""
         if not self.clip:
             return torch.ones(len(payloads), dtype=like.dtype, device=like.device)
-        decoded = (self.codec.decode(payload, like.numel(), like.dtype) for payload in payloads)
-        norms = torch.stack([torch.linalg.vector_norm(each) for each in decoded])
+        norms = torch.stack([self.codec.norm(payload, like.numel(), like.dtype) for payload in payloads])
         lower, upper = norms.sort().values[[(len(norms) - 1) // 2, len(norms) // 2]]
         median = (lower + upper) / 2
         return torch.where(median > 0, (median / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1), norms * 0 + 1)
