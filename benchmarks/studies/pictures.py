@@ -81,7 +81,7 @@ def loss_over_bytes(
             )
         least, most = (of(len(runs) for runs in shown.values()) for of in (min, max))
         counted = f"{least} to {most} seeds" if least < most else f"{most} seed{'s' * (most > 1)}"
-        axis.set_title(f"{name}, {counted}", loc="left", fontsize=9.5)
+        axis.set_title(f"{name},\n{counted}", loc="left", fontsize=9.5)
         axis.set_xscale("log")
         axis.set_xlabel(below, loc="left")
         axis.grid(color="#e4e6ea")

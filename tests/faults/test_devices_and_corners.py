@@ -15,6 +15,7 @@ from echo import EchoRunner
 from fake_device import FakeDevice
 from faults.training import Ramp, batch, mlp, sgd, squares, vector
 from gossamer import (
+    DESLOC,
     AllReduce,
     ChunkSparse,
     DecentralizedSGD,
@@ -78,6 +79,8 @@ KEEP_THE_MEAN = {
     "PushSum": PushSum(),
     "PushSum, directed": PushSum(topology=RandomPush()),
     "LocalSGD": LocalSGD(every=2),
+    "LocalSGD, merged late": LocalSGD(every=4, delay=3, merge=0.5, dense=0),
+    "DESLOC, merged late": DESLOC(every=4, delay=3, merge=0.5, dense=0),
     "GossipPGA": GossipPGA(period=3, wire="fp32"),
     "Hierarchical(Gossip)": Hierarchical(Gossip(wire="fp32"), ranks_per_node=2),
 }
@@ -193,17 +196,21 @@ AVERAGES = {
     "DiLoCo without Nesterov": DiLoCo(every=2, nesterov=False),
     "DiLoCo of signs": DiLoCo(every=2, averaging=SIGNS),
     "LocalSGD": LocalSGD(every=2),
+    "LocalSGD, merged late": LocalSGD(every=4, delay=3, merge=0.5, dense=0),
+    "DESLOC, merged late": DESLOC(every=4, delay=3, merge=0.5, dense=0),
     "Gossip": Gossip(wire="fp32"),
     "PushSum": PushSum(topology=RandomPush()),
 }
 
 
-def average_after(algorithm: Algorithm, steps: int, rank: int) -> tuple[Tensor, Tensor]:
+def average_after(algorithm: Algorithm, steps: int, rank: int, weighed: bool = False) -> tuple[Tensor, Tensor]:
     """Inside ``consensus()``, and after ``close(average=True)``, at the same moment."""
     model = mlp()
     optimizer = sgd(model)
     replica = gossamer.replicate(model, optimizer, algorithm)
     for step in range(steps):
+        if weighed:
+            replica.weigh(1 + 3 * rank)
         optimizer.zero_grad()
         squares(model, rank, step).backward()
         optimizer.step()
@@ -220,6 +227,26 @@ AMID = {f"{name}, {steps} steps": (name, steps) for name in AVERAGES for steps i
 def test_the_average_inside_consensus_is_that_of_close(amid: str) -> None:
     name, steps = AMID[amid]
     for inside, closed in loopback(lambda rank: average_after(AVERAGES[name], steps, rank), 2):
+        assert torch.allclose(inside, closed, rtol=0, atol=1e-12)
+
+
+COUNTED = [LocalSGD(every=2, dense=0), LocalSGD(every=4, delay=3, dense=0), DiLoCo(every=2, dense=0), after(2, LocalSGD(every=2))]
+
+
+@pytest.mark.parametrize("steps", [4, 5, 6])
+@pytest.mark.parametrize("algorithm", COUNTED, ids=repr)
+def test_so_it_is_where_workers_count_by_their_samples(algorithm: Algorithm, steps: int) -> None:
+    for inside, closed in loopback(lambda rank: average_after(algorithm, steps, rank, weighed=True), 2):
+        assert torch.allclose(inside, closed, rtol=0, atol=1e-12)
+
+
+LAGGING = [LocalSGD(every=3, lag=6, dense=0), Gossip(every=2, lag=3, wire="fp32"), DESLOC(every=2, lag=4, dense=0)]
+
+
+@pytest.mark.parametrize("steps", [15, 16, 17])
+@pytest.mark.parametrize("algorithm", LAGGING, ids=repr)
+def test_so_it_is_where_ranks_are_at_different_steps(algorithm: Algorithm, steps: int) -> None:
+    for inside, closed in loopback(lambda rank: average_after(algorithm, steps - 3 * rank, rank), 3):
         assert torch.allclose(inside, closed, rtol=0, atol=1e-12)
 
 

@@ -197,12 +197,12 @@ class WeightSyncs:
 def weigh(sync: WeightSync, algorithm: Algorithm, tensors: Mapping[str, Tensor], arrived: bool = True) -> None:
     """Make of copies of the weights, by name, what their mean over the ranks is made of, where that is not the copies.
 
-    Nothing may be under way: see :meth:`WeightSync.arrive`. Where replicas do not count alike, or (``arrived``) exchanges move
-    the mean, what has arrived and is not added to the weights is added to the copies.
+    Nothing may be under way: see :meth:`WeightSync.arrive`. What has arrived and is not added to the weights is added to the
+    copies (``arrived``, or where replicas do not count alike): it moves the mean where the algorithm does, where workers count
+    by their samples, and where others have added theirs already.
     """
-    traits = algorithm.traits
-    moved = arrived and traits.moves_mean and bool(sync.pending)
-    if not (traits.weighted or traits.nodes or moved):
+    counts = algorithm.traits.weighted or bool(algorithm.traits.nodes)
+    if not (counts or (arrived and sync.pending)):
         return
     pieces = sync.members.pieces(tensors)
     for index, bucket in enumerate(sync.exchange.buckets):
@@ -212,9 +212,9 @@ def weigh(sync: WeightSync, algorithm: Algorithm, tensors: Mapping[str, Tensor],
             continue
         if index in sync.pending:
             flat = sync.pending[index].added(flat)
-        counted = sync.exchange.handlers[index].hand_over(
-            wide(flat), sync.exchange.states[index], sync.exchange.context(sync.steps)
-        )
+        if counts:
+            context = sync.exchange.context(sync.steps)
+            flat = sync.exchange.handlers[index].hand_over(wide(flat), sync.exchange.states[index], context)
         for segment in bucket.segments:
             if segment.name in copies:
-                copies[segment.name].copy_(segment.view(counted))
+                copies[segment.name].copy_(segment.view(flat))
