@@ -232,6 +232,34 @@ def reference(world: int, every: int, outer: Callable[[nn.Parameter], torch.opti
     return torch.stack(seen, 1)
 
 
+def learned_by_thirds(algorithm: Algorithm, samples: Callable[[int, int], int]) -> Tensor:
+    """What three workers have learned after 40 steps, of which each learns in a third of the weights, equally much per step."""
+
+    def body(rank: int) -> Tensor:
+        third = torch.zeros(3 * 64, dtype=torch.float64)
+        third[64 * rank : 64 * (rank + 1)] = -1
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.zeros_like(third))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        for step in range(40):
+            replica.weigh(samples(rank, step))
+            optimizer.zero_grad()
+            (model.weight @ third * (samples(rank, step) > 0)).backward()
+            optimizer.step()
+        replica.close(average=True)
+        return model.weight.detach()
+
+    return loopback(body, 3)[0].view(3, 64)
+
+
+@pytest.mark.parametrize("samples", [lambda rank, step: (1, 1, 6)[rank], lambda rank, step: int(rank == 0 or step < 5)])
+def test_clipping_leaves_what_is_long_for_its_samples(samples: Callable[[int, int], int]) -> None:
+    mean: dict[str, Any] = {"every": 5, "dense": 0, "rate": 1.0, "momentum": 0.0, "nesterov": False}
+    expected = learned_by_thirds(DiLoCo(**mean), samples)
+    torch.testing.assert_close(learned_by_thirds(SparseLoCo(**mean), samples), expected, rtol=0, atol=1e-6)
+
+
 def nesterov(start: nn.Parameter) -> torch.optim.Optimizer:
     return torch.optim.SGD([start], lr=0.7, momentum=0.9, nesterov=True)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.blocks.lossy import Lossy, check_codec, turn_over, with_unsent
+from gossamer.algorithms.blocks.shares import factor
 from gossamer.buckets import Bucket
 from gossamer.codecs.base import Codec
 from gossamer.codecs.error_feedback import check_decay, faded
@@ -22,7 +23,8 @@ class Gathered(Lossy, register=False):
     """Each worker sends Q(x + decay·residual) to all others, and all take the mean; what Q leaves out is the new residual.
 
     For sparse codecs, with which a sum of messages has more elements than each. ``clip``: a message that is longer (in the L2
-    norm of what it decodes to) than the median of all counts only with that length.
+    norm of what it decodes to) than the median of all counts only with that length. Where workers count by their samples, one
+    may be as many times longer as it has more samples than the mean.
     """
 
     codec: Codec = field(default_factory=TopPerChunk)
@@ -47,17 +49,22 @@ class Gathered(Lossy, register=False):
         rest, mean = turn_over(bucket, flat, state, self.residual)
         payloads = yield from all_gather(self.codec.encode_keeping(flat, had, ctx.seed(bucket.index), rest))
         state[RESIDUAL] = rest
-        shares = self._shares(payloads, mean) / ctx.world
+        times = torch.ones(ctx.world, dtype=mean.dtype, device=mean.device)
+        if self.clip and ctx.samples is not None:
+            counts = yield from all_gather(times.new_tensor([ctx.samples], dtype=torch.float64))
+            times = factor(counts.flatten(), slice(None)).to(mean.dtype)
+        shares = self._shares(payloads, mean, times) / ctx.world
         mean.zero_()
         for payload, share in zip(payloads, shares, strict=True):
             mean.addcmul_(self.codec.decode(payload, mean.numel(), mean.dtype), share)
         return mean.to(bucket.flat.dtype)
 
-    def _shares(self, payloads: Tensor, like: Tensor) -> Tensor:
-        """With what each message counts: NaN where one is not finite."""
+    def _shares(self, payloads: Tensor, like: Tensor, times: Tensor) -> Tensor:
+        """With what each message counts: NaN where one is not finite. What is in one was scaled by ``times``, for its samples,
+        and may be as much longer; what is kept from before was not, so that one of no samples may be as long as the median."""
         if not self.clip:
-            return torch.ones(len(payloads), dtype=like.dtype, device=like.device)
+            return torch.ones_like(times)
         norms = torch.stack([self.codec.norm(payload, like.numel(), like.dtype) for payload in payloads])
-        lower, upper = norms.sort().values[[(len(norms) - 1) // 2, len(norms) // 2]]
-        median = (lower + upper) / 2
-        return torch.where(median > 0, (median / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1), norms * 0 + 1)
+        median = torch.where((times > 0) & norms.isfinite(), norms / times, torch.nan).nanquantile(0.5)
+        longest = median * times.clamp(min=1) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
+        return torch.where(median > 0, longest.clamp(max=1), norms * 0 + 1)

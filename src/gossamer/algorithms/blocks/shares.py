@@ -82,8 +82,8 @@ def refuse_two(outlier: float | None, world: int) -> None:
         raise ConfigurationError(f"outlier={outlier} takes three workers: of two, nobody knows which one is out of line")
 
 
-def factor(counts: Tensor, rank: int) -> Tensor:
-    """This worker's number over the mean of all; 1 where no worker has any."""
+def factor(counts: Tensor, rank: int | slice) -> Tensor:
+    """The number of this worker, or of these, over the mean of all; 1 where no worker has any."""
     total = counts.sum()
     return torch.where(total > 0, counts[rank] * len(counts) / total, torch.ones_like(total))
 
