@@ -297,6 +297,31 @@ class Slope(nn.Module):
         return self.weight @ noise(1, 48, torch.float64, seed=100 * rank + step + 7)[0]
 
 
+@pytest.mark.parametrize("before", [AllReduce(), ScatterReduce()], ids=repr)
+def test_from_the_first_local_step_on_a_gradient_is_the_worker_s_own(before: Algorithm) -> None:
+    """Whatever samples it has; what the phase before has kept of gradients is less than a tenth of one."""
+
+    def body(rank: int) -> list[Tensor]:
+        model = Slope()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, after(3, LocalSGD(every=100), before=before))
+        seen = []
+        for step in range(STEPS):
+            replica.weigh(1 + 2 * rank)
+            optimizer.zero_grad()
+            model(rank, step).backward()
+            seen.append(model.weight.grad.clone())
+            optimizer.step()
+        replica.close()
+        return seen
+
+    for rank, seen in enumerate(loopback(body, 2)):
+        own = [noise(1, 48, torch.float64, seed=100 * rank + step + 7)[0] for step in range(STEPS)]
+        assert (seen[2] - own[2]).norm() > 0.2 * own[2].norm()
+        for gradient, mine in zip(seen[3:], own[3:], strict=True):
+            assert (gradient - mine).norm() < 0.1 * mine.norm()
+
+
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_what_uneven_workers_have_not_sent_counts_once(world: int) -> None:
     """By the samples of the period in which it was learned, and as it is from then on, whatever samples others follow."""

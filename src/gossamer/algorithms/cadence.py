@@ -68,6 +68,10 @@ class Cadence:
         """Whether anything is exchanged at ``step``; if not, gradients or weights stay this worker's own."""
         return any(beat.due(step) for beat in self.beats)
 
+    def averages(self, step: int) -> bool:
+        """Whether anything is averaged at ``step``, and not only taken over from the phase before."""
+        return any(beat.due(step) and not beat.once for beat in self.beats)
+
     @property
     def every_step(self) -> bool:
         """Whether something is exchanged at every step."""

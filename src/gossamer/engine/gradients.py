@@ -93,7 +93,7 @@ class GradientSync(GradientBuckets, Subscriber):
         self._open, self._late = None, {}
         for slot in self._slots.values():
             slot.ready = False
-        if not self._idle and self._statistics.samples is not None:
+        if self._statistics.samples is not None and self._cadence.averages(self.step):
             self._share_of_pass.ask(self.step, self._loop.uneven)
         self._under_way, self._versions = True, [parameter._version for parameter in self.parameters.values()]
 
@@ -151,7 +151,7 @@ class GradientSync(GradientBuckets, Subscriber):
         """Launch, in the agreed order, every bucket that is complete and has no incomplete one before it."""
         order = self.exchange.order
         while (place := self.exchange.launched) < len(order) and self._missing[order[place]] == 0:
-            if self._statistics.samples is not None:
+            if self._statistics.samples is not None and self.exchange.cadences[order[place]].averages(self.step):
                 self._share_of_pass.scale(self.exchange.buckets[order[place]].flat)
             self.exchange.launch(self.step, f"at step {self.step}")
 
