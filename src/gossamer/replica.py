@@ -139,9 +139,10 @@ class Replica(Traced, Weighed):
             self._come_together("catch_up()")
 
     def _come_together(self, call: str) -> None:
-        """Wait until all ranks have made this call. Where only weights are exchanged, ranks may have taken part in different
-        numbers of exchanges, and those behind take part in what they missed (inside :meth:`join` none is behind)."""
-        apart = bool(self._weights) and self._gradients is None and self._runner.world > 1 and not self._parts.join.on
+        """Wait until all ranks have made this call. Where no gradients are averaged (any more), ranks may have taken part in
+        different numbers of exchanges, and those behind take part in what they missed (inside :meth:`join` none is behind)."""
+        alone = self._gradients is None or self._gradients.ended(self._gradients.step)
+        apart = bool(self._weights) and alone and self._runner.world > 1 and not self._parts.join.on
         with alarming(self._runner):
             if self._weights.may_be_apart:
                 self._weights.catch_up(call, self._averages.on)

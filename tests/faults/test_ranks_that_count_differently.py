@@ -117,6 +117,15 @@ def test_every_collective_call_brings_the_ranks_together(algorithm: Algorithm, e
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("ending", list(ENDINGS))
+@pytest.mark.parametrize("skipped", ["one in the middle", "the last", "three running"])
+def test_so_they_are_where_a_dense_start_is_over(skipped: str, ending: str) -> None:
+    right = -sum(count * slopes(rank) for rank, count in enumerate(taken(skipped))) / 2
+    algorithm = LocalSGD(every=3, dense=2)
+    for values in loopback(lambda rank: trained(algorithm, skipped, ENDINGS[ending], rank), 2):
+        assert torch.allclose(values, right, rtol=0, atol=1e-9)
+
+
 COMBINED = {f"{short(algorithm)}, {skipped}": (algorithm, skipped) for algorithm in OTHERS for skipped in UNEVEN}
 
 

@@ -72,6 +72,10 @@ class Cadence:
         """Whether anything is averaged at ``step``, and not only taken over from the phase before."""
         return any(beat.due(step) and not beat.once for beat in self.beats)
 
+    def ended(self, step: int) -> bool:
+        """Whether nothing is averaged from ``step`` on."""
+        return all(beat.once or beat.until <= step for beat in self.beats)
+
     @property
     def every_step(self) -> bool:
         """Whether something is exchanged at every step."""

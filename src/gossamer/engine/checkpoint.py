@@ -150,7 +150,9 @@ def restore(
         raise ConfigurationError(f"this is not a state of gossamer in format {FORMAT}: {found}")
     others = other_settings(algorithm, state["algorithm"])
     own, extras = _entries(state, runner, algorithm, gradients, weights, others)
-    step, plan = "any" if algorithm.cadence.lag else str(state["step"]), state["plan"]
+    # Where gradients are not averaged any more, ranks may have had different numbers of passes.
+    passes = gradients is None or not gradients.ended(int(state["step"]))
+    step, plan = "any" if algorithm.cadence.lag else str(state["step"] if passes else state["steps"]), state["plan"]
     agree(
         runner,
         {

@@ -150,6 +150,10 @@ class GradientBuckets:
         of gradients that nobody used could not be taken back any more."""
         return self.exchange.plan if self._learned_plan is None else self._learned_plan
 
+    def ended(self, step: int) -> bool:
+        """Whether no pass from ``step`` on averages gradients."""
+        return self._algorithm.cadence.ended(step)
+
     def extras_to_save(self) -> Kept:
         """What the algorithm keeps in other shapes than the parameters', as far as the next pass will know it."""
         extras = self.exchange.states.extras_by_name()
