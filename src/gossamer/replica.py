@@ -236,8 +236,8 @@ class Replica(Traced, Weighed):
             if self._overlap is not None:
                 self._overlap.conclude()
                 self._overlap.drop()
-            step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs)
-            checkpoint.compare_weights(state, self._runner, self._parts.parameters.values())
+            model = self._parts.parameters.values()
+            step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs, model)
             self._loop.steps = [step] * len(self._parts.optimizers)
             self._parts.scale.load(state.get("scale"))
             if self._overlap is not None:

@@ -16,11 +16,13 @@ from gossamer import (
     DiLoCo,
     Gossip,
     Hierarchical,
+    LocalSGD,
     PowerSGD,
     ScatterReduce,
     SparseLoCo,
     after,
     loopback,
+    streaming_diloco,
 )
 from gossamer.algorithms import Algorithm
 from gossamer.codecs import Quantize, Sign
@@ -199,6 +201,55 @@ def test_outer_weights_and_momentum_go_on_with_another_number_of_ranks(algorithm
     kept = torch.stack([seen for seen, _ in outer_steps(algorithm, 4, merged, average, optimizers)]).mean(0)
     assert (kept[-1] - average).abs().max() > 1e-2, "nothing goes on"
     bound = 1e-2 if isinstance(algorithm, SparseLoCo) or "Scatter" in repr(algorithm) else 1e-9
+    torch.testing.assert_close(found, kept, rtol=0, atol=bound)
+
+
+def alike(algorithm: Algorithm, world: int, states: Any, steps: int) -> tuple[list[Any], Tensor]:
+    """The states of workers that learn the same, and of the first its weight after each step; ``states``: from which they go on,
+    of as many ranks or of others."""
+
+    def run(rank: int) -> tuple[Any, Tensor]:
+        model = nn.Linear(4, 1, bias=False).double()
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        if states:
+            model.load_state_dict(states[rank % len(states)][0])
+            replica.load_state_dict({key: value for _, state in states for key, value in state.items()})
+        seen = []
+        for _ in range(steps):
+            replica.weigh(2 + rank % 2)
+            optimizer.zero_grad()
+            model(torch.ones(1, 4, dtype=torch.float64)).sum().neg().backward()
+            optimizer.step()
+            seen.append(float(model.weight.detach()[0, 0]))
+        state = copy.deepcopy((model.state_dict(), replica.state_dict()))
+        replica.close()
+        return state, torch.tensor(seen)
+
+    found = loopback(run, world)
+    return [state for state, _ in found], found[0][1]
+
+
+@pytest.mark.parametrize("at", [20, 21, 24])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        LocalSGD(every=5, dense=0),
+        DiLoCo(every=5, dense=0),
+        after(3, DiLoCo(every=5)),
+        SparseLoCo(every=5, dense=0),
+        streaming_diloco(every=8, fragments=2, delay=3, dense=0),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("now", [3, 4])
+@pytest.mark.filterwarnings("ignore:a state of 2 ranks")
+def test_an_outer_step_that_is_on_its_way_goes_on_with_another_number_of_ranks(algorithm: Algorithm, at: int, now: int) -> None:
+    """Where all workers learn the same, others' number makes no difference, whatever was under way."""
+    states, _ = alike(algorithm, 2, None, at)
+    kept, found = (alike(algorithm, world, states, 16)[1] for world in (2, now))
+    bound = 0.02 if isinstance(algorithm, SparseLoCo) else 1e-6  # what is cut off depends on who has how many samples
     torch.testing.assert_close(found, kept, rtol=0, atol=bound)
 
 

@@ -21,6 +21,8 @@ from gossamer.engine.bucket_states import Kept
 from gossamer.engine.gradients import GradientSync
 from gossamer.engine.optimizers import OptimizerSync
 from gossamer.engine.other_ranks import OF_MEANS, grouped, means, shared_out
+from gossamer.engine.pending import PENDING
+from gossamer.engine.samples import SAMPLES
 from gossamer.engine.settings import other_settings
 from gossamer.engine.weights import WeightSync
 from gossamer.errors import ConfigurationError
@@ -81,18 +83,19 @@ def fingerprint(weights: Iterable[Tensor]) -> str:
     return checksum([weight.detach() for weight in weights])
 
 
-def compare_weights(state: Mapping[str, Any], runner: Runner, weights: Iterable[Tensor]) -> None:
-    """Warn if this rank's weights are not those with which its state was saved, by as many ranks."""
-    if state["world"] != runner.world:
-        return
-    saved = own_of(state, runner.rank).weights
-    if saved and saved != fingerprint(weights):
+def _has_saved_weights(state: Mapping[str, Any], runner: Runner, model: Iterable[Tensor]) -> bool:
+    """Whether ``model`` is that with which this rank's state was saved, or that of the rank whose place it takes. As many ranks
+    as saved it are warned if not."""
+    saved = own_of(state, runner.rank % state["world"]).weights
+    same = not saved or saved == fingerprint(model)
+    if not same and state["world"] == runner.world:
         warnings.warn(
             f"rank {runner.rank}: the model has not the weights with which this state was saved. Load this rank's own "
             "checkpoint: first the optimizer, then call replicate(), then load the model (replicate() copies rank 0's weights "
             "to all ranks), then the replica's state",
-            stacklevel=3,
+            stacklevel=4,
         )
+    return same
 
 
 def collect(
@@ -136,20 +139,22 @@ def restore(
     algorithm: Algorithm,
     gradients: GradientSync | None,
     weights: Sequence[WeightSync | OptimizerSync],
+    model: Iterable[Tensor],
 ) -> int:
-    """Put a collected state back; returns the step.
+    """Put a collected state back; returns the step. ``model``: the weights, loaded already.
 
     One that was saved by another number of ranks must hold the entries of all of them. Then residuals of the old ranks are
     summed onto rank modulo the new number, and scaled so that their mean stays. Of momenta and outer weights every rank takes
     the mean (as many ranks on other machines: none). State in other shapes comes from rank modulo the old number, but not that
-    of machines, which may be others now. Other state of an exchange of weights is dropped. Where the algorithm has other
-    settings now, so is all of that, and everything but residuals and momenta of gradients.
+    of machines, which may be others now; and what is on its way to that rank's weights, with the samples behind them, if the
+    model is that rank's: outer weights are where these lead. Other state of an exchange of weights is dropped. Where the
+    algorithm has other settings now, so is all of that, and everything but residuals and momenta of gradients.
     """
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ConfigurationError(f"this is not a state of gossamer in format {FORMAT}: {found}")
     others = other_settings(algorithm, state["algorithm"])
-    own, extras = _entries(state, runner, algorithm, gradients, weights, others)
+    own, extras = _entries(state, runner, algorithm, gradients, weights, others, model)
     # Where gradients are not averaged any more, ranks may have had different numbers of passes.
     passes = gradients is None or not gradients.ended(int(state["step"]))
     step, plan = "any" if algorithm.cadence.lag else str(state["step"] if passes else state["steps"]), state["plan"]
@@ -187,6 +192,7 @@ def _entries(
     gradients: GradientSync | None,
     weights: Sequence[WeightSync | OptimizerSync],
     others: Sequence[str] = (),
+    model: Iterable[Tensor] = (),
 ) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
     """What of a state this rank takes over: its own entries; of another number of ranks, its share of theirs. ``others``: the
     settings that are not those of the saved run."""
@@ -207,6 +213,7 @@ def _entries(
         )
     regrouped = saved != now or (algorithm.traits.nodes and _machines_then(state) != _machines(runner, repr(algorithm)))
     own, extras, _ = own_of(state, rank % saved)
+    same = _has_saved_weights(state, runner, model)
     if not regrouped and not others:
         return own, extras
     travels = [isinstance(sync, WeightSync) for sync in _syncs(gradients, weights)]
@@ -219,9 +226,10 @@ def _entries(
         warnings.warn(
             f"a state of {saved} ranks is loaded by {'ranks on other machines' if saved == now else now}: what was not sent "
             "yet is shared out among them, outer weights and momenta become their means, and all else of an exchange of "
-            "weights begins anew",
+            "weights begins anew, but for what has come for the weights of now",
             stacklevel=3,
         )
+    on_its_way = {key: each for key, each in own.items() if key.removeprefix(_prefix(gradients)).startswith((PENDING, SAMPLES))}
     if regrouped:
         own = _share_of_all(state, runner, algorithm)
     # A leader of now may have led no node before, and has not what the others would go on with.
@@ -230,6 +238,7 @@ def _entries(
     begun: Kept = {}
     if any(travels):
         own = {key: each for key, each in own.items() if not key.startswith(_prefix(gradients)) or key.endswith(of_any)}
+        own |= on_its_way if same and not others else {}
     for entry in [each for rank in range(saved) for each in own_of(state, rank).extras] if of_any else ():
         for key in (key for key in entry if key.endswith(BEGUN)):  # of nodes, only leaders have it
             begun.setdefault(key, {}).update(entry[key])  # of several optimizers each has its own parameters
