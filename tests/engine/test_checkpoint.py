@@ -14,6 +14,7 @@ from gossamer import (
     AllReduce,
     ChunkSparse,
     DiLoCo,
+    EagerDiLoCo,
     Gossip,
     Hierarchical,
     LocalSGD,
@@ -218,7 +219,8 @@ def alike(algorithm: Algorithm, world: int, states: Any, steps: int) -> tuple[li
             replica.load_state_dict({key: value for _, state in states for key, value in state.items()})
         seen = []
         for _ in range(steps):
-            replica.weigh(2 + rank % 2)
+            if algorithm.traits.by_samples:
+                replica.weigh(2 + rank % 2)
             optimizer.zero_grad()
             model(torch.ones(1, 4, dtype=torch.float64)).sum().neg().backward()
             optimizer.step()
@@ -251,6 +253,29 @@ def test_an_outer_step_that_is_on_its_way_goes_on_with_another_number_of_ranks(a
     kept, found = (alike(algorithm, world, states, 16)[1] for world in (2, now))
     bound = 0.02 if isinstance(algorithm, SparseLoCo) else 1e-6  # what is cut off depends on who has how many samples
     torch.testing.assert_close(found, kept, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        DiLoCo(every=5, dense=0),
+        DiLoCo(every=5, dense=0, averaging=Gossip()),
+        EagerDiLoCo(every=5, dense=0),
+        SparseLoCo(every=5, dense=0),
+        streaming_diloco(every=4, fragments=2, delay=2, dense=0),
+        Hierarchical(DiLoCo(every=5, dense=0), ranks_per_node=2),
+    ],
+    ids=repr,
+)
+@pytest.mark.filterwarnings("ignore:a state of . ranks")
+def test_what_a_worker_learned_alone_is_no_outer_delta(algorithm: Algorithm) -> None:
+    """It has no peers for a while, and takes no outer steps; with peers again they begin where it is then."""
+    per_node = 2 if isinstance(algorithm, Hierarchical) else 1
+    states, _ = alike(algorithm, 2 * per_node, None, 20)
+    states, alone = alike(algorithm, per_node, states, 100)
+    _, seen = alike(algorithm, 2 * per_node, states, 16)
+    assert alone[-1] - alone[0] > 0.9
+    assert 0.1 < seen[-1] - alone[-1] < 0.5
 
 
 def test_the_same_number_of_ranks_needs_no_warning() -> None:

@@ -81,7 +81,7 @@ class DiLoCo(LocalSGD):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:
-            return bucket.flat.zero_()
+            return outer.alone(bucket, state)
         ctx = replace(ctx, step=ctx.step // self.every)
         weights, known, gossips = wide(bucket.flat), outer.start_of(bucket, state), outer.gossips(self.averaging)
         if known is None and not gossips:

@@ -65,7 +65,7 @@ class EagerDiLoCo(DiLoCo):
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Tensor]:
         if ctx.world == 1:
-            return bucket.flat.zero_()
+            return outer.alone(bucket, state, OWN, OTHERS)
         sends, ctx = ctx.step % self.every, replace(ctx, step=ctx.step // self.every)
         if sends:
             return (yield from self._send(bucket, state, ctx))

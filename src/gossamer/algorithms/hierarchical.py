@@ -160,6 +160,8 @@ class Hierarchical(Algorithm, register=False):
                 return mean
             mean = mean * (len(node) / most) if uneven else mean
         if ctx.rank != node[0]:
+            if self.subject == "weights":  # what leaders keep it may have from another number of ranks, and it would grow old
+                state.scoped(OUTER).forget()
             return (yield from within(broadcast(torch.empty_like(bucket.flat, dtype=dtype)), node))
         flow = self.outer.exchange(bucket.holding(mean), state.scoped(OUTER), inside(ctx, leaders))
         result = computed((yield from within(flow, leaders)), dtype)

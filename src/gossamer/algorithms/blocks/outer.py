@@ -72,6 +72,14 @@ def begin_at_mean(bucket: Bucket, weights: Tensor, state: State, ctx: Context, o
     return torch.sub(mean, weights, out=weights).to(bucket.flat.dtype)
 
 
+def alone(bucket: Bucket, state: State, *more: str) -> Tensor:
+    """In place of an exchange of one worker: it takes no outer steps, and forgets from where it would (and ``more``), so that it
+    begins anew when there are others again."""
+    for name in (START, VELOCITY, *more):
+        state.scoped(name).forget()
+    return bucket.flat.zero_()
+
+
 def gossips(averaging: Algorithm) -> bool:
     """Whether workers have outer weights of their own, which they average with their peers'."""
     return averaging.subject == "weights"
