@@ -322,6 +322,42 @@ def test_from_the_first_local_step_on_a_gradient_is_the_worker_s_own(before: Alg
             assert (gradient - mine).norm() < 0.1 * mine.norm()
 
 
+EIGHT = LocalSGD(every=8, delay=0, dense=0)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (EIGHT, None),
+        (EIGHT, EIGHT),
+        (EIGHT, LocalSGD(every=4, delay=0, dense=0, bucket_bytes=64)),
+        (EIGHT, DESLOC(every=4, delay=0, dense=0)),
+        (after(6, LocalSGD(every=4, delay=0, dense=0), before=EIGHT), None),
+    ],
+    ids=repr,
+)
+def test_samples_of_a_period_count_whatever_algorithm_ends_it(first: Algorithm, then: Algorithm | None) -> None:
+    """The first rank has all of its samples before the change."""
+
+    def body(rank: int) -> Tensor:
+        model = Slope()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, first)
+        for step in range(8):
+            if then is not None and step == 6:
+                replica.switch(then)
+            replica.weigh((10 if step < 6 else 0) if rank == 0 else 1)
+            optimizer.zero_grad()
+            (model.weight.sum() * (1 - 2 * rank)).backward()
+            optimizer.step()
+        replica.close()
+        return weights(model)
+
+    expected = Slope().weight.detach() - 0.1 * 8 * (60 - 8) / 68
+    for found in loopback(body, 2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_what_uneven_workers_have_not_sent_counts_once(world: int) -> None:
     """By the samples of the period in which it was learned, and as it is from then on, whatever samples others follow."""

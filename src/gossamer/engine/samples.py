@@ -41,10 +41,11 @@ class Samples:
         return since
 
     def saved(self, buckets: Sequence[Bucket]) -> Kept:
-        """Their numbers, by the first parameter of each bucket."""
+        """Their numbers, by parameter, as buckets may be others where they are loaded."""
         if self._statistics.samples is None:
             return {}
-        return {SAMPLES: {b.layout.names[0]: torch.tensor(self._since(b.index), dtype=torch.float64) for b in buckets}}
+        numbers = [(bucket, torch.tensor(self._since(bucket.index), dtype=torch.float64)) for bucket in buckets]
+        return {SAMPLES: {name: number for bucket, number in numbers for name in bucket.layout.names}}
 
     def load(self, kept: Mapping[str, Mapping[str, Tensor]], buckets: Sequence[Bucket]) -> None:
         """Put back what :meth:`saved` returned."""

@@ -63,7 +63,8 @@ class WeightSync(Subscriber):
         """The number of the step (from 1) that is taken, where it is not this optimizer's own: of the pass."""
         self.members: Members = Members(runner.rank, tensors, self._cadence.parts, self._owner.current)
         self.exchange: Exchange = Exchange(runner, algorithm, finite=False)
-        self._ahead, self._samples = Ahead(), Samples(statistics)
+        self._ahead = Ahead()
+        self.samples: Samples = Samples(statistics)
         # Forward order: it is fixed, so it needs no learning, and every exchange has the whole next step to finish.
         self._lay_out()
         agree_on_plan(runner, self.exchange.plan)
@@ -180,8 +181,8 @@ class WeightSync(Subscriber):
         with self._owner.changing() if self._lag else nullcontext():  # what lags may be there by now
             self._apply_due(upcoming)
             self.steps = upcoming
-            if self._statistics.samples is not None and (upcoming in self._changes or not self._cadence.runs(upcoming)):
-                self._samples.begin()  # those of a dense start are in its gradients
+            if self._statistics.samples is not None and not (self._cadence.runs(upcoming) and self._cadence.runs(upcoming - 1)):
+                self.samples.begin()  # those of a dense start are in its gradients
             if not (self._lag and self.exchange.launched) and self._cadence.due(self.steps):
                 self._begin(self._cadence.step_of(self.exchanges) if self._lag else self.steps)
 
@@ -219,7 +220,7 @@ class WeightSync(Subscriber):
                 sent = None if merge is None else bucket.flat.to(bucket.layout.dtype, copy=True)
                 self.pending[index] = Pending(self.steps + cadence.delay(step) + self._lag, merge, sent)
                 number = self._number if index in first else None
-                samples = None if self._statistics.samples is None else self._samples.take(index)
+                samples = None if self._statistics.samples is None else self.samples.take(index)
                 self.exchange.launch_due(index, step, f"after step {step}", number, samples)
 
     @torch.no_grad()
@@ -280,7 +281,7 @@ class WeightSync(Subscriber):
         """The algorithm's state and the delta not yet added, ``{key: {parameter name: tensor}}``."""
         self.arrive()
         buckets = self.exchange.buckets
-        kept = self.exchange.states.by_name() | saved(self.pending, buckets, self.steps + 1) | self._samples.saved(buckets)
+        kept = self.exchange.states.by_name() | saved(self.pending, buckets, self.steps + 1) | self.samples.saved(buckets)
         if self._lag:
             kept[EXCHANGES] = {next(iter(self.members.tensors)): torch.tensor(self.exchanges)}
         return kept
@@ -295,4 +296,4 @@ class WeightSync(Subscriber):
         own = {key: tensors for key, tensors in kept.items() if not key.startswith((PENDING, EXCHANGES, SAMPLES))}
         self.exchange.states.load_by_name(own, extras)
         self.pending = loaded(kept, self.exchange.buckets, self.steps + 1)
-        self._samples.load(kept, self.exchange.buckets)
+        self.samples.load(kept, self.exchange.buckets)
