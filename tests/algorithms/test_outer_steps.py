@@ -117,6 +117,36 @@ def test_what_is_not_finite_in_one_worker_shows_in_all_of_eager_diloco() -> None
     assert loopback(body, WORLD) == [False] * WORLD
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        LocalSGD(every=4, dense=0),
+        DiLoCo(every=4, dense=0),
+        DiLoCo(every=4, dense=0, averaging=Gossip(wire="fp32")),
+        EagerDiLoCo(every=4, dense=0),
+        SparseLoCo(every=4, dense=0),
+        streaming_diloco(every=4, fragments=2, delay=1, dense=0),
+    ],
+    ids=repr,
+)
+def test_weights_that_were_loaded_after_replicate_come_together(algorithm: Algorithm) -> None:
+    def body(rank: int) -> float:
+        model = Pull()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        replica = gossamer.replicate(model, optimizer, algorithm)
+        with torch.no_grad():
+            model.weight.add_(rank)
+        for _ in range(41):
+            optimizer.zero_grad()
+            model(0).backward()
+            optimizer.step()
+        apart = replica.consensus_distance()
+        replica.close()
+        return apart
+
+    assert max(loopback(body, 4)) < 1e-2
+
+
 def test_weights_that_grow_from_zero_with_the_learning_rate_do_not_diverge() -> None:
     """A linear warm-up from zero: outer steps are longer than the weights at first."""
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.blocks import outer
-from gossamer.algorithms.blocks.outer import AVERAGING, begin_at_mean, gossips, start_of
+from gossamer.algorithms.blocks.mean import mean_of
+from gossamer.algorithms.blocks.outer import AVERAGING, VELOCITY, begin_at_mean, gossips, start_of
 from gossamer.algorithms.cadence import Cadence
 from gossamer.algorithms.diloco import DiLoCo
 from gossamer.algorithms.traits import Traits
@@ -31,8 +32,8 @@ class EagerDiLoCo(DiLoCo):
     what the others have learned in its last period is in nobody's.
 
     The messages and bytes of DiLoCo per exchange, spread over ``every - 1`` steps: deltas leave in the step after the outer
-    step. Memory: as DiLoCo, and two more deltas in full precision. Not the choice where the average is there after a few steps:
-    DiLoCo with that ``delay`` learns from newer deltas.
+    step, and before the first one all weights become their mean. Memory: as DiLoCo, and two more deltas in full precision. Not
+    the choice where the average is there after a few steps: DiLoCo with that ``delay`` learns from newer deltas.
 
     Source: Kale et al. 2025 (arXiv 2502.12996).
 
@@ -73,6 +74,8 @@ class EagerDiLoCo(DiLoCo):
         if start is None:
             return (yield from begin_at_mean(bucket, weights, state, ctx))
         own = start - weights
+        if VELOCITY not in state:  # the first outer step: all weights may have been loaded after those were taken
+            start = yield from mean_of(bucket, start, ctx)
         gradient = state[OTHERS].add(own, alpha=1 / ctx.world)
         outer.step(start, gradient, bucket, state, self.rate, self.momentum, self.nesterov)
         difference = outer.landed(weights, bucket, state)
