@@ -54,6 +54,6 @@ def streaming_diloco(
         raise ConfigurationError(
             f"streaming_diloco(): delay={delay} steps are more than the every={every} after which a fragment is sent again"
         )
-    dense = DiLoCo(every=every, dense=dense).dense_steps
+    dense = DiLoCo(every=every, dense=dense, lag=outer.get("lag", 0)).dense_steps
     one = DiLoCo(every=every // fragments, delay=delay, merge=merge, dense=dense, **outer)
     return in_parts(fragments, one, strides=strides)

@@ -188,10 +188,11 @@ def check_averaging(averaging: object, outlier: object = None) -> None:
         raise ConfigurationError(
             f"averaging takes an algorithm that keeps the mean of what it exchanges, such as Gossip(); {averaging!r} does not"
         )
-    if cadence.lag or cadence.late or cadence.most_ahead or any(beat.every > 1 for beat in cadence.beats):
+    own = any(beat.every > 1 or beat.delay != 1 or beat.merge is not None for beat in cadence.beats)
+    if cadence.lag or cadence.late or cadence.most_ahead or own:
         raise ConfigurationError(
-            f"averaging is asked for in every outer step, and its result is used in that: {averaging!r} has an every=, lag=, "
-            "late= or ahead= of its own; leave it out"
+            f"averaging is asked for in every outer step, and its result is used in that: {averaging!r} has an every=, delay=, "
+            "merge=, lag=, late= or ahead= of its own; leave it out"
         )
     check_outlier(outlier)
     if outlier is not None and gossips(averaging):
