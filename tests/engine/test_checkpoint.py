@@ -206,8 +206,8 @@ def test_outer_weights_and_momentum_go_on_with_another_number_of_ranks(algorithm
 
 
 def alike(algorithm: Algorithm, world: int, states: Any, steps: int) -> tuple[list[Any], Tensor]:
-    """The states of workers that learn the same, and of the first its weight after each step; ``states``: from which they go on,
-    of as many ranks or of others."""
+    """The states of workers that learn the same, and of the first its weight after each step; ``states``: from which they go
+    on, of as many ranks or of others."""
 
     def run(rank: int) -> tuple[Any, Tensor]:
         model = nn.Linear(4, 1, bias=False).double()

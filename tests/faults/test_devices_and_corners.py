@@ -230,7 +230,12 @@ def test_the_average_inside_consensus_is_that_of_close(amid: str) -> None:
         assert torch.allclose(inside, closed, rtol=0, atol=1e-12)
 
 
-COUNTED = [LocalSGD(every=2, dense=0), LocalSGD(every=4, delay=3, dense=0), DiLoCo(every=2, dense=0), after(2, LocalSGD(every=2))]
+COUNTED = [
+    LocalSGD(every=2, dense=0),
+    LocalSGD(every=4, delay=3, dense=0),
+    DiLoCo(every=2, dense=0),
+    after(2, LocalSGD(every=2)),
+]
 
 
 @pytest.mark.parametrize("steps", [4, 5, 6])

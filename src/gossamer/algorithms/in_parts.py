@@ -71,8 +71,8 @@ class InParts(Algorithm, register=False):
             raise ConfigurationError(f"in_parts(): {self.algorithm!r} exchanges the same weights at two steps of a period")
         if len({beat.every for beat in self.algorithm.cadence.beats}) > 1:
             raise ConfigurationError(
-                f"in_parts(): {self.algorithm!r} exchanges what belongs to one weight after several periods, and the parts would "
-                "take turns in each of them"
+                f"in_parts(): {self.algorithm!r} exchanges what belongs to one weight after several periods, and the parts "
+                "would take turns in each of them"
             )
         refuse_lag(self.algorithm, "in_parts()")
 

@@ -69,7 +69,8 @@ class Codec(ABC):
 
     def norm(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """The L2 norm of what a payload stands for."""
-        return torch.linalg.vector_norm(self.decode(payload, numel, dtype))
+        norm: Tensor = torch.linalg.vector_norm(self.decode(payload, numel, dtype))
+        return norm
 
     def send(self, tensor: Tensor, state: State, key: str, seed: int = 0) -> Tensor:
         """The payload of ``tensor``, with whatever the codec remembers under ``key``; plain codecs remember nothing."""

@@ -82,7 +82,8 @@ class TopPerChunk(Sparse):
         return self._elements(_unpacked(told)[: len(values)], self.counts(numel)), values
 
     def norm(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.linalg.vector_norm(self._parted(payload, numel)[1].to(dtype))
+        norm: Tensor = torch.linalg.vector_norm(self._parted(payload, numel)[1].to(dtype))
+        return norm
 
     def _parted(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """What tells the elements that are sent, and their values."""

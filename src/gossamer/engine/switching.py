@@ -181,7 +181,8 @@ def _go_on(before: Parts, new: Parts, step: int, unsent: Mapping[str, Tensor]) -
     for sync in new.weights:
         sync.begin()
         sync.steps = step
-    if before.weights and not _needs_average(before.algorithm, new.algorithm):  # each worker goes on from where it is, with what led there
+    if before.weights and not _needs_average(before.algorithm, new.algorithm):
+        # Each worker goes on from where it is, and what led there counts as it did.
         for old, sync in zip(before.weights, new.weights, strict=True):
             sync.samples.load(old.samples.saved(old.exchange.buckets), sync.exchange.buckets)
     if new.gradients is None:

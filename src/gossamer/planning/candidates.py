@@ -114,8 +114,8 @@ def overlapped(found: Sequence[Candidate]) -> list[Candidate]:
 def left_out(optimizers: Sequence[Optimizer]) -> list[str]:
     """What is no candidate, and why."""
     reasons = [
-        "outer loops (DiLoCo, SparseLoCo): nothing here predicts the steps that they need, or how long a dense start; with AdamW "
-        "DiLoCo(every=30) after a dense quarter was within 0.02 nats of all-reduce in measured runs: compare a run of your own"
+        "outer loops (DiLoCo, SparseLoCo): nothing here predicts the steps that they need, or how long a dense start; with "
+        "AdamW DiLoCo(every=30) after a dense quarter was within 0.02 nats of all-reduce in measured runs: compare your own"
     ]
     if kind_of(optimizers) == "adaptive":
         name = type(optimizers[0]).__name__

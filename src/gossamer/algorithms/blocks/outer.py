@@ -73,8 +73,8 @@ def begin_at_mean(bucket: Bucket, weights: Tensor, state: State, ctx: Context, o
 
 
 def alone(bucket: Bucket, state: State, *more: str) -> Tensor:
-    """In place of an exchange of one worker: it takes no outer steps, and forgets from where it would (and ``more``), so that it
-    begins anew when there are others again."""
+    """In place of an exchange of one worker: it takes no outer steps, and forgets from where it would (and ``more``), so that
+    it begins anew when there are others again."""
     for name in (START, VELOCITY, *more):
         state.scoped(name).forget()
     return bucket.flat.zero_()
