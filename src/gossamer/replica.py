@@ -147,7 +147,7 @@ class Replica(Traced, Weighed):
             if self._weights.may_be_apart:
                 self._weights.catch_up(call, self._averages.on)
             elif apart:
-                self._weights.even_out(call, self._loop.steps)
+                self._weights.even_out(call, self._loop.steps, self._gradients)
             else:
                 self._runner.meet(call)
 

@@ -322,6 +322,29 @@ def test_from_the_first_local_step_on_a_gradient_is_the_worker_s_own(before: Alg
             assert (gradient - mine).norm() < 0.1 * mine.norm()
 
 
+def test_samples_of_local_passes_are_not_those_of_a_later_gradient() -> None:
+    """Both workers have as many in the passes whose gradients are averaged again."""
+
+    def body(rank: int) -> list[Tensor]:
+        model = Slope()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossamer.replicate(model, optimizer, after(4, AllReduce(), before=after(2, LocalSGD(every=2))))
+        seen = []
+        for step in range(6):
+            replica.weigh(1 + 8 * rank if step < 4 else 5)
+            optimizer.zero_grad()
+            model(rank, step).backward()
+            seen.append(model.weight.grad.clone())
+            optimizer.step()
+        replica.close()
+        return seen
+
+    for seen in loopback(body, 2):
+        for step in (4, 5):
+            own = [noise(1, 48, torch.float64, seed=100 * rank + step + 7)[0] for rank in range(2)]
+            torch.testing.assert_close(seen[step], (own[0] + own[1]) / 2, rtol=0, atol=1e-9)
+
+
 EIGHT = LocalSGD(every=8, delay=0, dense=0)
 
 
@@ -332,6 +355,7 @@ EIGHT = LocalSGD(every=8, delay=0, dense=0)
         (EIGHT, EIGHT),
         (EIGHT, LocalSGD(every=4, delay=0, dense=0, bucket_bytes=64)),
         (EIGHT, DESLOC(every=4, delay=0, dense=0)),
+        (EIGHT, in_parts(1, LocalSGD(every=8, delay=0, dense=0), strides=2)),
         (after(6, LocalSGD(every=4, delay=0, dense=0), before=EIGHT), None),
     ],
     ids=repr,

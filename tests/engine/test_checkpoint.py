@@ -205,9 +205,9 @@ def test_outer_weights_and_momentum_go_on_with_another_number_of_ranks(algorithm
     torch.testing.assert_close(found, kept, rtol=0, atol=bound)
 
 
-def alike(algorithm: Algorithm, world: int, states: Any, steps: int) -> tuple[list[Any], Tensor]:
+def alike(algorithm: Algorithm, world: int, states: Any, steps: int, models: int | None = None) -> tuple[list[Any], Tensor]:
     """The states of workers that learn the same, and of the first its weight after each step; ``states``: from which they go
-    on, of as many ranks or of others."""
+    on, of as many ranks or of others, with the models of all of these or of so many."""
 
     def run(rank: int) -> tuple[Any, Tensor]:
         model = nn.Linear(4, 1, bias=False).double()
@@ -215,7 +215,7 @@ def alike(algorithm: Algorithm, world: int, states: Any, steps: int) -> tuple[li
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         replica = gossamer.replicate(model, optimizer, algorithm)
         if states:
-            model.load_state_dict(states[rank % len(states)][0])
+            model.load_state_dict(states[rank % (models or len(states))][0])
             replica.load_state_dict({key: value for _, state in states for key, value in state.items()})
         seen = []
         for _ in range(steps):
@@ -253,6 +253,18 @@ def test_an_outer_step_that_is_on_its_way_goes_on_with_another_number_of_ranks(a
     kept, found = (alike(algorithm, world, states, 16)[1] for world in (2, now))
     bound = 0.02 if isinstance(algorithm, SparseLoCo) else 1e-6  # what is cut off depends on who has how many samples
     torch.testing.assert_close(found, kept, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("algorithm", [LocalSGD(every=5, dense=0), LocalSGD(every=5, dense=6)], ids=repr)
+@pytest.mark.parametrize(("at", "now", "models"), [(3, 1, None), (8, 1, None), (8, 4, 1), (8, 4, None)])
+@pytest.mark.filterwarnings("ignore:a state of . ranks")
+def test_samples_count_on_all_of_another_number_of_ranks_or_on_none(
+    algorithm: Algorithm, at: int, now: int, models: int | None
+) -> None:
+    """Also where they do not take the models of the ranks whose state it is, and where one is alone."""
+    states, _ = alike(algorithm, 2, None, at)
+    _, seen = alike(algorithm, now, states, 12, models)
+    torch.testing.assert_close(seen, 0.01 * torch.arange(at + 1, at + 13), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

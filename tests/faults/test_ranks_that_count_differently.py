@@ -22,6 +22,7 @@ from gossamer import (
     QuantizedGossip,
     Replica,
     ScatterReduce,
+    after,
     loopback,
 )
 from gossamer.algorithms import Algorithm
@@ -123,6 +124,35 @@ def test_so_they_are_where_a_dense_start_is_over(skipped: str, ending: str) -> N
     right = -sum(count * slopes(rank) for rank, count in enumerate(taken(skipped))) / 2
     algorithm = LocalSGD(every=3, dense=2)
     for values in loopback(lambda rank: trained(algorithm, skipped, ENDINGS[ending], rank), 2):
+        assert torch.allclose(values, right, rtol=0, atol=1e-9)
+
+
+CHANGES = {
+    "behind it": after(2, after(6, LocalSGD(every=2), before=LocalSGD(every=1))),
+    "before it": after(2, after(10, LocalSGD(every=2), before=LocalSGD(every=1))),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_ranks_that_were_brought_together_take_the_next_change_at_once(change: str) -> None:
+    """After a dense start; one rank has had half as many passes as the other when both ask for the average."""
+
+    def train(rank: int) -> Tensor:
+        model = Ramp()
+        optimizer = SGD(model.parameters(), lr=1.0)
+        replica = gossamer.replicate(model, optimizer, CHANGES[change])
+        for passes in (8 - 4 * rank, 6):
+            for _ in range(passes):
+                optimizer.zero_grad()
+                model(slopes(rank)).backward()
+                optimizer.step()
+            with replica.consensus():
+                pass
+        replica.close(average=True)
+        return vector(model)
+
+    right = -(14 * slopes(0) + 10 * slopes(1)) / 2
+    for values in loopback(train, 2):
         assert torch.allclose(values, right, rtol=0, atol=1e-9)
 
 

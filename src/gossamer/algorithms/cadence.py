@@ -73,8 +73,8 @@ class Cadence:
         return any(beat.due(step) and not beat.once for beat in self.beats)
 
     def ended(self, step: int) -> bool:
-        """Whether nothing is averaged from ``step`` on."""
-        return all(beat.once or beat.until <= step for beat in self.beats)
+        """Whether nothing is averaged, or taken over, from ``step`` on."""
+        return all(beat.first < step if beat.once else beat.until <= step for beat in self.beats)
 
     @property
     def every_step(self) -> bool:

@@ -20,9 +20,7 @@ from gossamer.engine.agreement import agree, checksum
 from gossamer.engine.bucket_states import Kept
 from gossamer.engine.gradients import GradientSync
 from gossamer.engine.optimizers import OptimizerSync
-from gossamer.engine.other_ranks import OF_MEANS, grouped, means, shared_out
-from gossamer.engine.pending import PENDING
-from gossamer.engine.samples import SAMPLES
+from gossamer.engine.other_ranks import OF_MEANS, grouped, means, on_its_way, shared_out
 from gossamer.engine.settings import other_settings
 from gossamer.engine.weights import WeightSync
 from gossamer.errors import ConfigurationError
@@ -93,7 +91,7 @@ def _has_saved_weights(state: Mapping[str, Any], runner: Runner, model: Iterable
             f"rank {runner.rank}: the model has not the weights with which this state was saved. Load this rank's own "
             "checkpoint: first the optimizer, then call replicate(), then load the model (replicate() copies rank 0's weights "
             "to all ranks), then the replica's state",
-            stacklevel=4,
+            stacklevel=5,
         )
     return same
 
@@ -155,9 +153,7 @@ def restore(
         raise ConfigurationError(f"this is not a state of gossamer in format {FORMAT}: {found}")
     others = other_settings(algorithm, state["algorithm"])
     own, extras = _entries(state, runner, algorithm, gradients, weights, others, model)
-    # Where gradients are not averaged any more, ranks may have had different numbers of passes.
-    passes = gradients is None or not gradients.ended(int(state["step"]))
-    step, plan = "any" if algorithm.cadence.lag else str(state["step"] if passes else state["steps"]), state["plan"]
+    step, plan = "any" if algorithm.cadence.lag else str(state["step"]), state["plan"]
     agree(
         runner,
         {
@@ -221,15 +217,15 @@ def _entries(
         kept = "what was not sent yet is kept, all else begins anew"
         if any(travels):
             kept = "what was not sent yet of gradients is kept, all else begins anew, outer weights and momenta too"
-        warnings.warn(f"the saved run had other settings ({'; '.join(others)}): {kept}", stacklevel=3)
+        warnings.warn(f"the saved run had other settings ({'; '.join(others)}): {kept}", stacklevel=4)
     if rank == 0 and regrouped:
         warnings.warn(
             f"a state of {saved} ranks is loaded by {'ranks on other machines' if saved == now else now}: what was not sent "
             "yet is shared out among them, outer weights and momenta become their means, and all else of an exchange of "
             "weights begins anew, but for what has come for the weights of now",
-            stacklevel=3,
+            stacklevel=4,
         )
-    on_its_way = {key: each for key, each in own.items() if key.removeprefix(_prefix(gradients)).startswith((PENDING, SAMPLES))}
+    going_on = on_its_way(own, _prefix(gradients), same, now)
     if regrouped:
         own = _share_of_all(state, runner, algorithm)
     # A leader of now may have led no node before, and has not what the others would go on with.
@@ -238,7 +234,7 @@ def _entries(
     begun: Kept = {}
     if any(travels):
         own = {key: each for key, each in own.items() if not key.startswith(_prefix(gradients)) or key.endswith(of_any)}
-        own |= on_its_way if same and not others else {}
+        own |= {} if others else going_on
     for entry in [each for rank in range(saved) for each in own_of(state, rank).extras] if of_any else ():
         for key in (key for key in entry if key.endswith(BEGUN)):  # of nodes, only leaders have it
             begun.setdefault(key, {}).update(entry[key])  # of several optimizers each has its own parameters

@@ -93,8 +93,8 @@ class GradientSync(GradientBuckets, Subscriber):
         self._open, self._late = None, {}
         for slot in self._slots.values():
             slot.ready = False
-        if self._statistics.samples is not None and self._cadence.averages(self.step):
-            self._share_of_pass.ask(self.step, self._loop.uneven)
+        if self._statistics.samples is not None:
+            self._share_of_pass.ask(self.step, self._loop.uneven, self._cadence.averages(self.step))
         self._under_way, self._versions = True, [parameter._version for parameter in self.parameters.values()]
 
     @property

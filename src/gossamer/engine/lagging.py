@@ -85,6 +85,11 @@ def even_out(
         again(_next(turns, behind, syncs))
 
 
+def most_of_all(runner: Runner, mine: int) -> int:
+    """The largest of all ranks' numbers of steps. Collective."""
+    return int(_counts_of_all(runner, [mine]).max())
+
+
 def _next(turns: Sequence[int], among: Sequence[int], syncs: Sequence[WeightSync]) -> int:
     """The optimizer whose weights are exchanged next: as the order of the last exchanges has it, or that with fewest steps."""
     index = following(turns)

@@ -3,10 +3,14 @@
 import re
 from collections.abc import Sequence
 
+import torch
+
 from gossamer.algorithms.blocks.node_groups import consecutive
 from gossamer.algorithms.hierarchical import OUTER
 from gossamer.comm.ops import Group
 from gossamer.engine.bucket_states import Kept
+from gossamer.engine.pending import PENDING
+from gossamer.engine.samples import SAMPLES
 from gossamer.memory import wide
 from gossamer.state import MOMENTUM, OUTER_WEIGHTS, RESIDUAL
 
@@ -35,6 +39,21 @@ def means(entries: Sequence[Kept]) -> Kept:
             if key.endswith(OF_MEANS):
                 held.setdefault(key, []).append({key: tensors})
     return {key: tensors for each in held.values() for key, tensors in shared_out(each, 1 / len(each)).items()}
+
+
+def on_its_way(entry: Kept, prefix: str, same: bool, world: int) -> Kept:
+    """What goes on with the weights of the rank whose ``entry`` it is: what has come for them, and the samples behind them.
+
+    ``same``: the model has these weights. Samples are counted on all ranks or on none; where a model has other weights, 0.
+    """
+    found: Kept = {}
+    for key, tensors in entry.items():
+        name = key.removeprefix(prefix)
+        if name.startswith(PENDING) and same:
+            found[key] = tensors
+        if name.startswith(SAMPLES) and world > 1:
+            found[key] = tensors if same else {each: torch.zeros_like(number) for each, number in tensors.items()}
+    return found
 
 
 def grouped(launched: Sequence[Group] | None, algorithm: str, world: int) -> Sequence[Group]:

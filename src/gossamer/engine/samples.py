@@ -12,6 +12,7 @@ from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.engine.bucket_states import Kept
 from gossamer.engine.statistics import Statistics
 from gossamer.errors import UsageError
+from gossamer.pieces import part_of
 
 SAMPLES = "(samples)"
 """The name under which their numbers are saved."""
@@ -48,14 +49,16 @@ class Samples:
         return {SAMPLES: {name: number for bucket, number in numbers for name in bucket.layout.names}}
 
     def load(self, kept: Mapping[str, Mapping[str, Tensor]], buckets: Sequence[Bucket]) -> None:
-        """Put back what :meth:`saved` returned."""
+        """Put back what :meth:`saved` returned. Parameters may have been cut into other pieces there."""
         self.begin()
         if SAMPLES not in kept:
             return
         self._statistics.samples = seen = self._before
+        numbers = kept[SAMPLES]
+        of_whole = {part_of(name)[0]: number for name, number in numbers.items()}
         for bucket in buckets:
-            since = kept[SAMPLES].get(bucket.layout.names[0])
-            self._until[bucket.index] = seen - (0.0 if since is None else float(since))
+            name = bucket.layout.names[0]
+            self._until[bucket.index] = seen - float(numbers.get(name, of_whole.get(part_of(name)[0], 0.0)))
 
 
 class GradientShare:
@@ -67,12 +70,12 @@ class GradientShare:
         self._ticket: Ticket[Tensor] | None = None
         self._factor: Tensor | None = None
 
-    def ask(self, step: int, may_have_none: bool) -> None:
-        """A pass begins: tell the others the samples of this rank, and learn theirs meanwhile. ``may_have_none``: nobody has
-        to have counted any (``join()``)."""
+    def ask(self, step: int, may_have_none: bool, averages: bool) -> None:
+        """A pass begins, and if it ``averages``: tell the others the samples of this rank, and learn theirs meanwhile.
+        ``may_have_none``: nobody has to have counted any (``join()``)."""
         self._ticket = self._factor = None
         count = self._samples.take(0)
-        if count is None:
+        if count is None or not averages:
             return
         calls, self._calls = self._calls, self._statistics.weighings
         if calls == self._calls and not may_have_none:

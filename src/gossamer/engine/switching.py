@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.algorithms.base import Algorithm
-from gossamer.comm.ops import maximum
 from gossamer.comm.runner import Runner, alarming
 from gossamer.engine import weighing
 from gossamer.engine.acceptance import accept, travelling
@@ -23,6 +22,7 @@ from gossamer.engine.assembly import Parts, assemble, remove_hooks
 from gossamer.engine.attach import attach, detach
 from gossamer.engine.checks import held_by
 from gossamer.engine.gradients import GradientSync
+from gossamer.engine.lagging import most_of_all
 from gossamer.engine.module_buffers import Buffers, average
 from gossamer.engine.rehearsal import rehearse_all
 from gossamer.engine.sharding import local
@@ -56,7 +56,7 @@ def switch(
         if parts.overlap is not None:
             parts.overlap.conclude()
         agree(parts.runner, {"the algorithm to switch to": repr(algorithm)})
-        unsent, number = _unsent(parts), _agreed(parts.runner, step())
+        unsent, number = _unsent(parts), most_of_all(parts.runner, step())  # steps are counted on from there
     buffers = _check_algorithm(parts, algorithm)
     if parts.runner.world > 1:
         rehearse_all(algorithm, travelling(algorithm, parts.model, buffers), (), parts.runner)
@@ -107,12 +107,6 @@ def _check_algorithm(parts: Parts, algorithm: Algorithm) -> Buffers:
         weighing.check(parts, algorithm)
     check_synchronize(parts.synchronize_asked, algorithm, parts.scaler, overlap, parts.model)
     return accept(algorithm, parts.model, parts.optimizers, parts.runner, parts.buffers_asked, parts.scaler, overlap)
-
-
-def _agreed(runner: Runner, step: int) -> int:
-    """The step from which steps are counted on: the last that any rank has taken, where they may lag. Collective."""
-    mine = torch.tensor([step], dtype=torch.int64)
-    return int(runner.run(lambda: maximum(mine, runner.world), "the step at which the algorithm changes").item())
 
 
 def _bring_together(parts: Parts, algorithm: Algorithm, become_average: Callable[[], None]) -> None:

@@ -16,8 +16,9 @@ from gossamer.algorithms.base import Algorithm
 from gossamer.algorithms.blocks.shares import LEFT_OUT
 from gossamer.comm.runner import Runner
 from gossamer.engine.exact import change, exact
+from gossamer.engine.gradients import GradientSync
 from gossamer.engine.history import history, skips
-from gossamer.engine.lagging import catch_up, even_out
+from gossamer.engine.lagging import catch_up, even_out, most_of_all
 from gossamer.engine.members import Owner
 from gossamer.engine.module_buffers import averaged, beside_parameters, check_shapes, shapes_of
 from gossamer.engine.sharding import is_sharded, local, sharded_modules
@@ -155,10 +156,13 @@ class WeightSyncs:
         """
         catch_up(self._runner, call, self._all[0], (lambda: False) if at_average else self.answer, self.exchange_again)
 
-    def even_out(self, call: str, taken: Sequence[int]) -> None:
+    def even_out(self, call: str, taken: Sequence[int], gradients: GradientSync | None) -> None:
         """Let ranks that took fewer steps take part in what they missed. Collective: all make this ``call``. ``taken``: the
-        steps of each optimizer."""
+        steps of each optimizer. ``gradients``, which are not averaged any more, count passes on from those of the rank that had
+        most, so that all take the next change of algorithms at once."""
         even_out(self._runner, call, self._all, taken, self._turns, self.exchange_without_step)
+        if gradients is not None:
+            gradients.step = most_of_all(self._runner, gradients.step)
 
     def _may_move(self, index: int) -> bool:
         """Whether others may take the place of tensors that travel with this optimizer's weights, or of their memory."""

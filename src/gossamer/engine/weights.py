@@ -110,22 +110,23 @@ class WeightSync(Subscriber):
         if index == self._owner.index:
             if self._cadence.late:
                 self.apply_due(self.following(self.upcoming))
-            self._send()
+            self._send(self.upcoming)
 
     def exchange_without_step(self) -> None:
         """Take part in the exchange after a step that another rank takes, with the weights as they are."""
         self.begin()
-        self.apply_due(self.following(self.upcoming))
-        self._send()
+        upcoming = max(self.upcoming, self.steps + 1)  # where passes are counted, that rank may have had one more
+        self.apply_due(self.following(upcoming))
+        self._send(upcoming)
 
     @property
     def upcoming(self) -> int:
         """The number of the step (from 1) that is taken next."""
         return self.steps + 1 if self.clock is None else self.clock()
 
-    def _send(self) -> None:
+    def _send(self, upcoming: int) -> None:
         self._owner.turns.append(self._owner.index)
-        self.launch(self.upcoming)
+        self.launch(upcoming)
         if any(each.until <= self.steps for each in self.pending.values()):  # without a delay
             self.apply_due(self.steps)
 

@@ -23,8 +23,8 @@ class Gathered(Lossy, register=False):
     """Each worker sends Q(x + decay·residual) to all others, and all take the mean; what Q leaves out is the new residual.
 
     For sparse codecs, with which a sum of messages has more elements than each. ``clip``: a message that is longer (in the L2
-    norm of what it decodes to) than the median of all counts only with that length. Where workers count by their samples, one
-    may be as many times longer as it has more samples than the mean.
+    norm of what it decodes to) than the median of all counts only with that length. Where outer deltas count by samples, one
+    may be as many times longer as its worker has more samples than the mean.
     """
 
     codec: Codec = field(default_factory=TopPerChunk)
