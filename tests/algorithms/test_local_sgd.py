@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import gossamer
 from gossamer import (
-    DESLOC,
     AllReduce,
     ChunkSparse,
     DiLoCo,
@@ -388,7 +387,6 @@ def test_what_is_not_finite_is_seen_by_all_and_remembered_by_none(averaging: Alg
         (lambda: DiLoCo(averaging=LocalSGD(every=1, merge=0.9)), "has an every=, delay=, merge=, lag="),
         (lambda: streaming_diloco(lag=8), "in_parts.*lag"),
         (lambda: in_parts(2, sparta(DiLoCo())), "after several periods"),
-        (lambda: in_parts(2, DESLOC()), "after several periods"),
         (lambda: DiLoCo(averaging=ChunkSparse()), "averages one bucket by itself"),
         (lambda: DiLoCo(averaging=after(3, PowerSGD())), "averages one bucket by itself"),
         (lambda: after(4, DiLoCo(), before=GossipGraD()), "what an optimizer remembers must not be moved"),

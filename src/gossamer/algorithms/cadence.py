@@ -133,12 +133,17 @@ class Cadence:
         clipped = [replace(beat, first=max(beat.first, first), until=min(beat.until, until)) for beat in self.beats]
         return replace(self, beats=tuple(beat for beat in clipped if beat.first < beat.until))
 
-    def in_parts(self, count: int, part: int | None, strides: int = 1) -> "Cadence":
+    @property
+    def spacing(self) -> int:
+        """The steps between two exchanges."""
+        return min((beat.every for beat in self.beats), default=1)
+
+    def in_parts(self, count: int, part: int | None, strides: int = 1, spacing: int | None = None) -> "Cadence":
         """The same for each of ``count`` fragments in turn, evenly spaced; or for one of them. The exchanges of one fragment
         take the steps of ``count`` times as many. A fragment is made of ``strides`` parts of the weights."""
-        numbers = range(count) if part is None else (part,)
+        numbers, apart = range(count) if part is None else (part,), spacing or self.spacing
         beats = [
-            replace(beat, every=beat.every * count, offset=beat.offset * count + number * beat.every)
+            replace(beat, every=beat.every * count, offset=beat.offset * count + number * apart)
             for beat in self.beats
             for number in numbers
         ]

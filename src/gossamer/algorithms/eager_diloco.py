@@ -32,8 +32,8 @@ class EagerDiLoCo(DiLoCo):
     what the others have learned in its last period is in nobody's.
 
     The messages and bytes of DiLoCo per exchange, spread over ``every - 1`` steps: deltas leave in the step after the outer
-    step, and before the first one all weights become their mean. Memory: as DiLoCo, and two more deltas in full precision. Not
-    the choice where the average is there after a few steps: DiLoCo with that ``delay`` learns from newer deltas.
+    step, and before the first one all weights become their mean. Memory: as DiLoCo, and two more deltas in full precision.
+    Not the choice where the average is there after a few steps: DiLoCo with that ``delay`` learns from newer deltas.
 
     Source: Kale et al. 2025 (arXiv 2502.12996).
 

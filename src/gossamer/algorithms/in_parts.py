@@ -1,9 +1,10 @@
 """InParts: an algorithm over weights that takes one part of them per step."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gossamer.algorithms.after import Phases
@@ -40,12 +41,14 @@ def in_parts(count: int, algorithm: Algorithm, *, strides: int = 1) -> Algorithm
 
 @dataclass(frozen=True, kw_only=True)
 class InParts(Algorithm, register=False):
-    """See :func:`in_parts`. ``part_number``: the only part that is meant, for a bucket's own algorithm."""
+    """See :func:`in_parts`. ``part_number``: the only part that is meant, for a bucket's own algorithm; ``spacing``: of the
+    exchanges of two parts, in those of the weights, which what belongs to them goes with."""
 
     count: int
     algorithm: Algorithm
     strides: int = 1
     part_number: int | None = None
+    spacing: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, Algorithm):
@@ -69,21 +72,21 @@ class InParts(Algorithm, register=False):
             raise ConfigurationError(f"in_parts(): {self.algorithm!r} needs all weights in one exchange")
         if any(beat.offset for beat in self.algorithm.cadence.beats):
             raise ConfigurationError(f"in_parts(): {self.algorithm!r} exchanges the same weights at two steps of a period")
-        if len({beat.every for beat in self.algorithm.cadence.beats}) > 1:
+        if len({beat.every for beat in self.algorithm.route("weight", torch.empty(1)).cadence.beats}) > 1:
             raise ConfigurationError(
-                f"in_parts(): {self.algorithm!r} exchanges what belongs to one weight after several periods, and the parts "
-                "would take turns in each of them"
+                f"in_parts(): {self.algorithm!r} exchanges one weight after several periods, and parts would take turns in each"
             )
         refuse_lag(self.algorithm, "in_parts()")
 
     @cached_property
     def cadence(self) -> Cadence:
-        return self.algorithm.cadence.in_parts(self.count, self.part_number, self.strides)
+        return self.algorithm.cadence.in_parts(self.count, self.part_number, self.strides, self.spacing)
 
     def route(self, name: str, tensor: Tensor) -> Algorithm:
         whole, part = part_of(name)
         number = None if part is None else part % self.count
-        return replace(self._with(lambda algorithm: algorithm.route(whole, tensor)), part_number=number)
+        handler = self._with(lambda algorithm: algorithm.route(whole, tensor))
+        return replace(handler, part_number=number, spacing=self.algorithm.cadence.spacing)
 
     def exchange(self, bucket: Bucket, state: State, ctx: Context) -> Flow[Any]:
         """For each part it is as if its exchanges were the only ones."""
