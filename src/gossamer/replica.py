@@ -226,7 +226,7 @@ class Replica(Traced, Weighed):
         weights to all ranks; then this. Where weights travel, a warning tells if they are not those of the saved state.
 
         With another number of ranks give every rank the merged dictionaries of all old ones: what was not sent yet is
-        summed and shared out (its mean stays), an exchange of weights begins anew, and a warning says so.
+        summed and shared out (its mean stays), what has come for a model's weights goes on with it, and a warning says so.
         """
         self._require_own_weights("load_state_dict()")
         self._come_together("load_state_dict()")
