@@ -294,20 +294,24 @@ class Slope(nn.Module):
         self.weight = nn.Parameter(noise(1, 48, torch.float64)[0])
 
     def forward(self, rank: int, step: int) -> Tensor:
-        return self.weight @ noise(1, 48, torch.float64, seed=100 * rank + step + 7)[0]
+        return self.weight @ slope(rank, step)
 
 
-@pytest.mark.parametrize("before", [AllReduce(), ScatterReduce()], ids=repr)
-def test_from_the_first_local_step_on_a_gradient_is_the_worker_s_own(before: Algorithm) -> None:
-    """Whatever samples it has; what the phase before has kept of gradients is less than a tenth of one."""
+def slope(rank: int, step: int) -> Tensor:
+    """Its gradient."""
+    return noise(1, 48, torch.float64, seed=100 * rank + step + 7)[0]
+
+
+def gradients(algorithm: Algorithm, samples: Callable[[int, int], int]) -> list[list[Tensor]]:
+    """Of two ranks, what each has for a gradient in every pass."""
 
     def body(rank: int) -> list[Tensor]:
         model = Slope()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        replica = gossamer.replicate(model, optimizer, after(3, LocalSGD(every=100), before=before))
+        replica = gossamer.replicate(model, optimizer, algorithm)
         seen = []
         for step in range(STEPS):
-            replica.weigh(1 + 2 * rank)
+            replica.weigh(samples(rank, step))
             optimizer.zero_grad()
             model(rank, step).backward()
             seen.append(model.weight.grad.clone())
@@ -315,8 +319,16 @@ def test_from_the_first_local_step_on_a_gradient_is_the_worker_s_own(before: Alg
         replica.close()
         return seen
 
-    for rank, seen in enumerate(loopback(body, 2)):
-        own = [noise(1, 48, torch.float64, seed=100 * rank + step + 7)[0] for step in range(STEPS)]
+    return loopback(body, 2)
+
+
+@pytest.mark.parametrize("before", [AllReduce(), ScatterReduce()], ids=repr)
+def test_from_the_first_local_step_on_a_gradient_is_the_worker_s_own(before: Algorithm) -> None:
+    """Whatever samples it has; what the phase before has kept of gradients is less than a tenth of one."""
+
+    algorithm = after(3, LocalSGD(every=100), before=before)
+    for rank, seen in enumerate(gradients(algorithm, lambda rank, step: 1 + 2 * rank)):
+        own = [slope(rank, step) for step in range(STEPS)]
         assert (seen[2] - own[2]).norm() > 0.2 * own[2].norm()
         for gradient, mine in zip(seen[3:], own[3:], strict=True):
             assert (gradient - mine).norm() < 0.1 * mine.norm()
@@ -325,23 +337,10 @@ def test_from_the_first_local_step_on_a_gradient_is_the_worker_s_own(before: Alg
 def test_samples_of_local_passes_are_not_those_of_a_later_gradient() -> None:
     """Both workers have as many in the passes whose gradients are averaged again."""
 
-    def body(rank: int) -> list[Tensor]:
-        model = Slope()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        replica = gossamer.replicate(model, optimizer, after(4, AllReduce(), before=after(2, LocalSGD(every=2))))
-        seen = []
-        for step in range(6):
-            replica.weigh(1 + 8 * rank if step < 4 else 5)
-            optimizer.zero_grad()
-            model(rank, step).backward()
-            seen.append(model.weight.grad.clone())
-            optimizer.step()
-        replica.close()
-        return seen
-
-    for seen in loopback(body, 2):
+    algorithm = after(4, AllReduce(), before=after(2, LocalSGD(every=2)))
+    for seen in gradients(algorithm, lambda rank, step: 1 + 8 * rank if step < 4 else 5):
         for step in (4, 5):
-            own = [noise(1, 48, torch.float64, seed=100 * rank + step + 7)[0] for rank in range(2)]
+            own = [slope(rank, step) for rank in range(2)]
             torch.testing.assert_close(seen[step], (own[0] + own[1]) / 2, rtol=0, atol=1e-9)
 
 

@@ -158,8 +158,8 @@ class WeightSyncs:
 
     def even_out(self, call: str, taken: Sequence[int], gradients: GradientSync | None) -> None:
         """Let ranks that took fewer steps take part in what they missed. Collective: all make this ``call``. ``taken``: the
-        steps of each optimizer. ``gradients``, which are not averaged any more, count passes on from those of the rank that had
-        most, so that all take the next change of algorithms at once."""
+        steps of each optimizer. ``gradients``, which are not averaged any more, count passes on from the largest number of
+        any rank, so that the next change of algorithms is at the same pass on all."""
         even_out(self._runner, call, self._all, taken, self._turns, self.exchange_without_step)
         if gradients is not None:
             gradients.step = most_of_all(self._runner, gradients.step)
