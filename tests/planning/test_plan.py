@@ -117,6 +117,15 @@ def test_forward_overlap_is_shown_and_not_chosen_unasked() -> None:
     assert make_plan(facts(100), both, "exact", made, [optimizer], overlap_forward=True).overlap_forward
 
 
+def test_outer_loops_are_predicted_and_not_chosen() -> None:
+    made = plan(100, "loose")
+    (told,) = (reason for reason in made.left_out if "DiLoCo(every=30)" in reason)
+    ratio = float(re.search(r"take (\d\.\d\d) of plain", told)[1])  # type: ignore[index]
+    computed = 0.1 / made.of("AllReduce()").step_seconds
+    assert computed <= ratio <= computed + 2 / 30
+    assert not any("DiLoCo" in row.method for row in made.table)
+
+
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     made = plan(100, "loose", nodes=((0, 1), (2, 3)), inside=20_000)
     made.save(tmp_path / "plan.toml")

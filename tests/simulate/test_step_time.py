@@ -15,6 +15,7 @@ from gossamer import (
     AllReduce,
     ByteGrad,
     ChunkSparse,
+    DiLoCo,
     EagerDiLoCo,
     Gossip,
     GossipGraD,
@@ -464,6 +465,13 @@ class Mixed(AllReduce, register=False):
 def test_what_belongs_to_a_step_is_left_out_where_nothing_is_exchanged() -> None:
     sent = run(tensors(10**6, 10**6), Mixed(), 4).bytes_per_step - run(tensors(10**6, 10**6), AllReduce(), 4).bytes_per_step
     assert sent == pytest.approx(0.0, abs=100), "twice as much for the first one, in half of the steps"
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_what_a_first_exchange_sends_more_is_not_in_the_window(delay: int, warmup: int) -> None:
+    found = run(tensors(10**6), DiLoCo(every=4, delay=delay), 4, steps=4, warmup=warmup)
+    assert found.bytes_per_step == close(2 * 3 / 4 * BYTES / 4, 100), "one average in four steps"
 
 
 @dataclass(frozen=True, kw_only=True)

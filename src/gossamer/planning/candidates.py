@@ -5,7 +5,7 @@ A class says how many times more steps a method is predicted to need for the sam
 (``benchmarks/results``), of averages of weights from an effective number of neighbours. What has cost more is no candidate.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -111,11 +111,13 @@ def overlapped(found: Sequence[Candidate]) -> list[Candidate]:
     return [replace(each, overlap_forward=True) for each in gradients]
 
 
-def left_out(optimizers: Sequence[Optimizer]) -> list[str]:
-    """What is no candidate, and why."""
+def left_out(optimizers: Sequence[Optimizer], ratios: Mapping[str, float]) -> list[str]:
+    """What is no candidate, and why. ``ratios``: the predicted step of outer loops that can run, to that of all-reduce."""
     reasons = [
-        "outer loops (DiLoCo, SparseLoCo): nothing here predicts the steps that they need, or how long a dense start; with "
-        "AdamW DiLoCo(every=30) after a dense quarter was within 0.02 nats of all-reduce in measured runs: compare your own"
+        f"outer loops: after its dense start a step of {method} is predicted to take {ratio:.2f} of plain all-reduce's, but "
+        "nothing here predicts how many steps it needs, or how long a dense start. With AdamW, after a dense quarter, it was "
+        "within 0.02 nats of all-reduce in measured runs: compare your own"
+        for method, ratio in ratios.items()
     ]
     if kind_of(optimizers) == "adaptive":
         name = type(optimizers[0]).__name__
@@ -123,6 +125,10 @@ def left_out(optimizers: Sequence[Optimizer]) -> list[str]:
     if kind_of(optimizers) != "sgd":
         reasons.append("ChunkSparse and PowerSGD: 0.4 to 0.5 nats behind with Adam in measured runs")
     return reasons
+
+
+OUTER_LOOPS = (Candidate(method="DiLoCo(every=30)", fidelity="loose", steps=None, base="AllReduce()", share=1 / 30),)
+"""Predicted for comparison, and never chosen."""
 
 
 def _exact(shared: bool) -> Iterator[Candidate]:

@@ -15,7 +15,7 @@ from gossamer.checks import is_number
 from gossamer.comm.runner import Runner
 from gossamer.engine.agreement import values_of_all
 from gossamer.errors import ConfigurationError
-from gossamer.planning.candidates import Candidate, Fidelity, check_fidelity, left_out
+from gossamer.planning.candidates import OUTER_LOOPS, Candidate, Fidelity, check_fidelity, left_out
 from gossamer.planning.choose import Prices, Row, choose, ranked, rows, tried, why
 from gossamer.planning.correction import corrected
 from gossamer.planning.facts import Facts, gradient_bytes, measure
@@ -104,9 +104,11 @@ def make_plan(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     overlap_forward: bool = False,
+    outer: Sequence[Candidate] = OUTER_LOOPS,
 ) -> Plan:
-    """Price the candidates and choose among those with, or without, ``overlap_forward``."""
-    found = rows(candidates, Prices(facts, model, like(optimizers[0])))
+    """Price the candidates and choose among those with, or without, ``overlap_forward``. ``outer``: priced, and not chosen."""
+    price = Prices(facts, model, like(optimizers[0]))
+    found = rows(candidates, price)
     chosen = choose(found, fidelity, overlap_forward, facts.steps)
     return Plan(
         method=chosen.method,
@@ -118,7 +120,7 @@ def make_plan(
         optimizer=", ".join(type(each).__name__ for each in optimizers),
         facts=facts,
         table=tuple(ranked(found)),
-        left_out=tuple(left_out(optimizers)),
+        left_out=tuple(left_out(optimizers, {str(row): row.ratio for row in rows(outer, price)})),
     )
 
 
@@ -142,13 +144,15 @@ def planned(
 
     ``taken``: a method of which steps were taken, and the seconds of one; links are corrected by it.
     """
-    possible = [each for each in found if _runs(each, model, optimizers, runner, accept)]
+    possible, outer = (
+        [each for each in some if _runs(each, model, optimizers, runner, accept)] for some in (found, OUTER_LOOPS)
+    )
     facts = measure(runner, compute, possible, next(iter(model.parameters())).device, noise)
     text = ""
     if runner.rank == 0:
         if taken is not None:
             facts = corrected(facts, model, like(optimizers[0]), *taken)
-        text = make_plan(facts, possible, fidelity, model, optimizers, overlap_forward).dumps()
+        text = make_plan(facts, possible, fidelity, model, optimizers, overlap_forward, outer).dumps()
     return loads(agreed(runner, text), "the plan")
 
 
