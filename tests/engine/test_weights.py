@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import Gossip, GossipGraD, UsageError, loopback
+from gossamer import DESLOC, Gossip, GossipGraD, LocalSGD, UsageError, in_parts, loopback
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.base import Context
 from gossamer.algorithms.traits import Traits
@@ -536,3 +536,30 @@ def test_history_is_followed_from_the_first_step_that_is_taken() -> None:
         return found
 
     assert loopback(body, 2) == [[None, ["momentum_buffer of weight", "momentum_buffer of bias"]]] * 2
+
+
+def test_what_is_under_way_when_history_is_first_followed_is_added() -> None:
+    """Weights cut into parts are cut anew where the history is added to them, and results of before are of the old parts."""
+
+    def trained(algorithm: Algorithm) -> Tensor:
+        def body(rank: int) -> Tensor:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).half()
+            optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.01, momentum=0.5)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1000)
+            replica = gossamer.replicate(model, optimizer, algorithm, scaler=scaler)
+            for slope in (1e3, *[rank + 1.0] * 9):
+                optimizer.zero_grad()
+                gradient = sum(parameter.float().sum() for parameter in model.parameters()) * slope
+                scaler.scale(gradient).backward()
+                scaler.step(optimizer)
+                scaler.update(2.0**8)
+            replica.close()
+            return torch.cat([parameter.detach().float().flatten() for parameter in model.parameters()])
+
+        return torch.stack(loopback(body, 2))
+
+    found = trained(in_parts(2, DESLOC(every=1, first=1, second=1, delay=2, dense=0)))
+    alone = trained(LocalSGD(every=1000, dense=0))
+    torch.testing.assert_close(found.mean(0), alone.mean(0), rtol=0, atol=2e-3)
+    assert found.std(0).max() < 0.5 * alone.std(0).min()

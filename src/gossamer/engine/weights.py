@@ -1,11 +1,10 @@
 """Weight synchronisation: weights leave after the optimizer's step, and the result is added before its next one.
 
-Between the two the message travels while forward and backward go on. Adding the average just before the next local
-update (and not after it) keeps the learning rate's meaning: the gradient that is then applied was computed on the
-weights that were sent. With a delay of several steps (``Beat.delay``) each bucket is added at a step of its own, whatever the
-network does, so that a resumed run is bit-identical. Where an exchange may lag, it is added before the first update at which
-it is there; the next one begins then, so that ranks at different steps meet in the exchange of the same number. Threads and
-ownership: see the note in ``gossamer.comm.torch.lanes``.
+Between the two the message travels while forward and backward go on. Adding the average just before the next local update keeps
+the learning rate's meaning: the gradient that is then applied was computed on the weights that were sent. With a delay of
+several steps (``Beat.delay``) each bucket has a step of its own, whatever the network does: a resumed run is bit-identical.
+Where an exchange may lag, it is added before the first update at which it is there; the next one begins when the algorithm is
+due again, so that ranks at different steps meet in the one of the same number. Threads: see ``gossamer.comm.torch.lanes``.
 """
 
 import math
@@ -142,6 +141,7 @@ class WeightSync(Subscriber):
             return
         if skipped_anywhere(self._runner, self._skipped):
             return
+        self.apply_due()  # of steps before that were left out: buckets are others from here on
         self.members.tensors |= agree_on_history(self._runner, tensors)
         self._extended = True
         self._lay_out()
