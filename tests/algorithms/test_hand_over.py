@@ -55,7 +55,15 @@ def trained(algorithm: Algorithm, world: int = WORLD, average: bool = True) -> T
 
 @pytest.mark.parametrize(
     "then",
-    [Gossip(wire="fp32"), Gossip(wire="fp32", every=2), PUSHED, LocalSGD(every=2), QuantizedGossip(), AllReduce()],
+    [
+        Gossip(wire="fp32"),
+        Gossip(wire="fp32", every=2),
+        PUSHED,
+        LocalSGD(every=2),
+        LocalSGD(every=4, delay=0, merge=0.5),
+        QuantizedGossip(),
+        AllReduce(),
+    ],
     ids=repr,
 )
 @pytest.mark.parametrize("steps", [3, 4])

@@ -94,8 +94,10 @@ class Cadence:
         return min((beat.delay for beat in self.beats if beat.due(step)), default=1)
 
     def merge(self, step: int) -> float | None:
-        """The share of the weights of then that is kept where the result of the exchange after ``step`` is added."""
-        return next((beat.merge for beat in self.beats if beat.due(step)), None)
+        """The share of the weights of then that is kept where the result of the exchange after ``step`` is added. What is taken
+        over from the phase before is added whole."""
+        due = [beat for beat in self.beats if beat.due(step)]
+        return None if any(beat.once for beat in due) else next((beat.merge for beat in due), None)
 
     @property
     def delays(self) -> frozenset[int]:
