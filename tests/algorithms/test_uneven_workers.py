@@ -670,6 +670,29 @@ def test_a_worker_that_is_not_finite_when_the_outer_loop_begins_is_left_out_and_
     assert "are not finite, so that the average of the replicas is not either: load" in caplog.text
 
 
+def test_where_the_only_worker_with_samples_is_left_out_the_others_keep_their_mean() -> None:
+    """At the first exchange after a dense start, which is of the weights themselves."""
+
+    def body(rank: int) -> Tensor:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        replica = gossamer.replicate(model, optimizer, DiLoCo(every=3, dense=2, delay=0, outlier=5.0))
+        begin = weights(model).clone()
+        for step in range(3):
+            replica.weigh(4 if rank == 0 else 0)
+            optimizer.zero_grad()
+            loss(model, batch(rank, step)).backward()
+            optimizer.step()
+            if step == 1 and rank == 0:
+                with torch.no_grad():
+                    next(model.parameters()).fill_(torch.nan)
+        replica.close()
+        return weights(model) - begin
+
+    for moved in loopback(body, 4)[1:]:
+        torch.testing.assert_close(moved, torch.zeros_like(moved), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -43,8 +43,9 @@ def in_line(delta: Tensor, bucket: Bucket, state: State, ctx: Context, outlier: 
     state.set_extra(LEFT_OUT, _so_far(state, out) + out[ctx.rank])
     if ctx.rank == 0 and out.device.type != "meta" and out.any():
         _name(out, norms, counts, bucket, ctx)
-    delta = torch.where(out[ctx.rank], torch.zeros_like(delta), delta)
-    return delta.mul_(factor(torch.where(out, 0.0, counts), ctx.rank))
+    delta, counts = torch.where(out[ctx.rank], torch.zeros_like(delta), delta), torch.where(out, 0.0, counts)
+    counts = torch.where(counts.sum() > 0, counts, (~out).to(counts))  # the only ones with samples may be left out
+    return delta.mul_(factor(counts, ctx.rank))
 
 
 def out_of_line(norms: Tensor, counts: Tensor, limit: float) -> Tensor:
