@@ -43,8 +43,13 @@ def after(steps: int, then: Algorithm | None, *, before: Algorithm | None = None
 
 
 def with_dense_start(algorithm: Algorithm) -> Algorithm:
-    """``algorithm``, after the dense start that it asks for."""
+    """``algorithm``, after the dense start that it asks for. Raises ConfigurationError where that takes all of a phase."""
     dense = algorithm.traits.dense
+    if isinstance(algorithm, Phases) and dense and len(algorithm.phases) > 1 and algorithm.phases[1][0] <= dense:
+        raise ConfigurationError(
+            f"after({algorithm.phases[1][0]}, …): nothing is left of {algorithm.phases[0][1]!r}, which begins with {dense} "
+            "dense steps: set its dense=, or let the next one begin later"
+        )
     return after(dense, algorithm) if dense else algorithm
 
 
