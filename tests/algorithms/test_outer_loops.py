@@ -32,7 +32,7 @@ from gossamer import (
 from gossamer.algorithms import Algorithm
 from gossamer.algorithms.blocks.gathered import Gathered
 from gossamer.codecs import Cast, ErrorFeedback, Quantize, TopPerChunk
-from gossamer.comm.topology import Complete, OnePeerExponential, Ring, Topology
+from gossamer.comm.topology import Complete, Hypercube, OnePeerExponential, Ring, Topology
 from gossamer.errors import ConfigurationError
 
 from ..contracts.cases import exchange, noise, weights
@@ -410,12 +410,18 @@ def test_a_few_weights_in_every_step_keep_the_mean_and_replicas_closer(topology:
 
 
 def test_a_few_weights_in_every_step_cost_their_share() -> None:
-    few, none = (
+    """Moments, which :class:`DESLOC` averages now and then, are not among them."""
+    few, with_moments, none = (
         bytes_between(algorithm, 31, 41)
-        for algorithm in (sparta(LocalSGD(dense=0, every=30), share=0.005), SparseLoCo(dense=0))
+        for algorithm in (
+            sparta(LocalSGD(dense=0, every=30), share=0.005),
+            sparta(DESLOC(dense=0, every=30), share=0.005),
+            SparseLoCo(dense=0),
+        )
     )
     assert none == 0
     assert 0 < few < 1.1 * 0.005 * bytes_between(AllReduce(), 31, 41) + 10 * 64 * 4
+    assert with_moments == few
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -513,6 +519,8 @@ def test_streaming_needs_a_tenth_of_the_rate_of_diloco() -> None:
         (lambda: DiLoCo(nesterov="yes"), "nesterov, of the outer optimizer, must be True or False"),  # type: ignore[arg-type]
         (lambda: SparseLoCo(keep_unsent=1), "keep_unsent must be True or False"),  # type: ignore[arg-type]
         (lambda: sparta(streaming_diloco(dense=0)), "under way for longer, or in parts"),
+        (lambda: trained(sparta(LocalSGD(dense=0), topology=Hypercube())), "3 ranks are not a power of two"),
+        (lambda: trained(after(50, LocalSGD(dense=0), before=DiLoCo(every=8))), "nothing is left of DiLoCo.* 80 dense steps"),
         (lambda: DESLOC(dense=0, first=0), "first must be a number of steps, at least 1"),
         (lambda: in_parts(2, Gossip(), strides=0), "strides must be a number"),
         (lambda: trained(LocalSGD(dense=0, every=4, delay=5)), "added after 5 steps .* exchanged every 4 steps"),

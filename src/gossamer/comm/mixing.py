@@ -24,13 +24,22 @@ def checked(topology: Pattern, step: int, world: int) -> Edges:
     return edges
 
 
+_LOOKED_AT = 256
+"""Ranks up to which the project's own topologies are looked at like any other; that they connect more follows from their rule,
+and to look at thousands takes minutes."""
+
+
+def _is_known(topology: Pattern, world: int) -> bool:
+    return world > _LOOKED_AT and topology in FAMILY
+
+
 def check_pattern(topology: Pattern, world: int) -> None:
     """Raise ConfigurationError unless the first cycle of a topology is what algorithms count on: checked one time, not in
     every step."""
     cycle: object = topology.cycle(world)
     if not is_whole(cycle, 1):
         raise ConfigurationError(f"{topology}.cycle({world}) must return a number of steps, at least 1; got {cycle!r}")
-    for step in range(cycle):
+    for step in range(1 if _is_known(topology, world) else cycle):
         checked(topology, step, world)
 
 
@@ -46,11 +55,6 @@ def spread(topology: Pattern, world: int, begin: int = 0) -> Iterator[list[int]]
                 known[destination] |= before[rank]
 
 
-_LOOKED_AT = 256
-"""Ranks up to which the project's own topologies are looked at like any other; that they connect more follows from their rule,
-and to look at thousands takes minutes."""
-
-
 def check_connected(topology: Pattern, world: int) -> None:
     """Raise ConfigurationError, naming who cannot be reached, unless every rank's update reaches every other rank in the end;
     or if steps of the first cycle are not what they should be (:func:`check_pattern`).
@@ -58,10 +62,9 @@ def check_connected(topology: Pattern, world: int) -> None:
     Looks at the first ``world + 16`` cycles: nothing that repeats itself needs more, and a random pattern that does
     not connect in so many is broken.
     """
-    if world > _LOOKED_AT and topology in FAMILY:
-        checked(topology, 0, world)
-        return
     check_pattern(topology, world)
+    if _is_known(topology, world):
+        return
     everyone = 2**world - 1
     for known in islice(spread(topology, world), (world + 16) * topology.cycle(world)):
         if all(each == everyone for each in known):

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from gossamer.algorithms.blocks.shares import by_samples
 from gossamer.buckets import Bucket
-from gossamer.comm.ops import Context, Flow, all_reduce, maximum
+from gossamer.comm.ops import Context, Flow, all_reduce, maximum, permute
+from gossamer.comm.topology import Topology, exchange_at
 from gossamer.memory import portions, wide
 
 
@@ -27,6 +28,16 @@ def mean_of(bucket: Bucket, weights: Tensor, ctx: Context) -> Flow[Tensor]:
     mean = yield from all_reduce((yield from by_samples(share, ctx)))
     differs = yield from maximum(beyond_rounding(mean, weights, ctx.world), ctx.world)
     return torch.where(differs > 0, mean, weights, out=mean)
+
+
+def way_to_peers(values: Tensor, topology: Topology | None, ctx: Context) -> Flow[Tensor]:
+    """What is to be added to ``values`` so that they become their mean over this worker's peers of the step, or over all."""
+    if topology is None:
+        return (yield from all_reduce(values / ctx.world)) - values
+    total, peers = torch.zeros_like(values), exchange_at(topology, ctx.step, ctx.world).permutations
+    for permutation in peers:
+        total += (yield from permute(values, permutation)) - values
+    return total / (len(peers) + 1)
 
 
 def beyond_rounding(mean: Tensor, weights: Tensor, world: int) -> Tensor:
