@@ -28,7 +28,7 @@ class LocalSGD(Spaced):
     ``merge·w + (1 − merge)·mean`` instead. The optimizer's state stays each worker's own.
 
     ``lag``: workers of different speed. Nobody waits for a late worker until so many further steps: the others train on, and go
-    on from the exchange when it is there; the next one begins then. What a late worker has learned is so in the next mean.
+    on from the exchange when it is there; what a late worker has learned is in the next mean, ``every`` steps on at the least.
     With ``lag=every`` one at half speed delays no other. Count by samples then (:meth:`gossamer.Replica.weigh`).
 
     Per exchange the messages of an all-reduce, and its bytes in full precision, whatever the weights are kept in: per step
