@@ -84,7 +84,7 @@ class Sparta(Algorithm, register=False):
             check_pattern(self.topology, world)  # that all learn from all is up to ``algorithm``
 
     def route(self, name: str, tensor: Tensor) -> Algorithm:
-        return (self.algorithm if OF in name else super()).route(name, tensor)  # weights alone, and no moments
+        return self.algorithm.route(name, tensor) if OF in name else super().route(name, tensor)  # no moments
 
     def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype  # the weights themselves, of which few travel
