@@ -429,6 +429,7 @@ def test_a_dense_start_counts_gradients_by_samples_and_weights_from_its_end() ->
         DiLoCo(every=3, delay=0, dense=0),
         streaming_diloco(every=4, fragments=2, delay=1, dense=0),
         after(2, LocalSGD(every=3, dense=0)),
+        DESLOC(every=3, first=2, dense=0),
         ScatterReduce(gather_below=0),
     ],
     ids=repr,

@@ -10,6 +10,7 @@ from gossamer.buckets import Bucket
 from gossamer.comm.ops import all_gather
 from gossamer.comm.runner import CONTROL, Runner, Ticket
 from gossamer.engine.bucket_states import Kept
+from gossamer.engine.history import weight_of
 from gossamer.engine.statistics import Statistics
 from gossamer.errors import UsageError
 from gossamer.pieces import part_of
@@ -49,7 +50,8 @@ class Samples:
         return {SAMPLES: {name: number for bucket, number in numbers for name in bucket.layout.names}}
 
     def load(self, kept: Mapping[str, Mapping[str, Tensor]], buckets: Sequence[Bucket]) -> None:
-        """Put back what :meth:`saved` returned. Parameters may have been cut into other pieces there."""
+        """Put back what :meth:`saved` returned. Parameters may have been cut into other pieces there, and what is remembered of
+        them may not have been among them: it has the number of its weight."""
         self.begin()
         if SAMPLES not in kept:
             return
@@ -58,7 +60,9 @@ class Samples:
         of_whole = {part_of(name)[0]: number for name, number in numbers.items()}
         for bucket in buckets:
             name = bucket.layout.names[0]
-            self._until[bucket.index] = seen - float(numbers.get(name, of_whole.get(part_of(name)[0], 0.0)))
+            whole = part_of(name)[0]
+            known = (numbers.get(name), of_whole.get(whole), of_whole.get(weight_of(whole)))
+            self._until[bucket.index] = seen - next((float(number) for number in known if number is not None), 0.0)
 
 
 class GradientShare:

@@ -143,8 +143,9 @@ class WeightSync(Subscriber):
             return
         self.apply_due()  # of steps before that were left out: buckets are others from here on
         self.members.tensors |= agree_on_history(self._runner, tensors)
-        self._extended = True
+        self._extended, samples = True, self.samples.saved(self.exchange.buckets)
         self._lay_out()
+        self.samples.load(samples, self.exchange.buckets)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -221,8 +222,7 @@ class WeightSync(Subscriber):
                 sent = None if merge is None else bucket.flat.to(bucket.layout.dtype, copy=True)
                 self.pending[index] = Pending(self.steps + cadence.delay(step) + self._lag, merge, sent)
                 number = self._number if index in first else None
-                samples = None if self._statistics.samples is None else self.samples.take(index)
-                self.exchange.launch_due(index, step, f"after step {step}", number, samples)
+                self.exchange.launch_due(index, step, f"after step {step}", number, self.samples.take(index))
 
     @torch.no_grad()
     def arrive(self, indices: Collection[int] | None = None) -> None:
