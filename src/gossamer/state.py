@@ -14,7 +14,7 @@ K = TypeVar("K")
 RESIDUAL = "residual"
 """The name under which algorithms keep what they have not sent yet."""
 
-MOMENTUM, OUTER_WEIGHTS = "momentum", "outer weights"
+MOMENTUM, OUTER_WEIGHTS, DELTAS = "momentum", "outer weights", "deltas"
 """The endings of names under which they keep what follows from means: ranks of another number take the mean of it."""
 
 BEGUN = "begun"

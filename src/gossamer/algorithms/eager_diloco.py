@@ -16,9 +16,9 @@ from gossamer.buckets import Bucket
 from gossamer.comm.ops import Flow
 from gossamer.errors import ConfigurationError
 from gossamer.memory import wide
-from gossamer.state import State
+from gossamer.state import DELTAS, State
 
-OWN, OTHERS = "own delta", "others' deltas"
+OWN, OTHERS = f"own {DELTAS}", f"others' {DELTAS}"
 
 
 @dataclass(frozen=True, kw_only=True)

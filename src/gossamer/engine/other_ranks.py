@@ -12,9 +12,9 @@ from gossamer.engine.bucket_states import Kept
 from gossamer.engine.pending import PENDING
 from gossamer.engine.samples import SAMPLES
 from gossamer.memory import wide
-from gossamer.state import MOMENTUM, OUTER_WEIGHTS, RESIDUAL
+from gossamer.state import DELTAS, MOMENTUM, OUTER_WEIGHTS, RESIDUAL
 
-OF_MEANS = (MOMENTUM, OUTER_WEIGHTS)
+OF_MEANS = (MOMENTUM, OUTER_WEIGHTS, DELTAS)
 """The endings of names of what follows from means."""
 
 
@@ -32,7 +32,7 @@ def shared_out(entries: Sequence[Kept], scale: float, leaders: float = 1) -> Kep
 
 
 def means(entries: Sequence[Kept]) -> Kept:
-    """The mean of each momentum, and of outer weights, over the ranks that have them."""
+    """The mean of each momentum, of outer weights, and of deltas that these wait for, over the ranks that have them."""
     held: dict[str, list[Kept]] = {}
     for entry in entries:
         for key, tensors in entry.items():
