@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
+from gossamer.algorithms.after import Phases
 from gossamer.algorithms.base import CHANGEABLE, Algorithm
 from gossamer.errors import ConfigurationError
 
@@ -19,6 +20,10 @@ def other_settings(algorithm: Algorithm, saved: str) -> list[str]:
     """
     if repr(algorithm) == saved:
         return []
+    if isinstance(algorithm, Phases) and repr(algorithm.phases[-1][1]) == saved:
+        raise ConfigurationError(
+            f"the state was saved by {saved} without a dense start, as switch() begins it: give replicate() that with dense=0"
+        )
     return list(_differences(algorithm, _parsed(saved), "", f"the state was saved by {saved}, this replica runs {algorithm!r}"))
 
 
