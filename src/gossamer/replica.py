@@ -13,10 +13,8 @@ from gossamer.comm.runner import alarming
 from gossamer.engine import checkpoint, joining, mixing, switching
 from gossamer.engine.assembly import Parts, disassemble
 from gossamer.engine.averages import Averages
-from gossamer.engine.optimizers import OptimizerSync
 from gossamer.engine.tracing import Traced
 from gossamer.engine.weighing import Weighed
-from gossamer.engine.weights import WeightSync
 from gossamer.errors import UsageError
 
 
@@ -232,13 +230,15 @@ class Replica(Traced, Weighed):
         self._come_together("load_state_dict()")
         state = checkpoint.from_part(state, self._runner.part)
         with alarming(self._runner):
-            syncs: list[WeightSync | OptimizerSync] = [*self._weights, *self._parts.links]
+            syncs = [*self._weights, *self._parts.links]
             if self._overlap is not None:
                 self._overlap.conclude()
                 self._overlap.drop()
             model = self._parts.parameters.values()
             step = checkpoint.restore(state, self._runner, self.algorithm, self._gradients, syncs, model)
             self._loop.steps = [step] * len(self._parts.optimizers)
+            if checkpoint.has_other_nodes(state, self._runner, self.algorithm):
+                switching.make_equal(self._parts, self._averages.become)
             self._parts.scale.load(state.get("scale"))
             if self._overlap is not None:
                 self._overlap.restart()

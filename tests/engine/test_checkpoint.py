@@ -255,6 +255,56 @@ def test_an_outer_step_that_is_on_its_way_goes_on_with_another_number_of_ranks(a
     torch.testing.assert_close(found, kept, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize(("at", "now"), [(10, 8), (11, 3), (11, 2)])
+@pytest.mark.filterwarnings("ignore:a state of 4 ranks")
+def test_what_others_learned_in_the_last_period_enters_with_another_number_of_ranks(at: int, now: int) -> None:
+    """Of p workers that learn the same all but a p-th of a period comes a period later, before and afterwards."""
+    every, later = 4, 24
+    algorithm = EagerDiLoCo(every=every, dense=0, rate=1.0, momentum=0.0)
+    states, _ = alike(algorithm, 4, None, at)
+    kept, found = (alike(algorithm, world, states, later)[1][-1] for world in (4, now))
+    assert float(found - kept) == pytest.approx(0.01 * every * (1 / now - 1 / 4), abs=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [LocalSGD(every=4, dense=0), Gossip(), DiLoCo(every=4, dense=0)], ids=repr)
+@pytest.mark.parametrize(("before", "per_node", "now", "later"), [(4, 1, 4, 2), (4, 2, 4, 4), (3, 2, 6, 2), (5, 2, 7, 2)])
+@pytest.mark.filterwarnings("ignore:a state of . ranks")
+@pytest.mark.filterwarnings("ignore:the saved run had other settings")
+@pytest.mark.filterwarnings("ignore:rank .. the model has not the weights")
+def test_workers_of_a_node_are_equal_where_they_were_in_several(
+    algorithm: Algorithm, before: int, per_node: int, now: int, later: int
+) -> None:
+    """With the models and the optimizers of the old ranks, whose mean is kept."""
+
+    def run(rank: int, nodes: int, states: list[Any] | None) -> tuple[Any, Tensor]:
+        model = nn.Linear(4, 1, bias=False).double()
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        if states is not None:
+            optimizer.load_state_dict(copy.deepcopy(states[rank % before][1]))
+        replica = gossamer.replicate(model, optimizer, Hierarchical(algorithm, ranks_per_node=nodes))
+        if states is not None:
+            model.load_state_dict(states[rank % before][0])
+            replica.load_state_dict({key: value for *_, state in states for key, value in state.items()})
+        seen = [model.weight.detach().clone()]
+        for number in range(7):
+            optimizer.zero_grad()
+            model(torch.full((1, 4), 1.0 + rank + number, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            seen.append(model.weight.detach().clone())
+        found = copy.deepcopy((model.state_dict(), optimizer.state_dict(), replica.state_dict()))
+        replica.close()
+        return found, torch.stack(seen)
+
+    states = [state for state, _ in loopback(lambda rank: run(rank, per_node, None), before)]
+    found = torch.stack([seen for _, seen in loopback(lambda rank: run(rank, later, states), now)])
+    for first in range(0, now, later):
+        assert all(torch.equal(worker, found[first]) for worker in found[first : first + later])
+    if before == now and isinstance(algorithm, Gossip):
+        mean = torch.stack([state[0]["weight"] for state in states]).mean(0)
+        assert (found[:, 0].mean(0) - mean).abs().max() < 0.02, "what was under way is a difference of messages of 16 bits"
+
+
 @pytest.mark.parametrize("algorithm", [LocalSGD(every=5, dense=0), LocalSGD(every=5, dense=6)], ids=repr)
 @pytest.mark.parametrize(("at", "now", "models"), [(3, 1, None), (8, 1, None), (8, 4, 1), (8, 4, None)])
 @pytest.mark.filterwarnings("ignore:a state of . ranks")
@@ -399,6 +449,26 @@ def test_a_residual_goes_on_in_as_many_bits_as_the_new_run_has_for_it() -> None:
         for rank, (loaded, later) in enumerate(found):
             assert all(torch.equal(loaded[name], had) for name, had in state[f"rank{rank}"][0]["residual"].items())
             assert {tensor.dtype for name, tensor in later.items() if "weight" in name} == {kept}
+
+
+def test_a_run_that_was_switched_to_an_outer_loop_is_resumed_without_its_dense_start() -> None:
+    def run(rank: int) -> None:
+        model, optimizer, replica = training(AllReduce())
+        replica.switch(LocalSGD(every=8))
+        step(model, optimizer, rank)
+        states = copy.deepcopy((model.state_dict(), replica.state_dict()))
+        replica.close()
+        for dense in (None, 0):
+            model, optimizer, replica = training(LocalSGD(every=8, dense=dense))
+            model.load_state_dict(states[0])
+            if dense is None:
+                with pytest.raises(ConfigurationError, match=r"without a dense start, as .* that with dense=0"):
+                    replica.load_state_dict(states[1])
+            else:
+                replica.load_state_dict(states[1])
+            replica.close()
+
+    loopback(run, 2)
 
 
 @pytest.mark.parametrize("other", [ChunkSparse(), Hierarchical(ScatterReduce()), after(2, ScatterReduce()), Gossip()], ids=repr)

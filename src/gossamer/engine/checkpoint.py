@@ -181,6 +181,18 @@ def restore(
     return int(state["step"])
 
 
+def has_other_nodes(state: Mapping[str, Any], runner: Runner, algorithm: Algorithm) -> bool:
+    """Whether workers of one node, whose weights are to be equal, may have been in several when the state was saved."""
+    return algorithm.part("weights") is not None and bool(algorithm.traits.nodes) and _regrouped(state, runner, algorithm)
+
+
+def _regrouped(state: Mapping[str, Any], runner: Runner, algorithm: Algorithm) -> bool:
+    """Whether ranks of another number, or, where it matters to the algorithm, on other machines have saved the state."""
+    if state["world"] != runner.world:
+        return True
+    return bool(algorithm.traits.nodes) and _machines_then(state) != _machines(runner, repr(algorithm))
+
+
 def _entries(
     state: Mapping[str, Any],
     runner: Runner,
@@ -207,7 +219,7 @@ def _entries(
             f"rank {rank}: this state is of {there} exchanges and this replica has {exchanges} (one for the gradients, one for "
             "each optimizer whose weights travel): give replicate() as many optimizers as when it was saved, in the same order"
         )
-    regrouped = saved != now or (algorithm.traits.nodes and _machines_then(state) != _machines(runner, repr(algorithm)))
+    regrouped = _regrouped(state, runner, algorithm)
     own, extras, _ = own_of(state, rank % saved)
     same = _has_saved_weights(state, runner, model)
     if not regrouped and not others:

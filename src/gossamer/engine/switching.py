@@ -109,6 +109,13 @@ def _check_algorithm(parts: Parts, algorithm: Algorithm) -> Buffers:
     return accept(algorithm, parts.model, parts.optimizers, parts.runner, parts.buffers_asked, parts.scaler, overlap)
 
 
+def make_equal(parts: Parts, become_average: Callable[[], None]) -> None:
+    """Let all replicas of weights, and what their optimizers remember, become their averages. Collective."""
+    parts.weights.conclude()
+    become_average()
+    _average_histories(parts.runner, parts.optimizers)
+
+
 def _bring_together(parts: Parts, algorithm: Algorithm, become_average: Callable[[], None]) -> None:
     """Make replicas of weights as equal as ``algorithm`` needs them."""
     parts.weights.conclude()
