@@ -20,7 +20,8 @@ def other_settings(algorithm: Algorithm, saved: str) -> list[str]:
     """
     if repr(algorithm) == saved:
         return []
-    if isinstance(algorithm, Phases) and repr(algorithm.phases[-1][1]) == saved:
+    last = algorithm.phases[-1][1] if isinstance(algorithm, Phases) else algorithm
+    if last is not algorithm and last.traits.dense and repr(last) == saved:
         raise ConfigurationError(
             f"the state was saved by {saved} without a dense start, as switch() begins it: give replicate() that with dense=0"
         )
