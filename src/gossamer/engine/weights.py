@@ -221,8 +221,8 @@ class WeightSync(Subscriber):
                 merge = cadence.merge(step) if self._runner.world > 1 else None
                 sent = None if merge is None else bucket.flat.to(bucket.layout.dtype, copy=True)
                 self.pending[index] = Pending(self.steps + cadence.delay(step) + self._lag, merge, sent)
-                number = self._number if index in first else None
-                self.exchange.launch_due(index, step, f"after step {step}", number, self.samples.take(index))
+                samples = None if self._statistics.samples is None else self.samples.take(index)
+                self.exchange.launch_due(index, step, f"after step {step}", self._number if index in first else None, samples)
 
     @torch.no_grad()
     def arrive(self, indices: Collection[int] | None = None) -> None:

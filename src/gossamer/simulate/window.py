@@ -76,9 +76,10 @@ class Window:
         cycle = (_without_partners(cadence, world) if alike else cadence).cycle(world, machines)
         cycle = cycle if cycle <= _LONGEST_CYCLE else period
         first = max(cadence.changes, default=0)
-        landed = max(warmup, 1 + max(cadence.delays, default=0))  # what first exchanges send more is not in the window
+        if exchanged > 1:  # what the first exchange sends more is not in the window
+            warmup = max(warmup, 1 + max(cadence.delays))
         return cls(
-            warmup=first + max(landed + exchanged * (1 + cadence.lag) - 1, learning),
+            warmup=first + max(warmup + exchanged * (1 + cadence.lag) - 1, learning),
             steps=-(-(steps or USUAL) // cycle) * cycle,
             cycle=cycle,
             until_alike=steps is None and not cadence.lag,  # where exchanges may lag, cycles differ in length
