@@ -107,8 +107,8 @@ def make_plan(
     outer: Sequence[Candidate] = OUTER_LOOPS,
 ) -> Plan:
     """Price the candidates and choose among those with, or without, ``overlap_forward``. ``outer``: priced, and not chosen."""
-    price = Prices(facts, model, like(optimizers[0]))
-    found = rows(candidates, price)
+    priced = rows([*candidates, *outer], Prices(facts, model, like(optimizers[0])))
+    found, beside = priced[: len(candidates)], priced[len(candidates) :]
     chosen = choose(found, fidelity, overlap_forward, facts.steps)
     return Plan(
         method=chosen.method,
@@ -120,7 +120,7 @@ def make_plan(
         optimizer=", ".join(type(each).__name__ for each in optimizers),
         facts=facts,
         table=tuple(ranked(found)),
-        left_out=tuple(left_out(optimizers, {str(row): row.ratio for row in rows(outer, price)})),
+        left_out=tuple(left_out(optimizers, {str(row): row.ratio for row in beside})),
     )
 
 
