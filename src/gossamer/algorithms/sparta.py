@@ -53,7 +53,7 @@ class Sparta(Algorithm, register=False):
     topology: Topology | None = None
 
     def __post_init__(self) -> None:
-        if getattr(self.algorithm, "subject", None) != "weights" or self.algorithm.part("gradients") is not None:
+        if not isinstance(self.algorithm, Algorithm) or self.algorithm.subject != "weights" or self.algorithm.part("gradients"):
             raise ConfigurationError(
                 "sparta() takes an algorithm over weights, such as DiLoCo(), and is put inside of what averages gradients too, "
                 f"as in after(300, sparta(DiLoCo())) and Hierarchical(sparta(DiLoCo())); got {self.algorithm!r}"
@@ -94,7 +94,7 @@ class Sparta(Algorithm, register=False):
             return (yield from self.algorithm.exchange(bucket, state, ctx))
         if ctx.world == 1 or not bucket.flat.numel():
             return bucket.flat.zero_()
-        weights, same = wide(bucket.flat), keys(replace(ctx, rank=0).seed(bucket.index))  # on all workers
-        places, _ = RandomK(density=self.share).drawn(same, weights.numel(), weights.device)
+        weights, seed = wide(bucket.flat), replace(ctx, rank=0).seed(bucket.index)  # the same on all workers
+        places, _ = RandomK(density=self.share).drawn(keys(seed), weights.numel(), weights.device)
         changes = yield from way_to_peers(weights[places], self.topology, ctx)
         return weights.zero_().index_copy_(0, places, changes).to(bucket.flat.dtype)

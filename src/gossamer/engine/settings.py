@@ -20,8 +20,7 @@ def other_settings(algorithm: Algorithm, saved: str) -> list[str]:
     """
     if repr(algorithm) == saved:
         return []
-    last = algorithm.phases[-1][1] if isinstance(algorithm, Phases) else algorithm
-    if last is not algorithm and last.traits.dense and repr(last) == saved:
+    if isinstance(algorithm, Phases) and (last := algorithm.phases[-1][1]).traits.dense and repr(last) == saved:
         raise ConfigurationError(
             f"the state was saved by {saved} without a dense start, as switch() begins it: give replicate() that with dense=0"
         )
